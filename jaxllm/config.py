@@ -1,0 +1,126 @@
+"""Every setting of the engine and the server: one typed tree that YAML, flags, JAXLLM_* variables and LLM(...) all fill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from jaxllm.errors import ConfigError
+
+CACHE_DIR = Path("~/.cache/jaxllm").expanduser()
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: Any) -> Any:
+    """'2GiB', '500 MB' or 1073741824 -> bytes; anything else is left for pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    number = value.strip().lower().removesuffix("b")
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        if number.endswith(unit):
+            return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    return int(number)
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class EngineConfig(BaseModel):
+    """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "smollm2-135m"
+    """A built-in name (`jaxllm pull --list`), a directory, a .gguf file, or a Hugging Face hub id."""
+    tokenizer: str | None = None
+    """A directory or hub id to take the tokenizer from; by default the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub repository."""
+    download_dir: Path | None = None
+    """Where downloaded models are kept (default ~/.cache/jaxllm/models; hub models stay in the hub's own cache)."""
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """`dummy` fills the right shapes with random weights on the device."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute and weight type; auto is bfloat16."""
+    seed: int = 0
+    """Where unseeded requests and dummy weights take their randomness from."""
+    skip_tokenizer_init: bool = False
+    """Work with token ids only."""
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    """Longest context, prompt plus generated; default the model's, shrunk to what KV memory holds."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""
+    max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
+    max_num_waiting: Annotated[int, Field(ge=0)] = 10_000
+    """Longest waiting queue; a request beyond it is refused (HTTP 429)."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """How many devices share each layer."""
+    block_size: Literal[8, 16, 32, 64, 128] = 16
+    """Tokens in one KV page."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of accelerator memory that weights, KV pages and workspace may take together."""
+    kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
+    """Bytes for KV pages, as 4GiB or 500MB; overrides gpu_memory_utilization (default on CPU: 4GiB, or a quarter of free memory)."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV pages of prompts that begin alike."""
+    attention_backend: Literal["auto", "reference", "gpu"] = "auto"
+    """Which paged attention runs: plain XLA, or the Pallas kernel for NVIDIA GPUs."""
+    enforce_eager: bool = False
+    """Compile each bucket when it is first needed instead of ahead of time."""
+    compile_cache_dir: Path | None = CACHE_DIR / "compile"
+    """Compiled executables are kept here between starts; null turns the cache off."""
+    engine_process: bool | None = None
+    """Run the engine loop in a process of its own (default: yes for serve, no in notebooks)."""
+
+
+class ServeConfig(EngineConfig):
+    """EngineConfig plus what the HTTP server needs."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    api_key: str | None = None
+    """Clients must send it as a bearer token; several are separated by commas."""
+    served_model_name: str | None = None
+    """Name clients use for the model (default: the model argument); several are separated by commas, the first is shown."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the model's chat template."""
+    allowed_origins: str | None = None
+    """Origins that may call from a browser (CORS), separated by commas; * for all."""
+    max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
+    """Largest request body, as 16MiB; larger ones get 413."""
+    sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0
+    """Seconds of silence after which a stream sends a keep-alive comment."""
+    shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0
+    """Seconds that running requests get to finish after Ctrl-C or SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much is logged."""
+    enable_request_logging: bool = False
+    """Log one line a request."""
+    vllm_metrics: bool = False
+    """Export metrics under vLLM's names as well, so that its dashboards work."""
+
+
+def make_config(cls: type[EngineConfig], **fields: Any) -> Any:
+    """Build `cls`, turning pydantic's report into one ConfigError line that names the first wrong field."""
+    try:
+        return cls(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "config"
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}") from None
+        raise ConfigError(f"{name} is {first['input']!r}: {first['msg'].lower()}") from None
+
+
+def did_you_mean(name: str, known: Any) -> str:
+    """'; did you mean …?' for the nearest known name, or nothing when none is near."""
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

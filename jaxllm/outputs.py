@@ -1,0 +1,63 @@
+"""What a finished or running request looks like to its caller; names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """One token's log-probability (natural log), its 1-based rank in the vocabulary, and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Token id -> Logprob: the chosen token first, then the most likely ones, best first."""
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt.
+
+    `finish_reason` is None while running, then "stop" (end-of-sequence, stop string or stop token), "length" or
+    "abort"; `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Times of one request in seconds since the epoch; None where it has not got there yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A request's state as its caller sees it.
+
+    `prompt_logprobs` has one entry a prompt token (None for the first, which nothing predicts);
+    `num_cached_tokens` counts the prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,39 @@
+"""What attention must know about a batch of ragged tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Int
+
+
+class AttentionMetadata(NamedTuple):
+    """One step's batch: `T` tokens of up to `S` sequences laid end to end, then padding.
+
+    Decode rows come first: sequences `0 … num_decodes-1` have exactly one query token each, so that token `i` is
+    sequence `i`'s. Sequences from `num_decodes` to `num_seqs-1` are prefill chunks. In a decode-only step `T == S`
+    and there are no prefill chunks.
+
+    Worked example, page_size 4: sequence 0 decodes its 6th token, sequence 1 prefills tokens 4…6 of its prompt:
+
+        positions    [5, 4, 5, 6, 0, 0, 0, 0]     T = 8, three rows of padding behind
+        query_start  [0, 1, 4, 4, 4]              S = 4
+        context_len  [6, 7, 0, 0]                 tokens after this step, the query tokens included
+        page_table   [[3, 9, 0], [5, 2, 0], ...]  token p of a sequence lives in page_table[s, p // 4], row p % 4
+        num_decodes  [1]
+        num_seqs     [2]
+
+    Page 0 belongs to nobody: padding reads and writes it. Query token `t` of sequence `s` attends to positions
+    `0 … positions[t]` (and, with a window `w`, only to the last `w` of them).
+    """
+
+    positions: Int[Array, "T"]
+    seq_ids: Int[Array, "T"]
+    """Sequence of each token; S for padding."""
+    query_start: Int[Array, "S+1"]
+    context_len: Int[Array, "S"]
+    page_table: Int[Array, "S P"]
+    num_decodes: Int[Array, ""]
+    num_seqs: Int[Array, ""]
+    decode_only: bool
+    """Static: T == S and every row is a decode (or padding)."""
