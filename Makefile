@@ -1,0 +1,55 @@
+# `make serve` and `make test` set up everything they need; `make help` lists the rest.
+
+PYTHON ?= python3
+MODEL  ?= smollm2-135m
+ARGS   ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@echo
+	@echo "MODEL=gemma3-270m picks another model; ARGS='--port 9000' is passed on to the command."
+
+serve: $(VENV)/.installed ## Serve SmolLM2-135M-Instruct on http://127.0.0.1:8000
+	$(BIN)/jaxllm serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.installed-dev ## Run the tests
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/jaxllm pull gemma3-270m
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev ## Format the code and fix what the linter can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.installed ## Measure prefill and decode at 1, 4, 16 and 32 streams
+	$(BIN)/jaxllm bench throughput $(MODEL) --num-streams 1 4 16 32 $(ARGS)
+
+clean: ## Remove the virtual environment and caches; downloaded models stay in ~/.cache/jaxllm
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,35 @@
+"""jaxllm under the common workload."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import workload
+
+from jaxllm import LLM, SamplingParams
+
+
+def start(arguments: argparse.Namespace) -> workload.Generate:
+    llm = LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        max_model_len=2 * (arguments.prompt_tokens + arguments.new_tokens),
+        max_num_seqs=max(arguments.streams),
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    while llm.stats().compiles_pending:
+        time.sleep(0.1)
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> Sequence[int]:
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        return [len(output.outputs[0].token_ids) for output in llm.generate(requests, params, use_tqdm=False)]
+
+    return generate
+
+
+if __name__ == "__main__":
+    workload.run("jaxllm", start)

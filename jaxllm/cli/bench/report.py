@@ -1,0 +1,67 @@
+"""A benchmark's result: a table for people, a JSON file for programs."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config import EngineConfig
+
+_SECRETS = {"api_key"}
+
+
+def report(
+    benchmark: str,
+    config: EngineConfig,
+    load: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    file: Path | None,
+) -> None:
+    """Print one column a result and, with `file`, write everything that is needed to read it later."""
+    _print_table(benchmark, config.model, results)
+    if file is not None:
+        document = {
+            "benchmark": benchmark,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": platform.platform(),
+            "versions": {name: version(name) for name in ("jaxllm", "jax", "flax")},
+            "config": config.model_dump(mode="json", exclude=_SECRETS),
+            "load": dict(load),
+            "results": [dict(result) for result in results],
+        }
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{benchmark}: {model}", title_justify="left", show_header=False)
+    table.add_column()
+    for _ in results:
+        table.add_column(justify="right")
+    columns = [flatten(result) for result in results]
+    for name in columns[0]:
+        table.add_row(name.replace("_", " "), *(_number(column.get(name)) for column in columns))
+    Console().print(table)
+
+
+def flatten(result: Mapping[str, Any]) -> dict[str, Any]:
+    """{'ttft_ms': {'p50': 1.0}} -> {'ttft_ms p50': 1.0}."""
+    flat: dict[str, Any] = {}
+    for name, value in result.items():
+        flat.update(
+            {f"{name} {rank}": number for rank, number in value.items()}
+            if isinstance(value, Mapping)
+            else {name: value}
+        )
+    return flat
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else "–" if value is None else f"{value:,}"

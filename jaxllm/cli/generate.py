@@ -1,0 +1,147 @@
+"""`jaxllm generate`: complete prompts and leave; text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from jaxllm.cli.sampling import sampling_params, takes_sampling
+from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.outputs import RequestOutput
+    from jaxllm.sampling_params import SamplingParams
+
+Switch = Parameter(negative=(), group=COMMAND_GROUP)
+
+
+@takes_settings(EngineConfig, positional_model=False)
+@takes_sampling
+def generate(
+    config: EngineConfig,
+    sampling: dict[str, Any],
+    prompts: Annotated[list[str] | None, Parameter(group=COMMAND_GROUP, negative=())] = None,
+    *,
+    file: Annotated[Path | None, Parameter(group=COMMAND_GROUP, allow_leading_hyphen=True)] = None,
+    raw: Annotated[bool, Switch] = False,
+    chat: Annotated[bool, Switch] = False,
+    json_output: Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)] = False,
+) -> None:
+    """Complete one prompt, streamed, or several at once, printed in order.
+
+    A chat model sees each prompt as a user's message; any other continues it as text.
+
+    Args:
+        prompts: What to complete; without it, each line of standard input is a prompt.
+        file: Take one prompt from each line of this file; - is standard input.
+        raw: Continue the prompt as text, without the chat template.
+        chat: Put the prompt into the chat template, and fail if the model has none.
+        json_output: Print one JSON object a prompt: text, token ids, log-probabilities, finish reasons.
+    """
+    if raw and chat:
+        raise ConfigError("--raw and --chat exclude each other")
+    if config.skip_tokenizer_init:
+        raise ConfigError("--skip-tokenizer-init leaves nothing to read the prompt with; generate needs the tokenizer")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in sampling and not json_output:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --json to be shown")
+    sampling_params(sampling, {})  # refuse a bad value before the model loads
+    texts = read_prompts(prompts, file)
+
+    from jaxllm.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM(config)
+    try:
+        params = sampling_params(sampling, engine.info.default_sampling)
+        asyncio.run(_complete(engine, texts, params, use_template(engine, raw, chat), json_output))
+    finally:
+        engine.shutdown()
+
+
+def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
+    """The prompts given as arguments, or the non-empty lines of `file` or of standard input."""
+    if prompts and file:
+        raise ConfigError("give prompts as arguments or with --file, not both")
+    if prompts:
+        return prompts
+    if file is None and sys.stdin.isatty():
+        raise ConfigError("no prompt: give one as an argument, with --file, or on standard input")
+    try:
+        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--file is {str(file)!r}: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ConfigError(f"no prompt: {file or 'standard input'} is empty")
+    return lines
+
+
+def use_template(engine: AsyncLLM, raw: bool, chat: bool) -> bool:
+    """Whether prompts go through the chat template: as asked, otherwise whenever the model has one."""
+    assert engine.tokenizer is not None
+    has_template = engine.tokenizer.chat_template is not None
+    if chat and not has_template:
+        raise ConfigError(f"--chat: {engine.config.model} has no chat template")
+    return has_template and not raw
+
+
+def chat_tokens(engine: AsyncLLM, messages: list[dict[str, str]]) -> list[int]:
+    """Messages rendered with the model's chat template, ready for its answer."""
+    assert engine.tokenizer is not None
+    text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, template: bool, as_json: bool) -> None:
+    async def run(text: str, stream: bool) -> RequestOutput:
+        tokens = chat_tokens(engine, [{"role": "user", "content": text}]) if template else engine.tokenizer.encode(text)
+        shown = 0
+        async for output in engine.generate({"prompt_token_ids": tokens}, params):
+            if stream:
+                sys.stdout.write(output.outputs[0].text[shown:])
+                sys.stdout.flush()
+                shown = len(output.outputs[0].text)
+        return dataclasses.replace(output, prompt=text)
+
+    begin = time.perf_counter()
+    stream = len(texts) == 1 and params.n == 1 and not as_json
+    tasks = [asyncio.create_task(run(text, stream)) for text in texts]
+    try:
+        for number, task in enumerate(tasks, 1):
+            _print(await task, stream, as_json, heading=f"[{number}/{len(texts)}]" if len(texts) > 1 else "")
+    finally:
+        for task in tasks:
+            task.cancel()
+    print(_summary([task.result() for task in tasks], time.perf_counter() - begin), file=sys.stderr)
+
+
+def _print(output: RequestOutput, streamed: bool, as_json: bool, heading: str) -> None:
+    if as_json:
+        print(json.dumps(dataclasses.asdict(output), ensure_ascii=False), flush=True)
+    elif streamed:
+        print(flush=True)
+    else:
+        if heading:
+            print(f"{heading} {output.prompt}", file=sys.stderr, flush=True)
+        for completion in output.outputs:
+            print(completion.text, flush=True)
+
+
+def _summary(outputs: list[RequestOutput], seconds: float) -> str:
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    return (
+        f"{prompt} prompt tokens ({cached} cached), {generated} generated in {seconds:.2f} s: "
+        f"{generated / seconds:.1f} tok/s"
+    )

@@ -1,0 +1,62 @@
+"""`jaxllm`: the command line. Each command is a file of this package; nothing here imports jax."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from jaxllm.cli.bench import bench
+from jaxllm.cli.chat import chat
+from jaxllm.cli.generate import generate
+from jaxllm.cli.plan import plan
+from jaxllm.cli.pull import pull
+from jaxllm.cli.serve import serve
+from jaxllm.errors import JaxLLMError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+
+def version() -> str:
+    """The installed version, as in `jaxllm --version`."""
+    from importlib.metadata import version as installed
+
+    return f"jaxllm {installed('jaxllm')}"
+
+
+app = App(
+    name="jaxllm",
+    help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help.",
+    version=version,
+)
+for command in (serve, generate, chat, pull, plan, bench):
+    app.command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 when all went well, 2 with one line on stderr when the user's input did not."""
+    try:
+        app(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        error.verbose = False
+        _refuse(error)
+    except JaxLLMError as error:
+        _refuse(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # `jaxllm generate … | head -1`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it flushes
+        sys.exit(PIPE_CLOSED)
+
+
+def _refuse(error: Exception) -> None:
+    print(f"jaxllm: error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)
+
+
+if __name__ == "__main__":
+    main()

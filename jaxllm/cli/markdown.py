@@ -1,0 +1,57 @@
+"""Markdown on a terminal while it is still being written."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+
+
+class MarkdownStream:
+    """Renders text as it grows: finished blocks are printed for good, only the last one is redrawn.
+
+    Where the console is no terminal the text goes out as it comes, unrendered.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.pending = ""
+        self.live = Live(console=console, auto_refresh=False, vertical_overflow="visible", transient=True)
+
+    def __enter__(self) -> MarkdownStream:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+            self._print(self.pending)
+        else:
+            self.console.file.write("\n")
+            self.console.file.flush()
+
+    def write(self, text: str) -> None:
+        """Show `text` after what came before."""
+        if not self.console.is_terminal:
+            self.console.file.write(text)
+            self.console.file.flush()
+            return
+        self.pending += text
+        end = finished_blocks(self.pending)
+        if end:
+            self._print(self.pending[:end])
+            self.pending = self.pending[end:]
+        self.live.update(Markdown(self.pending), refresh=True)
+
+    def _print(self, text: str) -> None:
+        if text.strip():
+            self.console.print(Markdown(text))
+
+
+def finished_blocks(text: str) -> int:
+    """Length of the prefix that later text cannot change: up to the last blank line outside a code fence."""
+    end = text.rfind("\n\n")
+    while end > 0 and text.count("```", 0, end) % 2:
+        end = text.rfind("\n\n", 0, end)
+    return max(end + 2, 0) if end >= 0 else 0

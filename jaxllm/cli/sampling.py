@@ -1,0 +1,88 @@
+"""The sampling flags of `generate` and `chat`, read off SamplingParams: its fields, its types, its documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_type_hints
+
+from cyclopts import Group, Parameter
+
+from jaxllm.config import EngineConfig
+from jaxllm.sampling_params import SamplingParams
+
+SAMPLING_GROUP = Group(
+    "Sampling", sort_key=1, help="A flag wins over the model's own recommendation, and that over the default shown."
+)
+
+# Text is what these commands are for; --seed is the engine's own, which unseeded requests draw from.
+_LEFT_OUT = {"detokenize", *EngineConfig.model_fields}
+_FLAG_TYPES: dict[str, Any] = {
+    "stop": list[str] | None,
+    "stop_token_ids": list[int] | None,
+    "logit_bias": dict[str, float] | None,
+}
+_DEFAULT_MAX_TOKENS = 512
+
+
+def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command every SamplingParams field as a flag; its second parameter receives those that were given."""
+    config, _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    flags = sampling_flags()
+    signature = inspect.Signature(sorted([config, *own, *flags], key=lambda parameter: parameter.kind))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        sampling = {flag.name: given.pop(flag.name) for flag in flags if flag.name in given}
+        return command(given.pop("config"), sampling, **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
+
+
+def sampling_params(given: Mapping[str, Any], model_defaults: Mapping[str, float]) -> SamplingParams:
+    """Flags over the checkpoint's generation_config over SamplingParams' own defaults.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    recommended = {name: int(value) if name == "top_k" else value for name, value in model_defaults.items()}
+    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **recommended, **given})
+
+
+def sampling_flags() -> list[inspect.Parameter]:
+    """One keyword parameter a field; a flag that is not given leaves the choice to the model."""
+    types = get_type_hints(SamplingParams)
+    texts = _field_texts()
+    flags = []
+    for field in dataclasses.fields(SamplingParams):
+        if field.name in _LEFT_OUT:
+            continue
+        default = _DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
+        shown = isinstance(default, bool | int | float)
+        parameter = Parameter(
+            help=texts[field.name] + (f" [default: {default}]" if shown else ""),
+            group=SAMPLING_GROUP,
+            negative=None if default is True else (),
+            show_default=False,
+            validator=_token_ids if field.name == "logit_bias" else None,
+        )
+        annotation = Annotated[_FLAG_TYPES.get(field.name, types[field.name] | None), parameter]
+        flags.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return flags
+
+
+def _token_ids(_: type, logit_bias: dict[str, float] | None) -> None:
+    if not all(token.isdigit() for token in logit_bias or ()):
+        raise ValueError(
+            "It must map token ids to numbers, as in --logit-bias.42 -1.5 or --logit-bias '{\"42\": -1.5}'"
+        )
+
+
+def _field_texts() -> dict[str, str]:
+    """The 'Attributes:' of SamplingParams' docstring: 'a, b: text.' -> {'a': 'text.', 'b': 'text.'}."""
+    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", inspect.getdoc(SamplingParams) or "", flags=re.MULTILINE)
+    return {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}

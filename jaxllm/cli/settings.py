@@ -1,0 +1,183 @@
+"""How a command gets its configuration: flags over JAXLLM_* variables over a YAML file over the defaults.
+
+Everything here is driven by the fields of the pydantic model in jaxllm/config.py: their names become flags, variables
+and YAML keys, their docstrings the help, their types the accepted values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from cyclopts import Group, Parameter
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from jaxllm.config import EngineConfig, ServeConfig, did_you_mean
+from jaxllm.errors import ConfigError
+
+Config = TypeVar("Config", bound=EngineConfig)
+
+ENV_PREFIX = "JAXLLM_"
+
+COMMAND_GROUP = Group("Command", sort_key=0)
+CONFIG_FLAG = Parameter(help="YAML file whose keys are the settings below.", group=COMMAND_GROUP)
+_GROUPS = {
+    "Model": "model tokenizer revision download_dir load_format dtype skip_tokenizer_init",
+    "Engine": "",
+    "Memory": "block_size gpu_memory_utilization kv_cache_memory enable_prefix_caching max_model_len",
+    "Parallelism": "tensor_parallel_size",
+    "Compilation": "enforce_eager compile_cache_dir",
+    "Server": "",
+}
+
+
+def takes_settings(
+    schema: type[Config], *, positional_model: bool = True, only: Collection[str] | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Give a command every field of `schema` as a flag, plus --config.
+
+    The command's first parameter receives the finished configuration; its other parameters stay its own flags.
+    With `positional_model` the model may also be given as the first bare argument; `only` limits the flags to some
+    fields, for a command that uses no others.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        config_file = _keyword("config", None, Path | None, CONFIG_FLAG)
+        fields = [
+            _flag(name, field) for name, field in schema.model_fields.items() if name in (only or schema.model_fields)
+        ]
+        if positional_model:
+            fields[0] = fields[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = sorted([*own, config_file, *fields], key=lambda parameter: parameter.kind)
+        signature = inspect.Signature(parameters)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            path = given.pop("config", None)
+            flags = {name: given.pop(name) for name in schema.model_fields if name in given}
+            return command(read_settings(schema, flags, path), **given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def read_settings(
+    schema: type[Config],
+    flags: Mapping[str, Any],
+    config_file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Config:
+    """Merge the sources into a validated `schema`.
+
+    Commands that do not serve take the same file and variables as `jaxllm serve` and leave the server's fields alone.
+
+    Raises:
+        ConfigError: a key that does not exist, or a value that its field refuses; the message names the source.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def take(name: str, value: Any, source: str) -> None:
+        if name in schema.model_fields:
+            values[name] = _from_text(value, schema.model_fields[name]) if isinstance(value, str) else value
+            sources[name] = source
+
+    for key, value in _read_yaml(config_file).items():
+        take(key, value, f"{config_file}: {key}")
+    for variable, name in _known_variables(environ).items():
+        take(name, environ[variable], variable)
+    for name, value in flags.items():
+        take(name, value, f"--{name.replace('_', '-')}")
+    try:
+        return schema(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        accepted = first["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
+        if not first["loc"]:  # a rule about several fields at once
+            raise ConfigError(accepted) from None
+        name = str(first["loc"][0])
+        raise ConfigError(f"{sources[name]} is {values[name]!r}: {accepted}") from None
+
+
+def _read_yaml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config is {str(path)!r}: {(error.strerror or str(error)).lower()}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} holds a {type(document).__name__}; it must be a mapping of setting: value")
+    for key in document:
+        if key not in ServeConfig.model_fields:
+            raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), ServeConfig.model_fields)}")
+    return document
+
+
+def _known_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variable -> field name for every JAXLLM_* variable that is set."""
+    fields = {f"{ENV_PREFIX}{name.upper()}": name for name in ServeConfig.model_fields}
+    found = [variable for variable in environ if variable.startswith(ENV_PREFIX)]
+    for variable in found:
+        if variable not in fields:
+            raise ConfigError(f"unknown variable {variable!r}{did_you_mean(variable, fields)}")
+    return {variable: fields[variable] for variable in found}
+
+
+def _from_text(text: str, field: FieldInfo) -> Any:
+    """'null' -> None where the field may be None, '16' -> 16 where the choices are numbers, '~/x' -> '/home/me/x'."""
+    types = _members(field.annotation)
+    if text.lower() in ("null", "none") and type(None) in types:
+        return None
+    if Path in types:
+        return Path(text).expanduser()
+    return next((choice for choice in _choices(field.annotation) if str(choice) == text), text)
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """One field as cyclopts sees it. All but booleans stay text, so that pydantic alone judges values,
+    in the same words whether they came from a flag, a variable or YAML."""
+    types = [kind for kind in _members(field.annotation) if kind is not type(None)]
+    choices = _choices(field.annotation)
+    accepted = f" One of: {', '.join(map(str, choices))}." if choices else ""
+    text = f"{field.description}{accepted}"
+    if types == [bool]:
+        return _keyword(name, field.default, bool | None, Parameter(help=text, group=_group(name)))
+    metavar = "CHOICE" if choices else types[0].__name__.upper()
+    default = None if field.default is None else str(field.default)
+    return _keyword(name, default, str | None, Parameter(help=text, group=_group(name), metavar=metavar))
+
+
+def _keyword(name: str, default: Any, annotation: Any, parameter: Parameter) -> inspect.Parameter:
+    annotated = Annotated[annotation, parameter]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotated)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Annotated[int, …] | None -> [int, NoneType]."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
+
+
+def _group(name: str) -> Group:
+    own = "Engine" if name in EngineConfig.model_fields else "Server"
+    title = next((title for title, names in _GROUPS.items() if name in names.split()), own)
+    return Group(title, sort_key=2 + list(_GROUPS).index(title))

@@ -1,0 +1,69 @@
+"""The one place that touches what differs between JAX releases or is private to JAX (0.10 … 0.12)."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+
+def prepare_virtual_devices() -> None:
+    """Give XLA's CPU thread pool room for virtual devices. Must run before jax is imported.
+
+    Several virtual CPU devices on few cores deadlock in a collective unless the pool has at least twice as many
+    threads as there are devices; XLA takes the pool's size from NPROC. Nothing is changed for a single device.
+    """
+    count = int(os.environ.get("JAX_NUM_CPU_DEVICES") or 0)
+    forced = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    count = max(count, int(forced.group(1)) if forced else 0)
+    if count > 1:
+        os.environ.setdefault("NPROC", str(max(16, 2 * count)))
+
+
+prepare_virtual_devices()
+
+import jax  # noqa: E402
+from jax.sharding import AxisType, Mesh  # noqa: E402
+
+
+def make_mesh(shape: tuple[int, ...], names: tuple[str, ...], devices: Any = None) -> Mesh:
+    """A mesh whose axes are all Auto (jax.make_mesh defaults to Explicit)."""
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+
+
+def enable_compile_cache(directory: Path) -> None:
+    """Keep every compiled executable under `directory`, however small or quick to compile."""
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def device_memory(device: jax.Device) -> tuple[int, int] | None:
+    """(bytes in use, bytes the process may use) on `device`; None where the platform does not say (CPU)."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return int(stats["bytes_in_use"]), int(stats["bytes_limit"])
+
+
+def triton_compiler_params(num_warps: int, num_stages: int) -> Any:
+    """Pallas compiler parameters for the Triton lowering (deprecated from jax 0.11, present in 0.12)."""
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+
+def triton_load(ref: Any, mask: jax.Array, other: Any) -> jax.Array:
+    """A masked load from an indexed reference; masked-off elements read as `other`."""
+    from jax.experimental.pallas import triton
+
+    return triton.load(ref, mask=mask, other=other)
+
+
+def triton_store(ref: Any, value: jax.Array, mask: jax.Array) -> None:
+    """A masked store to an indexed reference."""
+    from jax.experimental.pallas import triton
+
+    triton.store(ref, value, mask=mask)

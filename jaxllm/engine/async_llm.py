@@ -1,0 +1,167 @@
+"""The asyncio front door: what the server stands on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jaxllm.config import EngineConfig, make_config
+from jaxllm.engine.frontend import Collector, Prompt, check_request, name_tokens, prompt_ids, split_request
+from jaxllm.engine.messages import EngineClient, EngineInfo, EngineStats, TokenDelta
+from jaxllm.engine.start import start_engine
+from jaxllm.errors import EngineDeadError, QueueFullError
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.tokenizer import Tokenizer
+
+POLL_SECONDS = 1.0
+
+
+class AsyncLLM:
+    """An engine for asyncio programs. Several event loops may use it.
+
+    Raises:
+        ConfigError, ModelNotFoundError, CheckpointError: the engine could not start.
+    """
+
+    def __init__(self, config: EngineConfig | None = None, **fields: Any):
+        self.config: EngineConfig = config if config is not None else make_config(EngineConfig, **fields)
+        client, tokenizer = start_engine(self.config)
+        self._client: EngineClient = client
+        self.info: EngineInfo = client.info
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.is_dead = False
+        self._lock = threading.Lock()
+        self._sinks: dict[str, Callable[[TokenDelta | Exception], None]] = {}
+        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
+        self._reader = threading.Thread(target=self._read, name="outputs", daemon=True)
+        self._reader.start()
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Raises InvalidRequestError where the engine could not honour the request."""
+        check_request(self.info, self.tokenizer, prompt_token_ids, params)
+
+    async def stream(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[tuple[int, TokenDelta]]:
+        """Yield (choice, delta) as they come. Closing the iterator aborts what is not finished.
+
+        Raises:
+            InvalidRequestError, QueueFullError, EngineDeadError.
+        """
+        self.check(prompt_token_ids, params)
+        requests = split_request(prompt_token_ids, params, request_id or uuid.uuid4().hex, priority, cache_salt)
+        queue: asyncio.Queue[tuple[int, TokenDelta | Exception]] = asyncio.Queue()
+        with self._lock:
+            limit = self.info.max_num_seqs + self.config.max_num_waiting
+            if len(self._sinks) + len(requests) > limit:
+                raise QueueFullError(
+                    f"{len(self._sinks)} requests are running or waiting; at most {limit} are accepted. Retry later"
+                )
+            for choice, request in enumerate(requests):
+                self._sinks[request.request_id] = _sink(queue, choice)
+                self._loops[request.request_id] = asyncio.get_running_loop()
+        unfinished = {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self._client.add(request)
+            while unfinished:
+                choice, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                name_tokens(item, self.tokenizer)
+                if item.finish_reason is not None:
+                    unfinished.discard(item.request_id)
+                yield choice, item
+        finally:
+            with self._lock:
+                for request in requests:
+                    self._sinks.pop(request.request_id, None)
+                    self._loops.pop(request.request_id, None)
+            if unfinished:
+                self._client.abort(list(unfinished))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the same RequestOutput again and again as it grows; the last one is finished."""
+        params = sampling_params or SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
+        text, ids = prompt_ids(prompt, self.tokenizer)
+        request_id = request_id or uuid.uuid4().hex
+        collector = Collector(request_id, text, ids, params)
+        stream = self.stream(ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+        async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
+            async for choice, delta in deltas:
+                collector.add(choice, delta)
+                yield collector.output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, all its choices: its stream gets a last delta with finish_reason "abort"."""
+        with self._lock:
+            sinks = {i: s for i, s in self._sinks.items() if i == request_id or i.startswith(f"{request_id}-")}
+        self._client.abort(list(sinks))
+        for child, sink in sinks.items():
+            sink(TokenDelta(request_id=child, finish_reason="abort"))
+
+    def stats(self) -> EngineStats:
+        """The engine's newest statistics."""
+        return self._client.stats()
+
+    def shutdown(self) -> None:
+        """Stop the engine; streams still open end with EngineDeadError. Idempotent."""
+        self._client.shutdown()
+        if self._reader is not threading.current_thread():
+            self._reader.join(POLL_SECONDS * 2)
+
+    def _read(self) -> None:
+        """The one reader of the engine's outputs: hands each delta to the loop that waits for it."""
+        while True:
+            try:
+                deltas = self._client.outputs(timeout=POLL_SECONDS)
+            except EngineDeadError as error:
+                self.is_dead = True
+                with self._lock:
+                    sinks = list(self._sinks.items())
+                    loops = dict(self._loops)
+                for request_id, sink in sinks:
+                    _call(loops[request_id], [(sink, error)])
+                return
+            by_loop: dict[asyncio.AbstractEventLoop, list] = defaultdict(list)
+            with self._lock:
+                for delta in deltas:
+                    if delta.request_id in self._sinks:  # else its stream was closed
+                        by_loop[self._loops[delta.request_id]].append((self._sinks[delta.request_id], delta))
+            for loop, items in by_loop.items():
+                _call(loop, items)
+
+
+def _sink(queue: asyncio.Queue, choice: int) -> Callable[[TokenDelta | Exception], None]:
+    return lambda item: queue.put_nowait((choice, item))
+
+
+def _call(loop: asyncio.AbstractEventLoop, items: list[tuple[Callable, TokenDelta | Exception]]) -> None:
+    """Run the sinks in their own loop, in one hop."""
+
+    def deliver() -> None:
+        for sink, item in items:
+            sink(item)
+
+    with contextlib.suppress(RuntimeError):  # the loop was closed, and its streams with it
+        loop.call_soon_threadsafe(deliver)

@@ -1,0 +1,66 @@
+"""From token ids to text as they come, holding back what may still change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+PROMPT_TAIL = 8
+"""Prompt tokens that are decoded first, so that the first generated token is spelled as it is after them."""
+
+
+class Detokenizer:
+    """One request's text. Never splits a character, and never shows the beginning of what may be a stop string."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ):
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        for token in prompt[-PROMPT_TAIL:]:
+            self._stream.step(tokenizer, token)
+        self._stop = tuple(stop)
+        self._longest = max(map(len, stop), default=0)
+        self._include_stop = include_stop
+        self._held = ""
+
+    def add(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
+        """Text that is settled now, and the stop string that was found, if any."""
+        self._held += self._stream.step(self._tokenizer, token) or ""
+        if not self._stop:
+            return self.flush(), None
+        found = self._find_stop() if check_stop else None
+        if found is not None:
+            at, stop = found
+            text = self._held[: at + len(stop)] if self._include_stop else self._held[:at]
+            self._held = ""
+            return text, stop
+        keep = self._partial_stop()
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text, None
+
+    def flush(self) -> str:
+        """What was held back for a stop string that did not come."""
+        text, self._held = self._held, ""
+        return text
+
+    def _find_stop(self) -> tuple[int, str] | None:
+        """The stop string that begins first; of those that begin together, the first in the list."""
+        places = [(self._held.find(stop), order, stop) for order, stop in enumerate(self._stop)]
+        at, _, stop = min((p for p in places if p[0] >= 0), default=(-1, 0, ""))
+        return (at, stop) if at >= 0 else None
+
+    def _partial_stop(self) -> int:
+        """Length of the longest end of the text that some stop string begins with."""
+        for length in range(min(len(self._held), self._longest - 1), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0

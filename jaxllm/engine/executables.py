@@ -1,0 +1,152 @@
+"""Compiled steps: ahead of time, in threads, the covering ones first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from jaxllm.engine.buckets import Buckets, smallest_covering
+from jaxllm.engine.step import StepFunctions
+
+logger = logging.getLogger(__name__)
+
+COMPILE_THREADS = 2
+
+
+class Key(NamedTuple):
+    """Which step function, padded to which size. `variant`: "greedy" or "sampled"; "top" or "whole" for scores."""
+
+    kind: str
+    size: int = 0
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(str(part) for part in self if part)
+
+
+class Executables:
+    """Owns every compiled step function.
+
+    A step takes the smallest compiled bucket that covers it, so that requests run while smaller buckets are still being
+    compiled. Only when none covers it does it wait, and if nobody had planned that bucket the compile is counted as
+    unforeseen.
+    """
+
+    def __init__(self, functions: StepFunctions, buckets: Buckets, *, eager: bool = False):
+        """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed."""
+        self._functions = functions
+        self._sizes = {"decode": buckets.decode, "backbone": buckets.prefill, "head": buckets.head}
+        self._buckets = buckets
+        self._eager = eager
+        self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
+        self._futures: dict[Key, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.compiles_unforeseen = 0
+        self.compile_seconds = 0.0
+        self._foreseen: set[Key] = set()
+
+    @property
+    def compiles_foreseen(self) -> int:
+        """Planned executables that are ready."""
+        return sum(key in self._futures and self._futures[key].done() for key in self._foreseen)
+
+    @property
+    def compiles_pending(self) -> int:
+        """Executables asked for and not ready."""
+        return sum(not future.done() for future in list(self._futures.values()))
+
+    @property
+    def score_rows(self) -> int:
+        """Rows of the one bucket that scores prompt tokens."""
+        return self._buckets.head[-1]
+
+    def plan(self) -> list[Key]:
+        """Every executable in the order it is wanted: covering buckets, then argmax, then the sampler, then scores."""
+        b = self._buckets
+        covering = [Key("backbone", b.prefill[-1]), Key("head", b.head[-1], "greedy"), Key("decode", b.decode[-1], "greedy")]
+        sampled = [Key("head", b.head[-1], "sampled"), Key("decode", b.decode[-1], "sampled"), Key("set_slot")]
+        rest = [Key("decode", n, "greedy") for n in b.decode]
+        rest += [Key("backbone", n) for n in b.prefill] + [Key("head", n, "greedy") for n in b.head]
+        rest += [Key("decode", n, "sampled") for n in b.decode] + [Key("head", n, "sampled") for n in b.head]
+        return list(dict.fromkeys([*covering, *sampled, *rest, Key("score", b.head[-1], "top")]))
+
+    def begin(self) -> None:
+        """Queue the whole plan; returns at once."""
+        if self._eager:
+            return
+        keys = self.plan()
+        self._foreseen = set(keys)
+        for key in keys:
+            self._submit(key)
+
+    def wait_until_covered(self) -> None:
+        """Block until a covering bucket of each phase is ready, so that any greedy request can run."""
+        if not self._eager:
+            for key in self.plan()[:3]:
+                self.get(key)
+
+    def wait(self) -> None:
+        """Block until everything that was asked for is compiled."""
+        for future in list(self._futures.values()):
+            future.result()
+
+    def covering(self, kind: str, needed: int, variant: str = "") -> tuple[Key, Callable[..., Any]]:
+        """The smallest ready executable for `needed` rows or tokens; "sampled" covers "greedy" as well."""
+        sizes = self._sizes[kind]
+        exact = Key(kind, smallest_covering(sizes, needed), variant)
+        for size in sizes if not self._eager else ():
+            for candidate in self._covering_variants(kind, variant):
+                key = Key(kind, size, candidate)
+                if size >= needed and self._ready(key):
+                    return key, self._futures[key].result()
+        return exact, self.get(exact)
+
+    def get(self, key: Key) -> Callable[..., Any]:
+        """One executable, compiled now if it has not been."""
+        future = self._futures.get(key)
+        if future is None:
+            if not self._eager and key not in self._foreseen:
+                self.compiles_unforeseen += 1
+                logger.warning("compiling %s, which was not planned", key)
+            future = self._submit(key)
+        return future.result()
+
+    def close(self) -> None:
+        """Drop the compiles that have not begun."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @staticmethod
+    def _covering_variants(kind: str, variant: str) -> Iterable[str]:
+        return (variant, "sampled") if variant == "greedy" else (variant,)
+
+    def _ready(self, key: Key) -> bool:
+        future = self._futures.get(key)
+        return future is not None and future.done() and future.exception() is None
+
+    def _submit(self, key: Key) -> Future[Any]:
+        with self._lock:
+            if key not in self._futures:
+                self._futures[key] = self._pool.submit(self._compile, key)
+            return self._futures[key]
+
+    def _compile(self, key: Key) -> Callable[..., Any]:
+        began = time.perf_counter()
+        f = self._functions
+        builders: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+            "decode": lambda: f.decode(key.size, key.variant == "sampled"),
+            "backbone": lambda: f.backbone(key.size),
+            "head": lambda: f.head(key.size, key.variant == "sampled"),
+            "score": lambda: f.score(key.size, key.variant == "whole"),
+            "set_slot": f.set_slot,
+        }
+        function, args = builders[key.kind]()
+        compiled = function.lower(*args).compile()  # type: ignore[attr-defined]
+        seconds = time.perf_counter() - began
+        with self._lock:
+            self.compile_seconds += seconds
+        logger.debug("compiled %s in %.2f s", key, seconds)
+        return compiled

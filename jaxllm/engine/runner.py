@@ -1,0 +1,269 @@
+"""Owns the devices: packs a batch, enqueues its step, and hands back a handle at once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.engine.executables import Executables, Key
+from jaxllm.engine.packing import (
+    SAMPLING_FLOATS,
+    SAMPLING_INTS,
+    backbone_packing,
+    decode_packing,
+    head_packing,
+    score_packing,
+)
+from jaxllm.engine.request import Request
+from jaxllm.engine.sampler import Logprobs
+from jaxllm.engine.scheduler import Batch, Chunk
+from jaxllm.engine.slots import MAX_BLOCKED, SlotUpdate
+from jaxllm.engine.step import DeviceState, Sampled, StepSizes
+from jaxllm.sampling_params import MAX_LOGIT_BIAS
+
+
+class Score(NamedTuple):
+    """Prompt log-probabilities under way: row i of `result` is of `targets[i]`, `request`'s token at `positions[i]`."""
+
+    request: Request
+    positions: range
+    targets: list[int]
+    result: Any
+    """Logprobs, or `[R, V]` log-probabilities of the whole vocabulary."""
+
+
+@dataclass
+class Handle:
+    """A dispatched step. `requests[i]` gets row i of `sampled`."""
+
+    requests: list[Request]
+    sampled: Sampled | None
+    scores: list[Score] = field(default_factory=list)
+
+    def wait(self) -> float:
+        """Block until the step's results are on the host; returns the seconds it took."""
+        began = time.perf_counter()
+        jax.block_until_ready((self.sampled, [s.result for s in self.scores]))
+        return time.perf_counter() - began
+
+    def tokens(self) -> list[int]:
+        """The sampled tokens, one a request."""
+        return [] if self.sampled is None else np.asarray(self.sampled.tokens)[: len(self.requests)].tolist()
+
+    def logprobs(self) -> Logprobs | None:
+        """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""
+        if self.sampled is None or self.sampled.logprobs is None:
+            return None
+        return Logprobs(*(np.asarray(a) for a in self.sampled.logprobs))
+
+
+class Runner:
+    """The only owner of device state. Arrays by slot mirror on the host what each step must be told."""
+
+    def __init__(
+        self,
+        executables: Executables,
+        weights: tuple[jax.Array, ...],
+        abstract: DeviceState,
+        sizes: StepSizes,
+        vocab_size: int,
+        eos_token_ids: list[int],
+    ):
+        self.executables = executables
+        self._weights = weights
+        self._sizes = sizes
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._pages, self._slots, self._hidden = _zeros(abstract)
+        slots = sizes.max_num_seqs + 1
+        self._page_table = np.zeros((slots, sizes.pages_per_seq), np.int32)
+        self._num_pages = [0] * slots
+        self._ints = {n: np.zeros((slots, 2) if n == "seed" else slots, np.int32) for n in SAMPLING_INTS}
+        self._floats = {n: np.zeros(slots, np.float32) for n in SAMPLING_FLOATS}
+        self.scheduled_tokens: dict[str, int] = {}
+        self.padded_tokens: dict[str, int] = {}
+
+    def dispatch(self, batch: Batch) -> Handle:
+        """Enqueue the step for `batch` without waiting for anything."""
+        for request in batch.admitted:
+            self._admit(request)
+        for chunk in batch.chunks:
+            self._note_pages(chunk.request)
+        handle = self._decode(batch) if batch.decode_only else self._prefill(batch)
+        for array in jax.tree.leaves((handle.sampled, [s.result for s in handle.scores])):
+            array.copy_to_host_async()
+        return handle
+
+    def _decode(self, batch: Batch) -> Handle:
+        requests = [chunk.request for chunk in batch.chunks]
+        count = len(requests)
+        key, step = self.executables.covering("decode", count, _variant(requests))
+        packing = decode_packing(key.size, self._sizes.pages_per_seq, key.variant == "sampled")
+        ints, floats = np.zeros(packing.ints.size, np.int32), np.zeros(packing.floats.size, np.float32)
+        x = packing.ints.views(ints)
+        slots = self._slot_rows(requests, key.size)
+        x["num_decodes"][...] = count
+        x["tokens"][:] = 0
+        x["tokens"][:count] = [_token_or_device(chunk) for chunk in batch.chunks]
+        x["position"][:count] = [chunk.start for chunk in batch.chunks]
+        x["slot"][:] = slots
+        x["page_table"][:count] = self._page_table[slots[:count]]
+        if key.variant == "sampled":
+            self._pack_sampling(x, packing.floats.views(floats), slots)
+        self._count(key, count)
+        self._pages, self._slots, sampled = step(self._weights, self._pages, self._slots, ints, floats)
+        return Handle(requests, sampled)
+
+    def _prefill(self, batch: Batch) -> Handle:
+        key, step = self.executables.covering("backbone", batch.num_tokens)
+        ints = self._pack_backbone(batch, key.size)
+        self._count(key, batch.num_tokens)
+        self._pages, self._hidden = step(self._weights, self._pages, self._slots, self._hidden, ints)
+        rows, row = [], 0
+        scores: list[Score] = []
+        for chunk in batch.chunks:
+            if chunk.samples:
+                rows.append((chunk.request, row + chunk.length - 1, chunk.start + chunk.length - 1))
+            if chunk.request.params.prompt_logprobs is not None:
+                scores += self._score(chunk, row)
+            row += chunk.length
+        sampled = self._head(rows) if rows else None
+        return Handle([request for request, _, _ in rows], sampled, scores)
+
+    def _pack_backbone(self, batch: Batch, size: int) -> np.ndarray:
+        packing = backbone_packing(size, self._sizes.max_num_seqs, self._sizes.pages_per_seq)
+        ints = np.zeros(packing.size, np.int32)
+        x = packing.views(ints)
+        count = len(batch.chunks)
+        slots = self._slot_rows([chunk.request for chunk in batch.chunks], x["slot"].shape[0])
+        x["num_decodes"][...] = batch.num_decodes
+        x["num_seqs"][...] = count
+        x["seq_ids"][:] = x["slot"].shape[0]
+        x["slot"][:] = slots
+        x["page_table"][:count] = self._page_table[slots[:count]]
+        row = 0
+        for index, chunk in enumerate(batch.chunks):
+            end = row + chunk.length
+            known = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
+            x["tokens"][row:end] = known if len(known) == chunk.length else [*known, -1]
+            x["positions"][row:end] = np.arange(chunk.start, chunk.start + chunk.length)
+            x["seq_ids"][row:end] = index
+            x["context_len"][index] = chunk.start + chunk.length
+            row = end
+            x["query_start"][index + 1 :] = row
+        return ints
+
+    def _head(self, rows: list[tuple[Request, int, int]]) -> Sampled:
+        """Sample for `rows` of (request, row of the hidden buffer, position)."""
+        requests = [request for request, _, _ in rows]
+        count = len(rows)
+        key, step = self.executables.covering("head", count, _variant(requests))
+        packing = head_packing(key.size, key.variant == "sampled")
+        ints, floats = np.zeros(packing.ints.size, np.int32), np.zeros(packing.floats.size, np.float32)
+        x = packing.ints.views(ints)
+        x["hidden_row"][:count] = [row for _, row, _ in rows]
+        x["position"][:count] = [position for _, _, position in rows]
+        x["slot"][:] = self._slot_rows(requests, key.size)
+        if key.variant == "sampled":
+            self._pack_sampling(x, packing.floats.views(floats), x["slot"])
+        self._count(key, count)
+        self._slots, sampled = step(self._weights, self._slots, self._hidden, ints, floats)
+        return sampled
+
+    def _score(self, chunk: Chunk, row: int) -> list[Score]:
+        """Log-probabilities of the prompt tokens that follow a chunk's tokens."""
+        request = chunk.request
+        whole = request.params.prompt_logprobs == -1
+        last = min(chunk.start + chunk.length, request.num_prompt - 1)
+        size = self.executables.score_rows
+        packing = score_packing(size)
+        scores = []
+        step = self.executables.get(Key("score", size, "whole" if whole else "top"))
+        for start in range(chunk.start, last, size):
+            positions = range(start + 1, min(start + size, last) + 1)
+            targets = request.token_ids[positions.start : positions.stop]
+            ints = np.zeros(packing.size, np.int32)
+            x = packing.views(ints)
+            first = row + start - chunk.start
+            x["hidden_row"][: len(targets)] = np.arange(first, first + len(targets))
+            x["target"][: len(targets)] = targets
+            result = step(self._weights, self._hidden, ints)
+            scores.append(Score(request, positions, targets, result))
+        return scores
+
+    def _admit(self, request: Request) -> None:
+        """Fill a slot's rows; its history and biases go to the device only where the sampler will read them."""
+        slot, p = request.slot, request.params
+        self._num_pages[slot] = 0
+        self._page_table[slot] = 0
+        seed = np.array([request.seed & (2**64 - 1)], np.uint64).view(np.int32)
+        values = {
+            "top_k": min(p.top_k, self._vocab_size), "seed": seed, "prompt_len": request.num_prompt,
+            "blocked_until": request.num_prompt + p.min_tokens, "adjust": p.adjusts_logits,
+            "logprobs": p.logprobs is not None, "temperature": p.temperature, "top_p": p.top_p, "min_p": p.min_p,
+            "presence": p.presence_penalty, "frequency": p.frequency_penalty, "repetition": p.repetition_penalty,
+        }  # fmt: skip
+        for name, rows in (*self._ints.items(), *self._floats.items()):
+            rows[slot] = values[name]
+        if request.needs_history:
+            step = self.executables.get(Key("set_slot"))
+            self._slots = step(self._slots, self._slot_update(request))
+
+    def _slot_update(self, request: Request) -> SlotUpdate:
+        history = np.zeros(self._sizes.max_model_len + 1, np.int32)
+        history[: len(request.token_ids)] = request.token_ids
+        ids = np.full(MAX_LOGIT_BIAS, self._vocab_size, np.int32)
+        values = np.zeros(MAX_LOGIT_BIAS, np.float32)
+        bias = request.params.logit_bias
+        ids[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
+        blocked = np.full(MAX_BLOCKED, self._vocab_size, np.int32)
+        stops = [*request.params.stop_token_ids, *(() if request.params.ignore_eos else self._eos)]
+        blocked[: len(stops)] = stops
+        return SlotUpdate(np.int32(request.slot), history, ids, values, blocked)  # type: ignore[arg-type]
+
+    def _note_pages(self, request: Request) -> None:
+        """Copy the pages a request has gained into its row of the page table."""
+        known, pages = self._num_pages[request.slot], request.pages
+        if len(pages) > known:
+            self._page_table[request.slot, known : len(pages)] = pages[known:]
+            self._num_pages[request.slot] = len(pages)
+
+    def _slot_rows(self, requests: list[Request], size: int) -> np.ndarray:
+        """Each request's slot, then the slot that belongs to nobody."""
+        slots = np.full(size, self._sizes.max_num_seqs, np.int32)
+        slots[: len(requests)] = [request.slot for request in requests]
+        return slots
+
+    def _pack_sampling(self, x: dict[str, np.ndarray], f: dict[str, np.ndarray], slots: np.ndarray) -> None:
+        for name, rows in self._ints.items():
+            x[name][...] = rows[slots]
+        for name, rows in self._floats.items():
+            f[name][...] = rows[slots]
+
+    def _count(self, key: Key, used: int) -> None:
+        name = f"{key.kind}-{key.size}"
+        self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used
+        self.padded_tokens[name] = self.padded_tokens.get(name, 0) + key.size - used
+
+
+def _variant(requests: list[Request]) -> str:
+    return "greedy" if all(request.params.greedy for request in requests) else "sampled"
+
+
+def _token_or_device(chunk: Chunk) -> int:
+    """The chunk's only token, or -1 when it is still on the device."""
+    tokens = chunk.request.token_ids
+    return tokens[chunk.start] if chunk.start < len(tokens) else -1
+
+
+def _zeros(abstract: DeviceState) -> DeviceState:
+    """Allocate the device state in place, already sharded."""
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    return jax.jit(
+        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings
+    )()

@@ -1,0 +1,206 @@
+"""Which tokens run in the next step."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.request import Request, Status
+
+
+@dataclass
+class Chunk:
+    """Tokens `start … start + length - 1` of one request; `samples` when the last one's logits choose a new token."""
+
+    request: Request
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass
+class Batch:
+    """One step's work: chunks of one token come first, in the kernels' order."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    num_decodes: int = 0
+    """Leading chunks of exactly one token."""
+    admitted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def decode_only(self) -> bool:
+        """Every chunk is one token that samples: one executable does it all."""
+        return all(chunk.length == 1 and chunk.samples for chunk in self.chunks)
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class Scheduler:
+    """Owns the queues. One token budget a step serves decodes first, then prefill chunks, then new requests.
+
+    Requests go by priority, then by arrival. When pages run out the last in that order is preempted: its pages go back,
+    and it is recomputed later from the tokens it has. Nothing is ever aborted for lack of pages.
+    """
+
+    def __init__(self, pool: PagePool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int):
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.waiting: deque[Request] = deque()
+        """In order: preempted requests go back to their place."""
+        self.running: list[Request] = []
+        """In order as well."""
+        self.stats = SchedulerStats()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request in its place."""
+        if not self.waiting or request.order > self.waiting[-1].order:
+            self.waiting.append(request)
+            return
+        place = bisect.bisect([r.order for r in self.waiting], request.order)
+        self.waiting.insert(place, request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, whatever it is doing; its pages are free for the next step."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+
+    def schedule(self) -> Batch:
+        """Choose the next step's chunks and give them pages. Empty when there is nothing to run."""
+        batch = Batch()
+        preemptions = self.stats.preemptions
+        budget = self.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            length = min(self._remaining(request), budget)
+            if length and not self._make_room(request, length):
+                break  # the request itself was preempted, and it was the last
+            if length:
+                self._run(request, length, batch)
+                budget -= length
+            index += 1
+        if self.stats.preemptions == preemptions:  # else the preempted would come straight back
+            self._admit(batch, budget)
+        batch.chunks.sort(key=lambda chunk: chunk.length > 1)  # stable: one-token chunks first
+        batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)
+        return batch
+
+    def accept(self, request: Request, token: int) -> None:
+        """A sampled token has reached the host."""
+        request.token_ids.append(token)
+        request.num_inflight -= 1
+        if request.status is Status.RUNNING:
+            self._register_full_pages(request)
+
+    def _remaining(self, request: Request) -> int:
+        """Tokens that could run now; none when the tokens in flight already fill the request's length."""
+        return request.num_total - request.num_computed if request.num_total < request.max_total else 0
+
+    def _make_room(self, request: Request, length: int) -> bool:
+        """Pages for `length` more tokens, preempting from the end. False when `request` itself had to go."""
+        while True:
+            missing = self.pool.pages_for(request.num_computed + length) - len(request.pages)
+            pages = self.pool.allocate(missing) if missing > 0 else []
+            if pages is not None:
+                request.pages.extend(pages)
+                return True
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+
+    def _preempt(self, request: Request) -> None:
+        self.stats.preemptions += 1
+        self.running.remove(request)
+        self._release(request)
+        request.status = Status.WAITING
+        self.add(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        self._free_slots.append(request.slot)
+        request.pages = []
+        request.num_computed = request.num_registered = 0
+        request.prefix_node = None
+        request.slot = -1
+        request.slot_written = False
+
+    def _admit(self, batch: Batch, budget: int) -> None:
+        """Start waiting requests in order while there is budget, a slot, and pages for their first chunk."""
+        while self.waiting and budget > 0 and self._free_slots:
+            request = self.waiting[0]
+            if request.num_inflight:
+                return  # preempted with a token under way, which it needs to be recomputed
+            cached, node = self._find_prefix(request)
+            start = len(cached) * self.pool.page_size
+            length = min(len(request.token_ids) - start, budget)
+            pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
+            if pages is None:
+                self.pool.release(cached)
+                return
+            self.waiting.popleft()
+            if request.num_cached < 0:
+                request.num_cached = start
+                self.stats.prefix_queries += request.num_prompt
+                self.stats.prefix_hits += start
+            request.pages = cached + pages
+            request.num_computed = start
+            request.num_registered, request.prefix_node = len(cached), node
+            request.slot = self._free_slots.pop()
+            request.status = Status.RUNNING
+            request.first_scheduled_time = request.first_scheduled_time or time.time()
+            bisect.insort(self.running, request, key=lambda r: r.order)
+            batch.admitted.append(request)
+            self._run(request, length, batch)
+            budget -= length
+
+    def _find_prefix(self, request: Request) -> tuple[list[int], int | str | None]:
+        """Cached pages for all but the last token, whose logits are needed; none where every logit is."""
+        if request.params.prompt_logprobs is not None:
+            return [], request.cache_salt
+        usable = list(islice(request.token_ids, len(request.token_ids) - 1))
+        return self.pool.acquire_prefix(usable, request.cache_salt)
+
+    def _run(self, request: Request, length: int, batch: Batch) -> None:
+        start = request.num_computed
+        samples = start + length == request.num_total
+        batch.chunks.append(Chunk(request, start, length, samples))
+        request.num_computed += length
+        request.num_inflight += samples
+        self._register_full_pages(request)
+
+    def _register_full_pages(self, request: Request) -> None:
+        """Full pages whose tokens are known become findable; steps run in order, so they will be written by then."""
+        size = self.pool.page_size
+        known = min(request.num_computed, len(request.token_ids))
+        while (request.num_registered + 1) * size <= known:
+            index = request.num_registered
+            tokens = request.token_ids[index * size : (index + 1) * size]
+            request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
+            request.num_registered += 1

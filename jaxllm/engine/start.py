@@ -1,0 +1,31 @@
+"""Start an engine the way its config asks: in a thread here, or in a process of its own."""
+
+from __future__ import annotations
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.messages import EngineClient
+from jaxllm.tokenizer import Tokenizer
+
+
+def start_engine(config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
+    """A running engine, and the tokenizer its front door needs.
+
+    Raises:
+        ConfigError, ModelNotFoundError, CheckpointError: it could not start.
+    """
+    if config.engine_process:
+        from jaxllm.engine.process_client import ProcessClient
+
+        # The process resolves the model too; doing it here first keeps one download and one error.
+        return ProcessClient(config), _tokenizer(config)
+    from jaxllm.engine.build import build_core
+    from jaxllm.engine.client import ThreadClient
+
+    core, info = build_core(config)
+    return ThreadClient(core, info), _tokenizer(config)
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer | None:
+    from jaxllm.engine.build import resolve_tokenizer
+
+    return resolve_tokenizer(config)

@@ -1,0 +1,19 @@
+"""Parameters: plain NNX params that also say how they are sharded and what checkpoint rows they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.sharding.layout import Layout
+from jaxllm.sharding.mesh import Axes
+
+
+def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
+    """A parameter of the global `shape`, replicated unless `axes` names a mesh axis; `layout` describes its axis 0.
+
+    The axes are our own metadata: NNX's `sharding` would ask for a mesh while shapes are only being evaluated.
+    """
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes or (None,) * len(shape), layout=layout)

@@ -1,0 +1,260 @@
+"""Paged attention in plain XLA: the CPU's path for now, and the oracle of the kernels.
+
+Both halves walk the pages block by block with a running softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) and stop
+at the longest context they have, so that the cost follows the batch and not the model's maximum. Decode rows go
+together, a block of every sequence's pages at a time; prefill rows go one tile of one sequence's queries at a time.
+Neither half ever holds pages for the other's rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.pages import Pages, write_pages
+
+DECODE_BLOCK = 128
+"""Tokens of KV that decode rows visit at a time."""
+DECODE_GROUP = 16
+"""Sequences that decode together in a mixed batch."""
+PREFILL_BLOCK = 256
+"""Tokens of KV that a tile of queries visits at a time."""
+PREFILL_TILE = 128
+"""Queries in a tile."""
+
+NEGATIVE = -1e30
+
+
+class Softmax(NamedTuple):
+    """A softmax under way: the greatest logit, the sum of exponentials, and the weighted values so far."""
+
+    top: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+    def add(self, logits: jax.Array, values: jax.Array) -> Softmax:
+        """Take in `logits [..., n]` (masked ones at NEGATIVE) and `values [..., n, D]`."""
+        top = jnp.maximum(self.top, logits.max(-1))
+        shrink = jnp.exp(self.top - top)
+        weights = jnp.where(logits > NEGATIVE, jnp.exp(logits - top[..., None]), 0)
+        batch = tuple(range(values.ndim - 2))
+        weighted = lax.dot_general(
+            weights.astype(values.dtype),
+            values,
+            (((weights.ndim - 1,), (values.ndim - 2,)), (batch, batch)),
+            precision=_precision(values),
+            preferred_element_type=jnp.float32,
+        )
+        return Softmax(top, self.total * shrink + weights.sum(-1), self.values * shrink[..., None] + weighted)
+
+    def finish(self) -> jax.Array:
+        """The attention output; zero where nothing was visible."""
+        return self.values / jnp.where(self.total == 0, 1, self.total)[..., None]
+
+
+class Options(NamedTuple):
+    """The arguments both halves share; `sinks` is `[K, G]`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: jax.Array | None
+
+    def start(self, shape: tuple[int, ...], dim: int, sinks: jax.Array | None) -> Softmax:
+        """An empty softmax, or one that already holds the sinks."""
+        zeros = jnp.zeros((*shape, dim), jnp.float32)
+        if sinks is None:
+            return Softmax(jnp.full(shape, NEGATIVE, jnp.float32), jnp.zeros(shape, jnp.float32), zeros)
+        return Softmax(jnp.broadcast_to(sinks, shape).astype(jnp.float32), jnp.ones(shape, jnp.float32), zeros)
+
+    def logits(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """`[..., m, D] x [..., n, D] -> [..., m, n]`, scaled and capped."""
+        batch = tuple(range(q.ndim - 2))
+        last = (q.ndim - 1,)
+        out = lax.dot_general(
+            q.astype(k.dtype), k, ((last, last), (batch, batch)), precision=_precision(k),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        out = out * self.scale
+        return out if self.softcap is None else self.softcap * jnp.tanh(out / self.softcap)
+
+    def mask(self, logits: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+        """NEGATIVE wherever the token at position `query` may not see the one at position `key`."""
+        visible = key <= query
+        if self.window is not None:
+            visible &= key > query - self.window
+        return jnp.where(visible, logits, NEGATIVE)
+
+    def first_visible(self, query: jax.Array) -> jax.Array:
+        """The earliest position that the token at `query` sees."""
+        return jnp.zeros_like(query) if self.window is None else jnp.maximum(query - self.window + 1, 0)
+
+
+def paged_attention(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    pages: Pages,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+) -> tuple[Float[Array, "T H D"], Pages]:
+    """See `pallas_kernels.paged_attention`."""
+    tokens, num_heads, dim = q.shape
+    num_kv = k.shape[1]
+    group = num_heads // num_kv
+    options = Options(scale, window, softcap, None if sinks is None else sinks.reshape(num_kv, group))
+    pages = write_pages(pages, k, v, meta)
+    grouped = q.reshape(tokens, num_kv, group, dim)
+    if meta.decode_only:
+        live = jnp.arange(tokens) < meta.num_decodes
+        out = _decode(grouped, meta.page_table, meta.positions, live, pages, options)
+    else:
+        out = _mixed(grouped, pages, meta, options)
+    return out.reshape(q.shape).astype(q.dtype), pages
+
+
+def _decode(
+    q: Float[Array, "S K G D"],
+    page_table: Int[Array, "S P"],
+    positions: Int[Array, "S"],
+    live: jax.Array,
+    pages: Pages,
+    options: Options,
+) -> Float[Array, "S K G D"]:
+    """One query token of each sequence; rows that are not `live` come out zero."""
+    num_seqs, num_kv, group, dim = q.shape
+    page_size = pages[0].shape[2]
+    per_block = max(DECODE_BLOCK // page_size, 1)
+    block = per_block * page_size
+    page_table = _pad_columns(page_table, per_block)
+    query = jnp.where(live, positions, -1)
+
+    def body(i: jax.Array, softmax: Softmax) -> Softmax:
+        ids = lax.dynamic_slice_in_dim(page_table, i * per_block, per_block, axis=1)
+        keys, values = (_gather(p, ids) for p in pages)
+        key = i * block + jnp.arange(block)
+        logits = options.mask(options.logits(q, keys), query[:, None, None, None], key)
+        return softmax.add(logits, values)
+
+    first = jnp.min(jnp.where(live, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
+    last = (jnp.max(query) + block) // block
+    start = options.start((num_seqs, num_kv, group), dim, options.sinks)
+    out = lax.fori_loop(first, last, body, start).finish()
+    return jnp.where(live[:, None, None, None], out, 0)
+
+
+def _mixed(
+    q: Float[Array, "T K G D"], pages: Pages, meta: AttentionMetadata, options: Options
+) -> Float[Array, "T K G D"]:
+    """Decode rows in groups, then prefill chunks tile by tile."""
+    tokens, num_kv, group, dim = q.shape
+    tile = min(PREFILL_TILE, tokens)
+    rows = min(DECODE_GROUP, tokens, meta.page_table.shape[0])
+    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))  # so that a slice near the end never slides back
+    positions = jnp.pad(meta.positions, (0, tile))
+    page_table = jnp.pad(meta.page_table, ((0, rows), (0, 0)))
+
+    def decode_group(i: jax.Array, out: jax.Array) -> jax.Array:
+        begin = i * rows
+        live = begin + jnp.arange(rows) < meta.num_decodes
+        at = lax.dynamic_slice_in_dim(positions, begin, rows)
+        table = lax.dynamic_slice_in_dim(page_table, begin, rows)
+        part = _decode(lax.dynamic_slice_in_dim(padded, begin, rows), table, at, live, pages, options)
+        return lax.dynamic_update_slice_in_dim(out, part, begin, 0)
+
+    def prefill_tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        seq, begin, end = tiles.seq[i], tiles.begin[i], tiles.end[i]
+        at = lax.dynamic_slice_in_dim(positions, begin, tile)
+        live = begin + jnp.arange(tile) < end
+        part = _prefill_tile(
+            lax.dynamic_slice_in_dim(padded, begin, tile), page_table[seq], jnp.where(live, at, -1), pages, options
+        )
+        # Rows past the chunk's end belong to the next tile, which comes later and overwrites them; what the last
+        # tile leaves in padding rows is zero, as its masked rows saw nothing.
+        return lax.dynamic_update_slice_in_dim(out, part, begin, 0)
+
+    tiles = _tiles(meta, tile)
+    out = jnp.zeros((tokens + tile, num_kv, group, dim), jnp.float32)
+    out = lax.fori_loop(0, (meta.num_decodes + rows - 1) // rows, decode_group, out)
+    return lax.fori_loop(0, tiles.count, prefill_tile, out)[:tokens]
+
+
+class Tiles(NamedTuple):
+    """Tiles of prefill queries: each one's sequence and its token range."""
+
+    seq: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    count: jax.Array
+
+
+def _tiles(meta: AttentionMetadata, tile: int) -> Tiles:
+    """Cut every prefill chunk into tiles, in the order of their tokens.
+
+    Worked example, tile 4, one decode and chunks of 5 and 2 tokens: query_start [0, 1, 6, 8]
+        seq [1, 1, 2]   begin [1, 5, 6]   end [6, 6, 8]   count 3
+    """
+    num_seqs = meta.context_len.shape[0]
+    index = jnp.arange(num_seqs)
+    prefill = (index >= meta.num_decodes) & (index < meta.num_seqs)
+    lengths = jnp.where(prefill, jnp.diff(meta.query_start), 0)
+    ends = jnp.cumsum((lengths + tile - 1) // tile)
+    most = (meta.positions.shape[0] + tile - 1) // tile + num_seqs
+    slot = jnp.arange(most)
+    seq = jnp.minimum(jnp.searchsorted(ends, slot, side="right"), num_seqs - 1)
+    first = jnp.where(seq > 0, ends[seq - 1], 0)
+    begin = meta.query_start[seq] + (slot - first) * tile
+    return Tiles(seq, begin, meta.query_start[seq + 1], ends[-1])
+
+
+def _prefill_tile(
+    q: Float[Array, "B K G D"], page_ids: Int[Array, "P"], query: Int[Array, "B"], pages: Pages, options: Options
+) -> Float[Array, "B K G D"]:
+    """A tile of one sequence's queries at positions `query` (-1: no token, comes out zero)."""
+    size, num_kv, group, dim = q.shape
+    page_size = pages[0].shape[2]
+    per_block = max(PREFILL_BLOCK // page_size, 1)
+    block = per_block * page_size
+    table = _pad_columns(page_ids[None], per_block)
+    q = q.transpose(1, 2, 0, 3).reshape(num_kv, group * size, dim)
+    rows = jnp.tile(query, group)
+
+    def body(i: jax.Array, softmax: Softmax) -> Softmax:
+        ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+        keys, values = (_gather(p, ids)[0] for p in pages)
+        key = i * block + jnp.arange(block)
+        return softmax.add(options.mask(options.logits(q, keys), rows[:, None], key), values)
+
+    live = query >= 0
+    first = jnp.min(jnp.where(live, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
+    sinks = None if options.sinks is None else jnp.repeat(options.sinks, size, axis=1)
+    start = options.start((num_kv, group * size), dim, sinks)
+    out = lax.fori_loop(first, (jnp.max(query) + block) // block, body, start).finish()
+    out = out.reshape(num_kv, group, size, dim).transpose(2, 0, 1, 3)
+    return jnp.where(live[:, None, None, None], out, 0)
+
+
+def _gather(pages: Float[Array, "N K page D"], ids: Int[Array, "S n"]) -> Float[Array, "S K n*page D"]:
+    """The pages `ids` of every sequence with KV heads in front: whole rows of one head's page are copied at a time."""
+    num_pages, num_kv, page_size, dim = pages.shape
+    rows = pages.reshape(num_pages * num_kv, page_size * dim)
+    index = ids[:, None, :] * num_kv + jnp.arange(num_kv)[None, :, None]
+    return rows.at[index].get(mode="promise_in_bounds").reshape(ids.shape[0], num_kv, -1, dim)
+
+
+def _pad_columns(table: Int[Array, "S P"], multiple: int) -> Int[Array, "S Q"]:
+    """Round the number of columns up, with page 0."""
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))
+
+
+def _precision(x: jax.Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

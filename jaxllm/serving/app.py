@@ -1,0 +1,58 @@
+"""The FastAPI application, assembled."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request, Response, Security
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.security import HTTPBearer
+
+from jaxllm.config import ServeConfig
+from jaxllm.serving.errors import install_error_handlers
+from jaxllm.serving.metrics import build_registry
+from jaxllm.serving.openapi import install_openapi
+from jaxllm.serving.routes import chat, completions, health, models, tokenize
+from jaxllm.serving.state import ServerState
+from jaxllm.serving.streaming import ClientDisconnected
+
+if TYPE_CHECKING:
+    from jaxllm.engine.async_llm import AsyncLLM
+
+API_ROUTERS = (models.router, chat.router, completions.router, tokenize.router)
+
+
+def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
+    """The server's routes over a running engine; the caller keeps the engine and shuts it down.
+
+    Raises ConfigError when config.chat_template cannot be read.
+    """
+    state = ServerState(config, engine)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        state.close()
+
+    app = FastAPI(title="jaxllm", version=version("jaxllm"), lifespan=lifespan, redirect_slashes=False)
+    app.state.server = state
+    app.state.registry = build_registry(engine, state.metrics, config.vllm_metrics)
+    shown_key = [Security(HTTPBearer(auto_error=False))] if state.api_keys else []
+    for router in API_ROUTERS:
+        app.include_router(router, prefix="/v1", dependencies=shown_key)
+        app.include_router(router, include_in_schema=False)
+    app.include_router(health.router)
+    if config.allowed_origins:
+        origins = [origin.strip() for origin in config.allowed_origins.split(",")]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    install_error_handlers(app)
+    app.add_exception_handler(ClientDisconnected, _nobody_listens)
+    install_openapi(app)
+    return app
+
+
+async def _nobody_listens(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,134 @@
+"""Every error as OpenAI's body: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from jaxllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = "1"
+_SHOWN_VALUE_LENGTH = 100
+
+
+class APIError(Exception):
+    """An error with everything its HTTP response needs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def unavailable(message: str, code: str) -> APIError:
+    """503: the same request may succeed later."""
+    return APIError(503, message, type="server_error", code=code, headers={"Retry-After": RETRY_AFTER_SECONDS})
+
+
+def to_api_error(error: Exception) -> APIError:
+    """What a client is told about `error`; an unforeseen one becomes a 500 without details."""
+    match error:
+        case APIError():
+            return error
+        case InvalidRequestError():
+            return APIError(400, str(error), param=error.param)
+        case QueueFullError():
+            headers = {"Retry-After": RETRY_AFTER_SECONDS}
+            return APIError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
+        case EngineDeadError():
+            return unavailable(str(error), code="engine_dead")
+        case RequestValidationError():
+            return _validation_error(error)
+        case HTTPException():
+            code = "method_not_allowed" if error.status_code == 405 else None
+            return APIError(error.status_code, str(error.detail), code=code, headers=_plain(error.headers))
+        case _:
+            return APIError(500, "internal server error; the server's log has details", type="server_error")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception that leaves a route with `to_api_error`."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            error = APIError(404, f"no route {request.method} {request.url.path}", code="not_found")
+        api_error = to_api_error(error)
+        return JSONResponse(api_error.body, api_error.status, api_error.headers)
+
+    handled = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
+    for exception in (*handled, Exception):
+        app.add_exception_handler(exception, handle)
+
+
+def _validation_error(error: RequestValidationError) -> APIError:
+    """One line from pydantic's report: the errors at its deepest path, which is where the client went wrong."""
+    found = [(*_locate(item, error.body), item) for item in error.errors()]
+    path, value, _ = max(found, key=lambda entry: len(entry[0]))
+    items = [item for other, _, item in found if other == path]
+    first = items[0]
+    if "param" in first.get("ctx", {}):  # raised by our own models, with a message that is already a sentence
+        named = (*path, first["ctx"]["param"]) if first["ctx"]["param"] else path
+        return APIError(400, first["msg"], param=_dotted(named) or None)
+    name = _dotted(path)
+    if first["type"] == "missing":
+        return APIError(400, f"{name} is required", param=name)
+    accepted = " or ".join(dict.fromkeys(_sentence(item) for item in items))
+    subject = f"{name} is {shown(value)}" if name else f"the body is {shown(value)}"
+    return APIError(400, f"{subject}: {accepted}", param=name or None)
+
+
+def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any]:
+    """The path of an error inside the body as sent, without pydantic's names of union branches, and the value there."""
+    path: list[str | int] = []
+    value = body
+    for part in item["loc"][1:]:
+        in_object = isinstance(value, dict) and part in value
+        if in_object or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            value = value[part]
+        elif item["type"] == "missing" and part == item["loc"][-1]:
+            value = None
+        else:
+            continue
+        path.append(part)
+    return tuple(path), value
+
+
+def _sentence(item: dict[str, Any]) -> str:
+    message = item["msg"]
+    return message[:1].lower() + message[1:]
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    """('messages', 0, 'content') -> 'messages[0].content'"""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def shown(value: Any) -> str:
+    """repr, cut to what fits a line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_VALUE_LENGTH else text[: _SHOWN_VALUE_LENGTH - 1] + "…"
+
+
+def _plain(headers: Any) -> dict[str, str] | None:
+    return dict(headers) if headers else None

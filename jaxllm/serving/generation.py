@@ -1,0 +1,194 @@
+"""One HTTP request's sequences: the engine streams of its prompts, merged, measured, and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jaxllm.engine.messages import TokenDelta
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.serving.errors import APIError
+from jaxllm.serving.metrics import SequenceTimer
+from jaxllm.serving.protocol.common import CompletionTokensDetails, GenerationRequest, PromptTokensDetails, Usage
+from jaxllm.serving.protocol.logprobs import Step
+from jaxllm.serving.state import ServerState
+
+OPENING_SECONDS = 0.1
+"""How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
+
+Event = tuple[int, TokenDelta]
+"""(choice index, what it gained)"""
+
+
+@dataclass
+class Prompt:
+    """One tokenized prompt and the parameters of its n sequences; `text` is what an echo shows."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    text: str = ""
+
+
+@dataclass
+class Choice:
+    """One finished sequence."""
+
+    index: int
+    text: str = ""
+    logprobs: list[Step] = field(default_factory=list)
+    prompt_logprobs: Sequence[Step | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        self.text += delta.text
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class Generation:
+    """An async context: entering starts every sequence, leaving aborts those that have not finished.
+
+    Choice index of sequence j of prompt i is i * n + j. Entering raises what the engine says at once: QueueFullError,
+    EngineDeadError, InvalidRequestError. With `prompt_only` the prompts are scored and the one generated token dropped.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        prompts: list[Prompt],
+        request: GenerationRequest,
+        kind: str,
+        *,
+        prompt_only: bool = False,
+    ):
+        self.id = f"{kind}-{request.request_id or uuid.uuid4().hex}"
+        self.prompts = prompts
+        self.n = request.n
+        self.created = int(time.time())
+        self._request = request
+        self._state = state
+        self._prompt_only = prompt_only
+        self._engine_id = f"{self.id}-{uuid.uuid4().hex[:8]}"  # two clients may send the same request_id
+        self._unfinished = set(range(self.num_choices))
+        self._timers = [SequenceTimer(state.metrics, time.time()) for _ in range(self.num_choices)]
+        self._events: list[Event] = []
+        self._failure: Exception | None = None
+        self._wakeup = asyncio.Event()
+        self._pumps: list[asyncio.Task[None]] = []
+        self._completion_tokens = 0
+        self._cached_tokens: dict[int, int] = {}
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    async def __aenter__(self) -> Generation:
+        self._state.check_accepting()
+        self._state.running.add(self)
+        self._pumps = [asyncio.create_task(self._pump(i, prompt)) for i, prompt in enumerate(self.prompts)]
+        try:
+            await self._wait(OPENING_SECONDS)
+            if self._failure is not None:
+                raise self._failure
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._state.running.discard(self)
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        reason = "abort" if self._failure is None else "error"
+        for index in self._unfinished:
+            self._timers[index].on_delta(TokenDelta(request_id=self._engine_id, finish_reason=reason))
+
+    async def batches(self, timeout: float | None = None) -> AsyncIterator[list[Event]]:
+        """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
+
+        Raises what stopped the engine's streams before their end.
+        """
+        while self._unfinished or self._events:
+            if self._failure is not None and not self._events:
+                raise self._failure
+            await self._wait(timeout)
+            events, self._events = self._events, []
+            for index, delta in events:
+                self._completion_tokens += len(delta.token_ids)
+                self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
+            if events or self._failure is None:
+                yield events
+
+    def abort(self) -> None:
+        """Stop now: every unfinished choice ends with finish_reason "abort", which its client sees."""
+        for pump in self._pumps:
+            pump.cancel()
+        for index in sorted(self._unfinished):
+            self._put(index, TokenDelta(request_id=self._engine_id, finish_reason="abort"))
+
+    def usage(self) -> Usage:
+        """Tokens of all events handed out so far; a prompt counts once whatever n is."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens.values())),
+            completion_tokens_details=CompletionTokensDetails(),
+        )
+
+    async def _pump(self, i: int, prompt: Prompt) -> None:
+        request = self._request
+        try:
+            stream = self._state.engine.stream(
+                prompt.token_ids,
+                prompt.params,
+                request_id=f"{self._engine_id}-{i}",
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+            async with aclosing(stream):
+                async for choice, delta in stream:
+                    self._put(i * self.n + choice, delta)
+            if not self._unfinished.isdisjoint(range(i * self.n, (i + 1) * self.n)):
+                raise RuntimeError(f"the engine ended the stream of {self._engine_id}-{i} without a finish_reason")
+        except Exception as error:  # handed to whoever reads batches()
+            self._failure = self._failure or error
+            self._wakeup.set()
+
+    def _put(self, index: int, delta: TokenDelta) -> None:
+        if delta.error is not None:
+            raise APIError(500, f"the request failed: {delta.error}", type="server_error", code="request_failed")
+        if self._prompt_only:
+            delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
+        self._timers[index].on_delta(delta)
+        if delta.finish_reason is not None:
+            self._unfinished.discard(index)
+        self._events.append((index, delta))
+        self._wakeup.set()
+
+    async def _wait(self, timeout: float | None) -> None:
+        if self._events or self._failure is not None:
+            return
+        self._wakeup.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._wakeup.wait()
+
+
+async def collect(generation: Generation) -> list[Choice]:
+    """Run to the end and return every choice."""
+    choices = [Choice(index) for index in range(generation.num_choices)]
+    async for events in generation.batches():
+        for index, delta in events:
+            choices[index].add(delta)
+    return choices

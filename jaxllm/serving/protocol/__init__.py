@@ -1,0 +1,1 @@
+"""What requests and responses look like on the wire: pydantic models in, msgspec structs out."""

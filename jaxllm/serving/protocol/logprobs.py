@@ -1,0 +1,119 @@
+"""Log-probabilities in OpenAI's three shapes: chat, text completions, and vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from jaxllm.outputs import Logprob
+
+Step = Sequence[tuple[int, Logprob]]
+"""One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
+
+TokenText = Callable[[int], str]
+
+_LOWEST = -9999.0  # JSON has no -inf
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry a token; `text_offset` counts characters from the start of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def chat_logprobs(steps: Sequence[Step], count: int, token_text: TokenText) -> ChatLogprobs:
+    """`count` is the request's top_logprobs: 0 gives the chosen tokens only."""
+    content = []
+    for step in steps:
+        best = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)[:count]
+        top = [TopLogprob(*_token(token, value, token_text)) for token, value in best]
+        content.append(ChatTokenLogprob(*_token(*step[0], token_text), top))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsBuilder:
+    """Builds one choice's logprobs piece by piece, counting the text offset through them."""
+
+    def __init__(self, count: int, token_text: TokenText):
+        self._count = count
+        self._token_text = token_text
+        self._offset = 0
+
+    def build(self, steps: Sequence[Step | None], token_ids: Sequence[int] = ()) -> CompletionLogprobs:
+        """A None step is a prompt's first token, which nothing predicts; its id is then read from `token_ids`."""
+        out = CompletionLogprobs([], [], [], [])
+        for position, step in enumerate(steps):
+            if step is None:
+                text = self._token_text(token_ids[position])
+                out.token_logprobs.append(None)
+                out.top_logprobs.append(None)
+            else:
+                text = _text(*step[0], self._token_text)
+                out.token_logprobs.append(_finite(step[0][1].logprob))
+                out.top_logprobs.append(self._top(step))
+            out.tokens.append(text)
+            out.text_offset.append(self._offset)
+            self._offset += len(text)
+        return out
+
+    def _top(self, step: Step) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, value in step[: self._count + 1]:  # two tokens may have the same text: the more likely one stays
+            top.setdefault(_text(token, value, self._token_text), _finite(value.logprob))
+        return top
+
+
+def prompt_logprobs(steps: Sequence[Step | None], token_text: TokenText) -> PromptLogprobs:
+    return [
+        None
+        if step is None
+        else {
+            token: PromptLogprob(_finite(value.logprob), value.rank, _text(token, value, token_text))
+            for token, value in step
+        }
+        for step in steps
+    ]
+
+
+def _token(token: int, value: Logprob, token_text: TokenText) -> tuple[str, float, list[int]]:
+    text = _text(token, value, token_text)
+    return text, _finite(value.logprob), list(text.encode())
+
+
+def _text(token: int, value: Logprob, token_text: TokenText) -> str:
+    return value.decoded_token if value.decoded_token is not None else token_text(token)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

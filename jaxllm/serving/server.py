@@ -1,0 +1,160 @@
+"""`serve(config)`: bind, load, listen, and stop cleanly."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from jaxllm.config import ServeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.serving.app import create_app
+from jaxllm.serving.state import ServerState, read_chat_template
+
+if TYPE_CHECKING:
+    from jaxllm.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 3
+"""How long cancelled requests get to send their last chunk to a client that reads slowly."""
+IDLE_CONNECTION_SECONDS = 30
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve config.model over HTTP until SIGINT or SIGTERM; returns when everything has stopped.
+
+    The port is taken before the model loads. On a signal /ready turns 503, new requests are refused, running ones get
+    config.shutdown_timeout seconds and then end with finish_reason "abort". A second signal exits at once.
+
+    Raises ConfigError when the port cannot be had, and whatever building the engine raises.
+    """
+    configure_logging(config)
+    listener = bind(config.host, config.port)
+    with listener:
+        read_chat_template(config)
+        from jaxllm.engine.async_llm import AsyncLLM  # imports JAX: a taken port is said before those seconds pass
+
+        engine = AsyncLLM(config)
+        try:
+            run_server(config, engine, listener)
+        finally:
+            engine.shutdown()
+
+
+def configure_logging(config: ServeConfig) -> None:
+    """One format for all; uvicorn's own notices of starting and stopping, which say less than ours, only with debug."""
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if config.log_level == "info":
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    if config.enable_request_logging:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+
+
+def run_server(config: ServeConfig, engine: AsyncLLM, listener: socket.socket) -> None:
+    """Run the server on a bound socket until a signal. Raises ConfigError when another process listens there first."""
+    app = create_app(config, engine)
+    settings = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=config.enable_request_logging,
+        server_header=False,
+        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+    try:
+        Server(settings, app.state.server).run(sockets=[listener])
+    except OSError as error:
+        raise _cannot_listen(config.host, config.port, error) from None
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a drain between the signal and the end."""
+
+    def __init__(self, settings: uvicorn.Config, state: ServerState):
+        super().__init__(settings)
+        self._state = state
+        self._deadline: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._state.draining:
+            os._exit(128 + sig)
+        self._state.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            announce(self._state, listener)
+
+    async def on_tick(self, counter: int) -> bool:
+        if await super().on_tick(counter):
+            return True
+        if not self._state.draining:
+            return False
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._state.config.shutdown_timeout
+            self._announce_drain()
+        return not self._state.running or now >= self._deadline
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._state.draining = True
+        for generation in list(self._state.running):
+            generation.abort()
+        await super().shutdown(sockets)
+
+    def _announce_drain(self) -> None:
+        waiting = ""
+        if self._state.running:
+            seconds, count = self._state.config.shutdown_timeout, len(self._state.running)
+            waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
+        print(f"Stopping{waiting}", flush=True)
+
+
+def announce(state: ServerState, listener: socket.socket) -> None:
+    """Print what is being served and where."""
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    info = state.engine.info
+    print(
+        f"Serving {', '.join(state.model_names)} on {address}/v1 "
+        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs)",
+        flush=True,
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket that does not listen yet. Raises ConfigError naming the host or the port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"host is {host!r}, which is no address of this machine: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from None
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {port} on {host} is in use; choose another with --port, or 0 for any free one")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"host is {host!r}, which is no address of this machine")
+    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror}")

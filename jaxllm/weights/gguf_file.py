@@ -1,0 +1,53 @@
+"""A GGUF file as a Checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.errors import CheckpointError
+from jaxllm.gguf_header import read_header
+from jaxllm.quantization.gguf_blocks import dequantize
+from jaxllm.weights.checkpoint import TensorInfo
+
+_PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+
+class GGUFCheckpoint:
+    """A memory-mapped GGUF file; see `Checkpoint`. Names, shapes `[out, in]` and metadata keys are GGUF's own."""
+
+    format = "gguf"
+
+    def __init__(self, path: Path):
+        header = read_header(path)
+        parts = header.metadata.get("split.count", 1)
+        if parts > 1:
+            raise CheckpointError(
+                f"{path}: one of {parts} parts of a split GGUF; join them first with `llama-gguf-split --merge`"
+            )
+        self.path = path
+        self.config: dict[str, Any] = header.metadata
+        self.generation_config: dict[str, Any] = {}
+        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in header.tensors.items()}
+        self._places = header.tensors
+        self._data: np.ndarray | None = np.memmap(path, np.uint8, mode="r")
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor: float32, or float16/bfloat16 where stored so (then a read-only view of the file)."""
+        if self._data is None:
+            raise CheckpointError(f"{self.path}: closed")
+        if name not in self._places:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}")
+        shape, dtype, offset, nbytes = self._places[name]
+        data = self._data[offset : offset + nbytes].view(np.ndarray)
+        try:
+            return data.view(_PLAIN[dtype]).reshape(shape) if dtype in _PLAIN else dequantize(data, dtype, shape)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
+
+    def close(self) -> None:
+        """Let go of the map; arrays already read keep it alive."""
+        self._data = None

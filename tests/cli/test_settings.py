@@ -1,0 +1,118 @@
+"""Where a setting comes from: flag over variable over YAML over default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxllm.cli.settings import read_settings
+from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.errors import ConfigError
+
+CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_each_source_wins_over_the_next(cli, served, yaml_file, monkeypatch) -> None:
+    path = str(yaml_file("port: 1\nmax_num_seqs: 2\nseed: 3\n"))
+    monkeypatch.setenv("JAXLLM_PORT", "11")
+    monkeypatch.setenv("JAXLLM_MAX_NUM_SEQS", "12")
+    assert cli("serve", "--config", path, "--port", "21").code == 0
+    assert (served[0].port, served[0].max_num_seqs, served[0].seed, served[0].block_size) == (21, 12, 3, 16)
+
+
+@pytest.mark.parametrize("model", [["org/model"], ["--model", "org/model"], ["--model=org/model"]])
+def test_the_model_is_a_bare_argument_or_a_flag(cli, served, model: list[str]) -> None:
+    assert cli("serve", *model, "--tensor-parallel-size", "3").code == 0
+    assert (served[0].model, served[0].tensor_parallel_size) == ("org/model", 3)
+
+
+def test_serve_without_arguments_serves_the_defaults(cli, served) -> None:
+    assert cli("serve").code == 0
+    assert served == [ServeConfig()]
+
+
+SAMPLES: dict[str, Any] = {
+    "model": "m", "tokenizer": "t", "revision": "main", "download_dir": "/d", "load_format": "gguf", "dtype": "float32",
+    "seed": 7, "skip_tokenizer_init": True, "max_model_len": 100, "max_num_seqs": 5, "max_num_batched_tokens": 64,
+    "max_num_waiting": 9, "tensor_parallel_size": 2, "block_size": 32, "gpu_memory_utilization": 0.5,
+    "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
+    "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
+    "served_model_name": "s", "chat_template": "/x.jinja", "allowed_origins": "*", "max_body_size": "1MB",
+    "sse_keep_alive": 2.5, "shutdown_timeout": 0.0, "log_level": "debug", "enable_request_logging": True,
+    "vllm_metrics": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ServeConfig.model_fields))
+def test_every_field_is_a_flag_a_variable_and_a_key(cli, served, yaml_file, monkeypatch, name: str) -> None:
+    value = SAMPLES[name]
+    expected = ServeConfig(**{name: value})
+    assert expected != ServeConfig(), "the sample must differ from the default"
+    flag = f"--{name.replace('_', '-')}"
+    as_flag = [flag, str(value)] if not isinstance(value, bool) else [flag if value else flag.replace("--", "--no-", 1)]
+
+    assert cli("serve", *as_flag).code == 0
+    assert cli("serve", "--config", str(yaml_file(yaml.safe_dump({name: value})))).code == 0
+    monkeypatch.setenv(f"JAXLLM_{name.upper()}", str(value))
+    assert cli("serve").code == 0
+    assert served == [expected] * 3
+
+
+@pytest.mark.parametrize("text", ["null", "None"])
+def test_null_takes_an_optional_setting_back(cli, served, yaml_file, text: str) -> None:
+    path = str(yaml_file("compile_cache_dir: /c\nmax_model_len: 5\n"))
+    assert cli("serve", "--config", path, "--compile-cache-dir", text, "--max-model-len", text).code == 0
+    assert served[0].compile_cache_dir is None and served[0].max_model_len is None
+
+
+def test_a_home_directory_is_expanded(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read_settings(EngineConfig, {"download_dir": "~/models"}, environ={}).download_dir == Path("/home/me/models")
+
+
+def test_commands_that_do_not_serve_leave_server_settings_alone(cli, echo, yaml_file, monkeypatch) -> None:
+    monkeypatch.setenv("JAXLLM_API_KEY", "k")
+    result = cli("generate", "hi", "--raw", "--config", str(yaml_file("model: m\nport: 9000\n")))
+    assert (result.code, echo.instances[0].config) == (0, EngineConfig(model="m"))
+
+
+def test_an_empty_file_sets_nothing(cli, served, yaml_file) -> None:
+    assert cli("serve", "--config", str(yaml_file("# only comments\n"))).code == 0
+    assert served == [ServeConfig()]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_example_configurations_are_valid(path: Path) -> None:
+    config = read_settings(ServeConfig, {}, path, environ={})
+    assert set(yaml.safe_load(path.read_text())) == config.model_fields_set
+    assert config.served_model_name
+
+
+def test_there_are_example_configurations() -> None:
+    assert [path.name for path in CONFIGS] == ["gemma3.yaml", "llama3.yaml", "qwen3.yaml", "smollm2.yaml"]
+
+
+def test_a_rule_about_several_fields_is_said_in_its_own_words() -> None:
+    from pydantic import model_validator
+
+    class Strict(EngineConfig):
+        @model_validator(mode="after")
+        def refuse(self) -> Strict:
+            raise ValueError("seed and dtype do not go together")
+
+    with pytest.raises(ConfigError, match=r"^seed and dtype do not go together$"):
+        read_settings(Strict, {}, environ={})

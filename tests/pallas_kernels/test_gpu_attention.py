@@ -1,0 +1,218 @@
+"""The GPU kernels against the float64 oracle (interpreted, on any machine), and their lowering for CUDA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jaxllm.pallas_kernels import gpu_decode
+from jaxllm.pallas_kernels.gpu import paged_attention
+from jaxllm.pallas_kernels.gpu_prefill import prefill_tiles
+from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.pages import write_pages
+from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
+
+NAN = float("nan")
+
+
+def run(
+    batch: RaggedBatch, *, interpret: bool = True, **options: Any
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    decode_only = batch.meta.decode_only
+
+    @jax.jit
+    def attend(q, k, v, pages, arrays, sinks):
+        meta = AttentionMetadata(*arrays, decode_only=decode_only)
+        return paged_attention(q, k, v, pages, meta, sinks=sinks, interpret=interpret, **options)
+
+    sinks = options.pop("sinks", None)
+    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, tuple(batch.meta[:-1]), sinks)
+    return np.asarray(out), tuple(np.asarray(buffer) for buffer in pages)
+
+
+def check(batch: RaggedBatch, *, interpret: bool = True, tolerance: float = 2e-5, **options: Any) -> None:
+    options = {"scale": batch.q.shape[-1] ** -0.5, **options}
+    expected, expected_pages = attention_oracle(batch.q, batch.k, batch.v, batch.pages, batch.meta, **options)
+    out, pages = run(batch, interpret=interpret, **options)
+    assert out.dtype == batch.q.dtype
+    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=tolerance, atol=tolerance)
+    for buffer, expected_buffer in zip(pages, expected_pages, strict=True):
+        np.testing.assert_array_equal(buffer[1:], expected_buffer[1:])
+
+
+# Contexts of one token, of a page less one, exactly, plus one, and of several blocks of keys.
+CONTEXTS = (1, 15, 16, 17, 47, 300)
+MIXED: dict[str, Any] = {
+    "decodes": (33, 1, 17),
+    "prefills": ((0, 7), (16, 5), (31, 1), (40, 70)),
+    "tokens": 96,
+    "seqs": 9,
+}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "decode": ({"decodes": CONTEXTS}, {}),
+    "decode, padded": ({"decodes": CONTEXTS, "seqs": 8}, {}),
+    "decode, multi-head": ({"decodes": CONTEXTS, "heads": 2, "kv_heads": 2}, {}),
+    "decode, multi-query": ({"decodes": CONTEXTS, "heads": 20, "kv_heads": 1}, {}),
+    "decode, group of 3": ({"decodes": CONTEXTS, "heads": 9, "kv_heads": 3}, {}),
+    "decode, window, softcap, sinks": (
+        {"decodes": CONTEXTS, "window": 20},
+        {"window": 20, "softcap": 5.0, "sinks": True},
+    ),
+    "mixed": (MIXED, {}),
+    "mixed, fewer tokens than sequences": ({"decodes": (9, 30), "prefills": ((3, 4),), "tokens": 8, "seqs": 12}, {}),
+    "mixed, one chunk, D=80": ({"decodes": (20,), "prefills": ((17, 9),), "head_dim": 80, "page_size": 8}, {}),
+    "prefill": ({"prefills": ((0, 1), (0, 15), (0, 16), (0, 17), (64, 33))}, {}),
+    "prefill, padded tokens": ({"prefills": ((5, 20),), "tokens": 32}, {}),
+    "prefill, D=128": ({"prefills": ((16, 40),), "head_dim": 128, "page_size": 32}, {}),
+    "prefill, D=256, multi-query": ({"prefills": ((16, 40),), "head_dim": 256, "kv_heads": 1}, {}),
+    "prefill, group of 7": ({"prefills": ((3, 50), (0, 4)), "heads": 14, "kv_heads": 2, "page_size": 128}, {}),
+    "prefill, window of 1": ({"prefills": ((20, 40),), "window": 1}, {"window": 1}),
+    "mixed, window": ({**MIXED, "window": 24}, {"window": 24}),
+    "mixed, softcap": (MIXED, {"softcap": 2.0, "scale": 1.0}),
+    "mixed, sinks": (MIXED, {"sinks": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_oracle(case):
+    """Whatever no query may see is NaN, so that one stale or foreign row read shows."""
+    batch_options, options = CASES[case]
+    batch = ragged_batch(unused=NAN, **batch_options)
+    if options.get("sinks"):
+        options = {**options, "sinks": jnp.linspace(-3.0, 3.0, batch.q.shape[1])}
+    check(batch, **options)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 2e-3)])
+def test_half_precision_accumulates_in_float32(dtype, tolerance):
+    check(ragged_batch(**MIXED, dtype=dtype), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 4])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_decode_splits_combine_to_the_same(monkeypatch, splits, sinks):
+    """Splits of unequal length, and empty ones: the sequence of one token leaves all but the first without work."""
+    monkeypatch.setattr(gpu_decode, "choose_splits", lambda *_: splits)
+    check(ragged_batch(decodes=(300, 1, 65), unused=NAN), sinks=jnp.arange(4.0) if sinks else None)
+
+
+def test_splits_fill_the_gpu_and_no_more():
+    spec = AttentionSpec(32, 8, 128, 16, jnp.bfloat16, 1.0, None, None, False)
+    assert gpu_decode.choose_splits(1, 131072, spec) == 32
+    assert gpu_decode.choose_splits(8, 8192, spec) == 4
+    assert gpu_decode.choose_splits(64, 131072, spec) == 1
+    assert gpu_decode.choose_splits(1, 256, spec) == 1
+
+
+def test_one_long_context_is_split_by_default():
+    batch = ragged_batch(decodes=(1100,), heads=1, kv_heads=1)
+    spec = AttentionSpec(1, 1, 64, 16, jnp.float32, 1.0, None, None, False)
+    assert gpu_decode.choose_splits(1, 1100, spec) > 1
+    check(batch)
+
+
+def test_huge_logits_stay_finite():
+    batch = ragged_batch(decodes=(40,), prefills=((3, 9),))
+    check(batch, scale=1e4, tolerance=1e-3)
+
+
+def test_padding_rows_are_zero():
+    for batch in (ragged_batch(decodes=(3, 4), seqs=4, unused=NAN), ragged_batch(**MIXED, unused=NAN)):
+        out, _ = run(batch, scale=0.1)
+        assert not batch.real.all()
+        np.testing.assert_array_equal(out[~batch.real], 0)
+
+
+def test_tiles_cut_chunks_as_documented():
+    batch = ragged_batch(decodes=(9,), prefills=((4, 3), (0, 2)), tokens=8, seqs=4)
+    tiles = np.asarray(prefill_tiles(batch.meta, tokens=8, block_q=2))
+    np.testing.assert_array_equal(tiles[tiles[:, 2] > 0], [[1, 1, 2, 4], [1, 3, 1, 6], [2, 4, 2, 0]])
+
+
+def test_pages_update_in_place_when_donated():
+    batch = ragged_batch(decodes=(30, 40), page_size=64, kv_heads=4, head_dim=128)
+    # Lots of pages, so that a copy of them would dwarf everything else.
+    pages = tuple(jnp.zeros((512, *buffer.shape[1:])) for buffer in batch.pages)
+
+    def write(pages, k, v, arrays):
+        return write_pages(pages, k, v, AttentionMetadata(*arrays, decode_only=True))
+
+    compiled = jax.jit(write, donate_argnums=0).lower(pages, batch.k, batch.v, tuple(batch.meta[:-1])).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pages[0].nbytes // 100
+
+
+def specs(*, tokens, seqs, heads, kv_heads, head_dim, page_size, dtype, context=4096, decode_only=False, sinks=False):
+    def array(shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    arrays = (
+        array((tokens,)),
+        array((tokens,)),
+        array((seqs + 1,)),
+        array((seqs,)),
+        array((seqs, context // page_size)),
+        array(()),
+        array(()),
+    )
+    new = array((tokens, kv_heads, head_dim), dtype)
+    pages = (array((1024, kv_heads, page_size, head_dim), dtype),) * 2
+    sink = array((heads,), jnp.float32) if sinks else None
+    return array((tokens, heads, head_dim), dtype), new, new, pages, arrays, sink
+
+
+# From jax 0.11 on the lowering asks which GPU it is for.
+H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+
+LLAMA_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": jnp.bfloat16}
+SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "page_size": 16, "dtype": jnp.bfloat16}
+GEMMA3 = {"heads": 4, "kv_heads": 1, "head_dim": 256, "page_size": 128, "dtype": jnp.bfloat16}
+GPT_OSS = {"heads": 64, "kv_heads": 8, "head_dim": 64, "page_size": 8, "dtype": jnp.bfloat16, "sinks": True}
+PHI = {"heads": 32, "kv_heads": 32, "head_dim": 80, "page_size": 16, "dtype": jnp.float16}
+FLOAT32 = {"heads": 6, "kv_heads": 2, "head_dim": 192, "page_size": 16, "dtype": jnp.float32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (LLAMA_8B, {}),
+        (SMOLLM2, {}),
+        (GEMMA3, {"window": 512, "softcap": 50.0}),
+        (GPT_OSS, {"window": 128}),
+        (PHI, {}),
+        (FLOAT32, {}),
+    ],
+    ids=["llama-8b", "smollm2", "gemma3", "gpt-oss", "phi", "float32"],
+)
+@pytest.mark.parametrize("decode_only", [True, False], ids=["decode", "mixed"])
+def test_lowers_for_cuda(shape, options, decode_only):
+    """Tracing and the Triton lowering run without a GPU; one kernel for a decode-only step, two for a mixed one."""
+
+    def attend(q, k, v, pages, arrays, sinks):
+        meta = AttentionMetadata(*arrays, decode_only=decode_only)
+        return paged_attention(q, k, v, pages, meta, scale=0.1, sinks=sinks, **options)
+
+    tokens, seqs = (4, 4) if decode_only else (512, 64)
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H100)):
+        lowered = jax.jit(attend).trace(*specs(tokens=tokens, seqs=seqs, **shape)).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == (1 if decode_only else 2)
+
+
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-4), (jnp.bfloat16, 3e-2)], ids=["f32", "bf16"])
+def test_compiled_kernel_matches_oracle(case, dtype, tolerance):
+    batch_options, options = CASES[case]
+    batch = ragged_batch(unused=NAN, dtype=dtype, **batch_options)
+    if options.get("sinks"):
+        options = {**options, "sinks": jnp.linspace(-3.0, 3.0, batch.q.shape[1])}
+    check(batch, interpret=False, tolerance=tolerance, **options)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+from jaxllm.config import ServeConfig
+from jaxllm.serving.app import create_app
+from jaxllm.serving.server import bind
+from tests.serving.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def make_client() -> Iterator[Callable[..., TestClient]]:
+    clients: list[TestClient] = []
+
+    def make(engine: FakeEngine, **settings: Any) -> TestClient:
+        client = TestClient(
+            create_app(ServeConfig(**{"model": "fake"} | settings), engine),  # type: ignore[arg-type]
+            raise_server_exceptions=False,
+        )
+        clients.append(client.__enter__())
+        return client
+
+    yield make
+    for client in clients:
+        client.__exit__()
+
+
+@pytest.fixture
+def client(make_client: Callable[..., TestClient], engine: FakeEngine) -> TestClient:
+    return make_client(engine)
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., str]]:
+    """Serve an engine on a real socket in a thread; returns the base URL."""
+    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(engine: FakeEngine, **settings: Any) -> str:
+        config = ServeConfig(**{"model": "fake", "port": 0} | settings)
+        listener = bind(config.host, config.port)
+        port = listener.getsockname()[1]
+        app = create_app(config, engine)  # type: ignore[arg-type]
+        server = uvicorn.Server(uvicorn.Config(app, http="httptools", log_config=None, timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        wait_for(lambda: server.started)
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)

@@ -1,0 +1,270 @@
+"""Bad input and bad moments: the status, the field named, and one shape of body everywhere."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from jaxllm.config import ServeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.serving.app import create_app
+from tests.serving.fake_engine import CONTEXT, FakeEngine
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.json().keys() == {"error"}
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"] and "\n" not in error["message"]
+    return error
+
+
+CHAT_REFUSALS = [
+    ({"messages": None}, "messages", "required"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "Hi"}, "messages", "list"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "is 5"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'assistant'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "audio", "text": ""}]}]},
+        "messages[0].content[0].type",
+        "'text'",
+    ),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls", "not supported"),
+    ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour", "unknown"),
+    ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
+    ({"frobnicate": 1}, "frobnicate", "unknown field"),
+    ({"tools": []}, "tools", "not supported"),
+    ({"tool_choice": "auto"}, "tool_choice", "'none'"),
+    ({"functions": []}, "functions", "not supported"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+    ({"modalities": ["audio"]}, "modalities[0]", "'text'"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+    ({"structured_outputs": {}}, "structured_outputs", "not supported"),
+    ({"temperature": "hot"}, "temperature", "'hot'"),
+    ({"temperature": -1}, "temperature", "0 or more"),
+    ({"top_p": 0}, "top_p", "above 0"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 2.5}, "max_tokens", "integer"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "one setting"),
+    ({"n": 10**6}, "n", "128"),
+    ({"n": True}, "n", "integer"),
+    ({"stream": "yes"}, "stream", "boolean"),
+    ({"seed": 2**70}, "seed", "64-bit"),
+    ({"stop": [""]}, "stop", "non-empty"),
+    ({"stop": {"Single": 5}}, "stop", "string"),
+    ({"logit_bias": {"five": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"5": 500}}, "logit_bias", "-100 to 100"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    (
+        {"stream": True, "stream_options": {"include_usages": True}},
+        "stream_options.include_usages",
+        "did you mean 'include_usage'",
+    ),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "'tokenize'"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "'self'"),
+    ({"chat_template": "broken"}, "messages", "refuses"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 or more"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), CHAT_REFUSALS, ids=lambda value: str(value)[:40])
+def test_chat_refusals(client: TestClient, fields: dict[str, Any], param: str, says: str) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": HELLO} | fields)
+    error = error_of(response, 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert says in error["message"]
+
+
+COMPLETION_REFUSALS = [
+    ({"prompt": None}, "prompt", "required"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [1, "a"]}, "prompt", "token ids"),
+    ({"prompt": [[1], []]}, "prompt", "token ids"),
+    ({"prompt": [True]}, "prompt", "token ids"),
+    ({"prompt": [1, 299, 300]}, "prompt", "300"),
+    ({"prompt": ["a"] * 600, "n": 2}, "prompt", "1024"),
+    ({"prompt": "", "add_special_tokens": False}, "prompt", "empty"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"best_of": 2}, "best_of", "not supported"),
+    ({"logprobs": 21}, "logprobs", "20"),
+    ({"logprobs": True}, "logprobs", "integer"),
+    ({"max_tokens": 0}, "max_tokens", "echo"),
+    ({"metadata": {}}, "metadata", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), COMPLETION_REFUSALS, ids=lambda value: str(value)[:40])
+def test_completion_refusals(client: TestClient, fields: dict[str, Any], param: str, says: str) -> None:
+    error = error_of(client.post("/v1/completions", json={"prompt": "Hi"} | fields), 400)
+    assert error["param"] == param and says in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_longer_than_the_context_says_both_numbers(client: TestClient, stream: bool) -> None:
+    response = client.post("/v1/completions", json={"prompt": [7] * 1000, "stream": stream})
+    error = error_of(response, 400)
+    assert "1000" in error["message"] and str(CONTEXT) in error["message"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+def test_max_tokens_beyond_the_context_names_the_numbers(client: TestClient) -> None:
+    fields = {"messages": HELLO, "max_completion_tokens": CONTEXT}
+    error = error_of(client.post("/v1/chat/completions", json=fields), 400)
+    assert error["param"] == "max_completion_tokens" and error["code"] == "context_length_exceeded"
+    assert f"at most {CONTEXT - 19}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b'{"messages": [\n  oops]}', "line 2 column 3"),
+        (b"", "line 1 column 0"),
+        (b'{"temperature": NaN}', "line 1"),
+        (b'{"user": "\\ud800"}', "line 1"),
+        (b'{"user": "\xff"}', "line 1"),
+        (b"[" * 100_000, "recursion limit"),
+        (b"[1]", "object"),
+        (b"null", "object"),
+    ],
+)
+def test_malformed_json(client: TestClient, raw: bytes, says: str) -> None:
+    headers = {"content-type": "application/json"}
+    error = error_of(client.post("/v1/chat/completions", content=raw, headers=headers), 400)
+    assert says in error["message"] and error["code"] == "invalid_json"
+
+
+def test_a_form_is_no_json(client: TestClient) -> None:
+    error = error_of(client.post("/v1/completions", data={"prompt": "x"}), 415)
+    assert "application/json" in error["message"]
+
+
+def test_unknown_model(client: TestClient) -> None:
+    error = error_of(client.post("/v1/completions", json={"model": "gpt-4", "prompt": "Hi"}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "'gpt-4'" in error["message"] and "fake" in error["message"]
+    assert error_of(client.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
+
+
+def test_unknown_route_and_method(client: TestClient) -> None:
+    assert "/v1/nowhere" in error_of(client.get("/v1/nowhere"), 404)["message"]
+    assert error_of(client.get("/v1/chat/completions"), 405)["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_over_the_limit(make_client: Any, engine: FakeEngine, chunked: bool) -> None:
+    client = make_client(engine, max_body_size="1KiB")
+    body = json.dumps({"prompt": "x" * 2000}).encode()
+    content = iter([body[:500], body[500:]]) if chunked else body
+    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert "1024" in error_of(response, 413)["message"]
+    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_full_queue(client: TestClient, engine: FakeEngine, stream: bool) -> None:
+    engine.queue_limit = 0
+    response = client.post("/v1/completions", json={"prompt": "Hi", "stream": stream})
+    assert error_of(response, 429)["code"] == "queue_full"
+    assert int(response.headers["retry-after"]) >= 1
+    assert not engine.active
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_full_queue_for_a_later_prompt_aborts_the_earlier_ones(
+    client: TestClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.queue_limit, engine.delay = 2, 0.01
+    response = client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "stream": stream})
+    error_of(response, 429)
+    assert not engine.active
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_dead_engine(client: TestClient, engine: FakeEngine, stream: bool) -> None:
+    engine.is_dead = True
+    response = client.post("/v1/completions", json={"prompt": "Hi", "stream": stream})
+    assert error_of(response, 503)["code"] == "engine_dead"
+    error_of(client.get("/health"), 503)
+    error_of(client.get("/ready"), 503)
+
+
+def test_error_in_mid_stream_is_an_event(client: TestClient, engine: FakeEngine) -> None:
+    engine.fail_after = 3
+    response = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
+    *_, last, done, end = response.text.split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert "caught fire" in error["message"] and error["code"] == "request_failed"
+    assert (done, end) == ("data: [DONE]", "")
+    assert not engine.active
+
+
+def test_a_failed_request_fails_alone(client: TestClient, engine: FakeEngine) -> None:
+    engine.fail_after = 3
+    error = error_of(client.post("/v1/completions", json={"prompt": "Hi"}), 500)
+    assert "caught fire" in error["message"]
+    engine.fail_after = None
+    assert client.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
+
+
+def test_bug_is_a_500_without_details(client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "check", lambda *_: 1 / 0)
+    error = error_of(client.post("/v1/completions", json={"prompt": "Hi"}), 500)
+    assert error["type"] == "server_error" and "division" not in error["message"]
+
+
+class TestKey:
+    PROTECTED = (
+        ("GET", "/v1/models"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/completions"),
+        ("POST", "/tokenize"),
+    )
+
+    @pytest.fixture
+    def guarded(self, make_client: Any, engine: FakeEngine) -> TestClient:
+        return make_client(engine, api_key="one, two")
+
+    @pytest.mark.parametrize(("method", "path"), PROTECTED)
+    @pytest.mark.parametrize("header", [None, "Bearer three", "Bearer ", "Basic one", "one"])
+    def test_refused(self, guarded: TestClient, method: str, path: str, header: str | None) -> None:
+        headers = {"authorization": header} if header is not None else {}
+        response = guarded.request(method, path, headers=headers, content=b"{broken")
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+
+    @pytest.mark.parametrize("key", ["one", "two"])
+    def test_accepted(self, guarded: TestClient, key: str) -> None:
+        assert guarded.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+
+    @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/openapi.json"])
+    def test_probes_need_none(self, guarded: TestClient, path: str) -> None:
+        assert guarded.get(path).status_code == 200
+
+
+def test_cors(make_client: Any, engine: FakeEngine) -> None:
+    client = make_client(engine, allowed_origins="https://a.example, https://b.example")
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    allowed = client.options("/v1/completions", headers={"Origin": "https://b.example"} | preflight)
+    assert allowed.headers["access-control-allow-origin"] == "https://b.example"
+    refused = client.options("/v1/completions", headers={"Origin": "https://c.example"} | preflight)
+    assert "access-control-allow-origin" not in refused.headers
+
+
+def test_unreadable_chat_template(tmp_path: Any, engine: FakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"chat_template is .*none\.jinja"):
+        create_app(ServeConfig(chat_template=tmp_path / "none.jinja"), engine)  # type: ignore[arg-type]

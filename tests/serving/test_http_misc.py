@@ -1,0 +1,136 @@
+"""Models, tokenizer routes, probes, metrics, and the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving.fake_engine import BOS, CONTEXT, REPLY, FakeEngine
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def test_models(make_client: Any, engine: FakeEngine) -> None:
+    client = make_client(engine, model="org/name", served_model_name="org/name, short")
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [(m["id"], m["object"], m["max_model_len"]) for m in listed["data"]] == [
+        ("org/name", "model", CONTEXT),
+        ("short", "model", CONTEXT),
+    ]
+    assert client.get("/v1/models/org/name").json() == listed["data"][0]
+    assert client.get("/models/short").json()["id"] == "short"
+    assert client.post("/v1/completions", json={"model": "short", "prompt": "x"}).json()["model"] == "short"
+    assert client.post("/v1/completions", json={"prompt": "x"}).json()["model"] == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"prompt": "Hi"}, [BOS, 72, 105]),
+        ({"prompt": "Hi", "add_special_tokens": False}, [72, 105]),
+        ({"prompt": ""}, [BOS]),
+        ({"content": "Hi"}, [72, 105]),
+        ({"content": "Hi", "add_special": True}, [BOS, 72, 105]),
+        ({"messages": HELLO}, list(b"[user]Hi[assistant]")),
+        ({"messages": HELLO, "add_generation_prompt": False}, list(b"[user]Hi")),
+    ],
+)
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+def test_tokenize(client: TestClient, path: str, fields: dict[str, Any], tokens: list[int]) -> None:
+    body = client.post(path, json=fields).json()
+    assert body == {"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens, "token_strs": None}
+
+
+def test_tokenize_strings(client: TestClient) -> None:
+    assert client.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True}).json()["token_strs"] == [
+        "<s>",
+        "H",
+        "i",
+    ]
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "a", "content": "b"}, {"prompt": "a", "add_special": True}])
+def test_tokenize_refuses(client: TestClient, fields: dict[str, Any]) -> None:
+    assert client.post("/tokenize", json=fields).status_code == 400
+
+
+def test_detokenize(client: TestClient) -> None:
+    assert client.post("/detokenize", json={"tokens": [BOS, 72, 105]}).json() == {"prompt": "<s>Hi"}
+    for wrong in (-1, 300):
+        error = client.post("/detokenize", json={"tokens": [72, wrong]}).json()["error"]
+        assert error["param"] == "tokens[1]" and "299" in error["message"]
+
+
+def test_probes(client: TestClient, engine: FakeEngine) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/ready").status_code == 200
+    engine.ready = False
+    response = client.get("/ready")
+    assert response.status_code == 503 and response.json()["error"]["code"] == "starting"
+    assert client.get("/health").status_code == 200
+    assert client.get("/version").json()["version"][0].isdigit()
+
+
+def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
+    """(sample name, label values but the model's …) -> value"""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {
+        (sample.name, *(value for label, value in sorted(sample.labels.items()) if label != "model_name")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics(make_client: Any, engine: FakeEngine) -> None:
+    client = make_client(engine, vllm_metrics=True)
+    client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5, "n": 2})
+    client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
+    samples = scrape(client)
+    for prefix in ("jaxllm:", "vllm:"):
+        assert samples[f"{prefix}num_requests_running",] == 0
+        assert samples[f"{prefix}num_requests_waiting",] == 0
+        assert samples[f"{prefix}kv_cache_usage_perc",] == 0
+        assert samples[f"{prefix}prefix_cache_hits_total",] == 20
+        assert samples[f"{prefix}prefix_cache_queries_total",] == 50
+        assert samples[f"{prefix}num_preemptions_total",] == 2
+        assert samples[f"{prefix}prompt_tokens_total",] == 11
+        assert samples[f"{prefix}generation_tokens_total",] == 22
+        assert samples[f"{prefix}request_success_total", "length"] == 2
+        assert samples[f"{prefix}request_success_total", "stop"] == 1
+        assert samples[f"{prefix}inter_token_latency_seconds_count",] == 2 * 4 + len(REPLY) - 1
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
+            assert samples[f"{prefix}{name}_seconds_count",] == 3
+        assert samples[f"{prefix}request_decode_time_seconds_bucket", "+Inf"] == 3
+    assert samples["jaxllm:padding_waste_ratio", "decode-4"] == 0.25
+    assert samples["jaxllm:compiles_total", "unforeseen"] == 1
+    assert samples["jaxllm:step_host_seconds_mean",] == 0.0005
+    assert samples["jaxllm:compile_seconds_total",] == 7.5
+    assert samples["jaxllm:kv_pages_free",] == samples["jaxllm:kv_pages",] == 100
+
+
+def test_vllm_names_only_on_request(client: TestClient) -> None:
+    assert not any(name.startswith("vllm:") for name, *_ in scrape(client))
+
+
+def test_openapi_tells_the_truth(client: TestClient) -> None:
+    schema = client.get("/openapi.json").json()
+    assert set(schema["paths"]) == {
+        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/v1/tokenize", "/v1/detokenize",
+        "/health", "/ready", "/version", "/metrics",
+    }  # fmt: skip
+    chat = schema["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatRequest")
+    assert "422" not in chat["responses"] and set(chat["responses"]["200"]["content"]) == {
+        "application/json",
+        "text/event-stream",
+    }
+    schemas = schema["components"]["schemas"]
+    references = {part.split('"')[0] for part in client.get("/openapi.json").text.split("#/components/schemas/")[1:]}
+    assert references <= schemas.keys()
+    fields = schemas["ChatRequest"]
+    assert fields["additionalProperties"] is False and {"top_k", "messages", "seed"} <= fields["properties"].keys()
+    assert client.get("/docs").status_code == 200

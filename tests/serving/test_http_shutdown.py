@@ -1,0 +1,155 @@
+"""Taking the port, and stopping on signals, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxllm.config import ServeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.serving.server import bind, serve
+from tests.serving import fake_engine
+from tests.serving.conftest import wait_for
+
+HELLO = [{"role": "user", "content": "Hi"}]
+SCRIPT = Path(fake_engine.__file__)
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    processes = []
+
+    def start(delay: float, shutdown_timeout: float) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, str(SCRIPT), "0", str(delay), str(shutdown_timeout)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("Serving fake on http://127.0.0.1:"), line
+        return process, line.split(" on ")[1].split("/v1")[0]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+class Stream(threading.Thread):
+    """Reads one chat stream to its end."""
+
+    def __init__(self, url: str):
+        super().__init__(daemon=True)
+        self.url = url
+        self.text = ""
+        self.start()
+        wait_for(lambda: '"content":"T"' in self.text)
+
+    def run(self) -> None:
+        body = {"messages": HELLO, "stream": True}
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=20) as response:
+                for part in response.iter_text():
+                    self.text += part
+        except httpx.RemoteProtocolError:
+            self.text += "(broken off)"
+
+    def finish_reason(self) -> Any:
+        self.join(10)
+        *_, last, done, end = self.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        return json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_idle_server_stops_at_once(run: Any, sig: int) -> None:
+    process, url = run(0.0, 30.0)
+    assert httpx.get(f"{url}/ready").status_code == 200
+    process.send_signal(sig)
+    assert process.wait(5) == 0
+    assert process.stdout.read() == "Stopping\nstopped\n"
+
+
+def test_running_requests_finish_and_new_ones_are_refused(run: Any) -> None:
+    process, url = run(0.03, 30.0)
+    stream = Stream(url)
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503)
+    assert httpx.get(f"{url}/health").status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    assert stream.finish_reason() == "stop"
+    assert process.wait(5) == 0
+
+
+def test_requests_beyond_the_timeout_end_with_abort(run: Any) -> None:
+    process, url = run(0.4, 0.3)
+    stream = Stream(url)
+    waiting: list[httpx.Response] = []
+    post = threading.Thread(
+        target=lambda: waiting.append(httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20))
+    )
+    post.start()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert stream.finish_reason() == "abort"
+    post.join(5)
+    assert waiting[0].json()["choices"][0]["finish_reason"] == "abort"
+    assert process.wait(5) == 0
+
+
+def test_second_signal_exits_at_once(run: Any) -> None:
+    process, url = run(0.4, 60.0)
+    stream = Stream(url)
+    process.send_signal(signal.SIGINT)
+    assert (
+        process.stdout.readline() == "Stopping: 1 running requests have 60 s to finish (Ctrl-C again to exit at once)\n"
+    )
+    process.send_signal(signal.SIGINT)
+    assert process.wait(2) == 128 + signal.SIGINT
+    stream.join(5)
+    assert stream.text.endswith("(broken off)")
+
+
+def test_port_in_use_is_said_before_the_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^port {port} on 127\.0\.0\.1 is in use; .*--port") as error:
+            serve(ServeConfig(model="no-such-model", port=port))
+    assert "\n" not in str(error.value)
+
+
+def test_one_line_a_request_at_any_log_level() -> None:
+    script = (
+        "from jaxllm.config import ServeConfig\n"
+        "from jaxllm.serving.server import bind, configure_logging, run_server\n"
+        "from tests.serving.fake_engine import FakeEngine\n"
+        "config = ServeConfig(port=0, log_level='error', enable_request_logging=True)\n"
+        "configure_logging(config)\n"
+        "run_server(config, FakeEngine(), bind(config.host, 0))\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+    assert process.stdout is not None
+    url = process.stdout.readline().split(" on ")[1].split("/v1")[0]
+    httpx.get(f"{url}/version")
+    process.terminate()
+    _, log = process.communicate(timeout=10)
+    assert log.count("\n") == 1 and '"GET /version HTTP/1.1" 200' in log
+
+
+def test_unreachable_host() -> None:
+    for host in ("203.0.113.7", "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match=f"host is '{host}'"):
+            bind(host, 0)

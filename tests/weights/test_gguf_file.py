@@ -1,0 +1,155 @@
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from jaxllm.errors import CheckpointError
+from jaxllm.weights import open_checkpoint
+from tests.weights.models import real_model
+
+
+@pytest.fixture
+def values():
+    return np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
+
+
+@pytest.fixture
+def small(tmp_path, values):
+    path = tmp_path / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_layer_norm_rms_eps(0.5)
+    writer.add_token_list(["a", "b"])
+    writer.add_token_scores([0.0, 1.0])
+    writer.add_array("general.languages", ["en", "de"])
+    writer.add_array("rope.sections", [1, 2, 3])
+    writer.add_tensor("plain", values)
+    writer.add_tensor("half", values.astype(np.float16))
+    writer.add_tensor("brain", values.astype(ml_dtypes.bfloat16).view(np.uint8), raw_dtype=GGMLQuantizationType.BF16)
+    for kind in ("Q4_0", "Q8_0"):
+        packed = gguf.quants.quantize(values, GGMLQuantizationType[kind])
+        writer.add_tensor(kind, packed, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_are_plain_values_without_the_vocabulary(small):
+    config = open_checkpoint(small).config
+    assert config["general.architecture"] == "llama"
+    assert config["llama.block_count"] == 2 and type(config["llama.block_count"]) is int
+    assert config["llama.attention.layer_norm_rms_epsilon"] == 0.5
+    assert config["general.languages"] == ["en", "de"]
+    assert config["rope.sections"] == [1, 2, 3]
+    assert not any("tokenizer.ggml" in key for key in config)
+
+
+def test_tensors_come_in_numpy_order_and_their_own_type(small, values):
+    checkpoint = open_checkpoint(small)
+    assert checkpoint.tensors["Q4_0"] == ((6, 64), "Q4_0")
+    np.testing.assert_array_equal(checkpoint.read("plain"), values)
+    np.testing.assert_array_equal(checkpoint.read("half"), values.astype(np.float16), strict=True)
+    np.testing.assert_array_equal(checkpoint.read("brain"), values.astype(ml_dtypes.bfloat16), strict=True)
+    np.testing.assert_allclose(checkpoint.read("Q8_0"), values, atol=0.02)
+    with pytest.raises(CheckpointError, match="no tensor 'nope'"):
+        checkpoint.read("nope")
+    kept = checkpoint.read("plain")
+    checkpoint.close()
+    np.testing.assert_array_equal(kept, values)
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpoint.read("plain")
+
+
+def test_a_directory_with_one_gguf_opens_and_two_are_refused(small):
+    assert open_checkpoint(small.parent).format == "gguf"
+    (small.parent / "other.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"exactly one \.gguf file; it holds other.gguf, small.gguf"):
+        open_checkpoint(small.parent)
+
+
+def test_load_format_is_honoured(small):
+    assert open_checkpoint(small, "dummy").config["llama.block_count"] == 2
+    with pytest.raises(CheckpointError, match="load_format is 'safetensors'"):
+        open_checkpoint(small, "safetensors")
+
+
+def test_every_truncation_is_reported_in_one_line(small, tmp_path):
+    data = small.read_bytes()
+    short = tmp_path / "cut" / "short.gguf"
+    short.parent.mkdir()
+    for length in {0, 3, 4, 10, 24, 30, *range(40, len(data), 97), len(data) - 9}:
+        short.write_bytes(data[:length])
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(short)
+        assert str(short) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_random_damage_to_the_header_never_escapes_as_another_error(small, tmp_path):
+    data = small.read_bytes()
+    rng = np.random.default_rng(0)
+    damaged = tmp_path / "damaged.gguf"
+    refused = 0
+    for _ in range(200):
+        copy = bytearray(data)
+        copy[rng.integers(4, 500)] = rng.integers(256)
+        damaged.write_bytes(copy)
+        try:
+            open_checkpoint(damaged)
+        except CheckpointError:
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [(b"GGUF\x03", b"GGML\x03", "not a GGUF file"), (b"GGUF\x03", b"GGUF\x09", "GGUF version 9"),
+     (b"plain" + b"\x02\0\0\0" + (64).to_bytes(8, "little") + (6).to_bytes(8, "little") + b"\0",
+      b"plain" + b"\x02\0\0\0" + (64).to_bytes(8, "little") + (6).to_bytes(8, "little") + b"\xc8",
+      "'plain' has unknown GGML type 200")],
+)  # fmt: skip
+def test_wrong_magic_version_and_type(small, old, new, message):
+    data = small.read_bytes()
+    assert data.count(old) == 1
+    small.write_bytes(data.replace(old, new))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(small)
+
+
+def test_part_of_a_split_file_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a-00001-of-00002.gguf", "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="one of 2 parts"):
+        open_checkpoint(tmp_path / "a-00001-of-00002.gguf")
+
+
+def test_a_missing_file():
+    with pytest.raises(CheckpointError, match="no such file"):
+        open_checkpoint(real_model("smollm2-135m").with_name("nope"))
+
+
+def test_smollm2_reads_as_gguf_reads_it():
+    path = real_model("smollm2-135m")
+    checkpoint = open_checkpoint(path)
+    oracle = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert {name: info.dtype for name, info in checkpoint.tensors.items()} == {
+        name: tensor.tensor_type.name for name, tensor in oracle.items()
+    }
+    for name in ("token_embd.weight", "output_norm.weight", "blk.0.ffn_down.weight", "blk.29.attn_q.weight"):
+        tensor = oracle[name]
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
+        np.testing.assert_array_equal(checkpoint.read(name), expected, strict=True)
+
+
+def test_every_tensor_of_gemma3_is_finite_and_of_its_shape():
+    checkpoint = open_checkpoint(real_model("gemma3-270m"))
+    assert checkpoint.tensors["token_embd.weight"].shape == (262144, 640)
+    for name, info in checkpoint.tensors.items():
+        array = checkpoint.read(name)
+        assert array.shape == info.shape and np.isfinite(array).all(), name
+        assert array.std() > 0, name
