@@ -1,4 +1,4 @@
-"""llama.cpp under the common workload: its own llama-batched-bench does it, this translates. The model is a GGUF file."""
+"""llama.cpp under the common workload, done by its own llama-batched-bench. The model is a GGUF file."""
 
 from __future__ import annotations
 

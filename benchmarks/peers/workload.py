@@ -1,4 +1,7 @@
-"""The work every engine does, and the one way it is timed. Standard library only: it runs in each peer's own environment."""
+"""The work every engine does, and the one way it is timed.
+
+Standard library only: it runs in each peer's own environment.
+"""
 
 from __future__ import annotations
 

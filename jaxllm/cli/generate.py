@@ -103,8 +103,11 @@ def chat_tokens(engine: AsyncLLM, messages: list[dict[str, str]]) -> list[int]:
 
 
 async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, template: bool, as_json: bool) -> None:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+
     async def run(text: str, stream: bool) -> RequestOutput:
-        tokens = chat_tokens(engine, [{"role": "user", "content": text}]) if template else engine.tokenizer.encode(text)
+        tokens = chat_tokens(engine, [{"role": "user", "content": text}]) if template else tokenizer.encode(text)
         shown = 0
         async for output in engine.generate({"prompt_token_ids": tokens}, params):
             if stream:
@@ -127,7 +130,7 @@ async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, 
 
 def _print(output: RequestOutput, streamed: bool, as_json: bool, heading: str) -> None:
     if as_json:
-        print(json.dumps(dataclasses.asdict(output), ensure_ascii=False), flush=True)
+        print(json.dumps(_named(dataclasses.asdict(output)), ensure_ascii=False), flush=True)
     elif streamed:
         print(flush=True)
     else:
@@ -135,6 +138,15 @@ def _print(output: RequestOutput, streamed: bool, as_json: bool, heading: str) -
             print(f"{heading} {output.prompt}", file=sys.stderr, flush=True)
         for completion in output.outputs:
             print(completion.text, flush=True)
+
+
+def _named(value: Any) -> Any:
+    """Keep a named tuple's names, which JSON would drop: Logprob(-0.5, 1, "a") -> {"logprob": -0.5, "rank": 1, …}."""
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {key: _named(item) for key, item in value.items()}
+    return [_named(item) for item in value] if isinstance(value, list) else value
 
 
 def _summary(outputs: list[RequestOutput], seconds: float) -> str:

@@ -65,7 +65,7 @@ def build_core(config: EngineConfig, on_progress: Progress | None = None) -> tup
     executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager)
     clock.lap("plan")
     executables.begin()
-    weights = _load(config, checkpoint, blueprint, mesh, on_progress)
+    weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
     clock.lap("load")
     eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size

@@ -9,6 +9,9 @@ from tokenizers.decoders import DecodeStream
 
 PROMPT_TAIL = 8
 """Prompt tokens that are decoded first, so that the first generated token is spelled as it is after them."""
+REPLACEMENT = "\ufffd"
+INVALID_PREFIX = "Invalid prefix"
+"""What the message of DecodeStream's error begins with; it has no type of its own."""
 
 
 class Detokenizer:
@@ -24,9 +27,10 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ):
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token in prompt[-PROMPT_TAIL:]:
-            self._stream.step(tokenizer, token)
+        for token in _prompt_tail(tokenizer, prompt):
+            self._decode(token)
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
         self._include_stop = include_stop
@@ -34,7 +38,7 @@ class Detokenizer:
 
     def add(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """Text that is settled now, and the stop string that was found, if any."""
-        self._held += self._stream.step(self._tokenizer, token) or ""
+        self._held += self._decode(token)
         if not self._stop:
             return self.flush(), None
         found = self._find_stop() if check_stop else None
@@ -52,6 +56,20 @@ class Detokenizer:
         text, self._held = self._held, ""
         return text
 
+    def _decode(self, token: int) -> str:
+        """Text that `token` completes.
+
+        Byte tokens that turn out to be no character make the stream fail, because they change how the bytes before them
+        are read, some of which have been sent. They become one U+FFFD, and a new stream goes on from this token.
+        """
+        try:
+            return self._stream.step(self._tokenizer, token) or ""
+        except Exception as error:
+            if INVALID_PREFIX not in str(error):
+                raise
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+        return REPLACEMENT + (self._stream.step(self._tokenizer, token) or "")
+
     def _find_stop(self) -> tuple[int, str] | None:
         """The stop string that begins first; of those that begin together, the first in the list."""
         places = [(self._held.find(stop), order, stop) for order, stop in enumerate(self._stop)]
@@ -64,3 +82,15 @@ class Detokenizer:
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+def _prompt_tail(tokenizer: Tokenizer, prompt: Sequence[int]) -> Sequence[int]:
+    """The last PROMPT_TAIL tokens, or a few more where those begin inside a character.
+
+    Tokenizers that spell rare characters in bytes would read none of the bytes after a beginning like that.
+    """
+    for length in range(PROMPT_TAIL, 4 * PROMPT_TAIL):
+        tail = prompt[-length:]
+        if length >= len(prompt) or not tokenizer.decode(tail).startswith(REPLACEMENT):
+            return tail
+    return prompt[-PROMPT_TAIL:]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.engine.slots import Slots
 from jaxllm.sampling_params import MAX_LOGPROBS
@@ -79,7 +79,11 @@ def sample(logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots) -> tup
 
 
 def adjust_logits(logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots) -> Float[Array, "R V"]:
-    """Repetition, frequency and presence penalties, logit_bias, and min_tokens."""
+    """Repetition, frequency and presence penalties, logit_bias, and min_tokens, in the rows that ask for any.
+
+    The slots of the other rows may still hold what an earlier request left there.
+    """
+    raw = logits
     index = jnp.arange(logits.shape[0])[:, None]
     history = slots.history[rows.slot]
     at = jnp.arange(history.shape[1])
@@ -98,7 +102,8 @@ def adjust_logits(logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots)
     held_back = (rows.position + 1 < rows.blocked_until)[:, None]
     blocked = slots.blocked_ids[rows.slot]
     blocked = jnp.where(held_back, blocked, logits.shape[1])
-    return logits.at[index, blocked].set(NEGATIVE, mode="drop")
+    logits = logits.at[index, blocked].set(NEGATIVE, mode="drop")
+    return jnp.where(rows.adjust[:, None] > 0, logits, raw)
 
 
 def _draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
@@ -213,20 +218,24 @@ def draw(logits: Float[Array, "R V"], u: Float[Array, "R"]) -> Int[Array, "R"]:
     num_rows, vocab = logits.shape
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(num_rows, -1, DRAW_BLOCK)
-    ends = jnp.cumsum(blocks.sum(-1), axis=1)
+    sums = blocks.sum(-1)
+    ends = jnp.cumsum(sums, axis=1)
     target = u * ends[:, -1]
-    block = _first_past(ends, target)
+    block = _first_past(ends, sums > 0, target)
     start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * DRAW_BLOCK + _first_past(jnp.cumsum(inside, axis=1), target - start)).astype(jnp.int32)
+    token = _first_past(jnp.cumsum(inside, axis=1), inside > 0, target - start)
+    return (block * DRAW_BLOCK + token).astype(jnp.int32)
 
 
-def _first_past(ends: Float[Array, "R n"], target: Float[Array, "R"]) -> Int[Array, "R"]:
-    """The first index whose running sum is above `target`; where rounding leaves none, the last that adds anything."""
-    past = ends > target[:, None]
-    adds = jnp.diff(ends, axis=1, prepend=0.0) > 0
+def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Float[Array, "R"]) -> Int[Array, "R"]:
+    """The first index that `adds` anything and whose running sum is above `target`; where rounding leaves none, the last.
+
+    `ends` alone would not tell: a running sum is rounded, and may grow where nothing was added.
+    """
+    past = (ends > target[:, None]) & adds
     last = ends.shape[1] - 1 - jnp.argmax(adds[:, ::-1], axis=1)
-    return jnp.where(past.any(1), jnp.argmax(past & adds, axis=1), last)
+    return jnp.where(past.any(1), jnp.argmax(past, axis=1), last)
 
 
 def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logprobs:

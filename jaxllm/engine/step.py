@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -24,6 +25,7 @@ from jaxllm.engine.sampler import Logprobs, SamplingRows, greedy, sample, token_
 from jaxllm.engine.slots import MAX_BLOCKED, Slots, SlotUpdate, set_slot, slot_shapes
 from jaxllm.models.decoder import Decoder
 from jaxllm.pallas_kernels import AttentionMetadata
+from jaxllm.pallas_kernels.pages import storage_dtype
 from jaxllm.sampling_params import MAX_LOGIT_BIAS
 from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec
@@ -68,6 +70,39 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None
 
 
+class WeightPacking:
+    """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
+
+    The packed tuple is that vector, then every other parameter in its own order.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec]):
+        self._specs = specs
+        self._small = [i for i, s in enumerate(specs) if len(s.shape) == 1 and not any(s.axes) and s.dtype == np.float32]
+        self._large = [i for i in range(len(specs)) if i not in set(self._small)]
+        self._offsets = np.cumsum([0, *(specs[i].shape[0] for i in self._small)]).tolist()
+
+    def abstract(self, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of the packed tuple."""
+        vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
+        large = (self._specs[i] for i in self._large)
+        return (
+            vector,
+            *(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P(*s.axes))) for s in large),
+        )
+
+    def pack(self, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """One array a parameter -> the packed tuple."""
+        return (jnp.concatenate([weights[i] for i in self._small]), *(weights[i] for i in self._large))
+
+    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
+        """The packed tuple -> one array a parameter; inside a traced function."""
+        vector, large = packed[0], dict(zip(self._large, packed[1:], strict=True))
+        ends = zip(self._small, self._offsets, self._offsets[1:], strict=False)
+        small = {index: vector[start:end] for index, start, end in ends}
+        return [(small | large)[index] for index in range(len(self._specs))]
+
+
 class StepFunctions:
     """Builds the jitted step functions of one model on one mesh, with the abstract arguments to compile them for."""
 
@@ -77,16 +112,21 @@ class StepFunctions:
         _, self._treedef = jax.tree.flatten(state)
         self._mesh = mesh
         self._sizes = sizes
-        self._weight_specs = tuple(P(*spec.axes) for spec in specs)
-        self._weights = tuple(
-            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, P(*spec.axes))) for spec in specs
-        )
+        self._packing = WeightPacking(specs)
+        self._weights = self._packing.abstract(mesh)
+        self._weight_specs = tuple(a.sharding.spec for a in self._weights)
+
+    def pack_weights(self, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The model's parameters as every step takes them."""
+        return self._packing.pack(weights)
 
     def abstract_state(self) -> DeviceState:
         """Shapes and shardings of the device state."""
         s = self._sizes
         page = jax.ShapeDtypeStruct(
-            (s.num_pages, s.kv_heads, s.page_size, s.head_dim), s.dtype, sharding=NamedSharding(self._mesh, PAGES_SPEC)
+            (s.num_pages, s.kv_heads, s.page_size, s.head_dim),
+            storage_dtype(s.dtype, jax.default_backend()),
+            sharding=NamedSharding(self._mesh, PAGES_SPEC),
         )
         slots = Slots(*(self._replicated(a.shape, a.dtype) for a in slot_shapes(s.max_num_seqs, s.max_model_len)))
         hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
@@ -198,7 +238,7 @@ class StepFunctions:
         return self._jit(set_slot, (P(), P()), P(), donate=(0,)), (self.abstract_state().slots, update)
 
     def _model(self, weights: tuple[jax.Array, ...]) -> Decoder:
-        return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, weights))
+        return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, self._packing.unpack(weights)))
 
     def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P()))

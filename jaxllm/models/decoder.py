@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -82,14 +83,21 @@ class Decoder(nnx.Module):
         angles = {rope: rope_angles(rope, config.head_dim, meta.positions) for rope in dict.fromkeys(ropes)}
         written = []
         for index, layer in enumerate(self.layers):
+            graph, weights = nnx.split(layer)
             with jax.named_scope(f"layer_{index}"):
-                x, page = layer(x, angles[ropes[index]], pages[index], meta)
+                x, page = _run_layer(graph, weights, x, angles[ropes[index]], pages[index], meta)
             written.append(page)
         return self.norm(x), tuple(written)
 
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """float32 scores over the vocabulary."""
         return (self.head or self.embed).logits(hidden)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Any, pages: Pages, meta: AttentionMetadata) -> Any:
+    """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
+    return nnx.merge(graph, weights)(x, angles, pages, meta)
 
 
 def allowed_tensor_parallel(config: DecoderConfig, most: int = 64) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
+import jax
 from jaxtyping import Array, Int
 
 
-class AttentionMetadata(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionMetadata:
     """One step's batch: `T` tokens of up to `S` sequences laid end to end, then padding.
 
     Decode rows come first: sequences `0 … num_decodes-1` have exactly one query token each, so that token `i` is
@@ -35,5 +38,5 @@ class AttentionMetadata(NamedTuple):
     page_table: Int[Array, "S P"]
     num_decodes: Int[Array, ""]
     num_seqs: Int[Array, ""]
-    decode_only: bool
+    decode_only: bool = field(metadata={"static": True})
     """Static: T == S and every row is a decode (or padding)."""

@@ -1,20 +1,44 @@
-"""The write half of paged attention: new keys and values go into their pages."""
+"""How keys and values lie in their pages, and the write half of paged attention."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Shaped
 
 from jaxllm.pallas_kernels.metadata import AttentionMetadata
 
-Pages = tuple[Float[Array, "N K page_size D"], Float[Array, "N K page_size D"]]
+Pages = tuple[Shaped[Array, "N K page_size D"], Shaped[Array, "N K page_size D"]]
+"""(k_pages, v_pages), of a float type or of its bits (see `storage_dtype`)."""
+
+
+def storage_dtype(dtype: Any, platform: str) -> np.dtype:
+    """The type that pages of `dtype` are kept in.
+
+    XLA:CPU computes 16-bit floats in float32, even when it only moves them: a scatter would convert the whole buffer
+    there and back. Their bits, as integers, are moved as they are.
+    """
+    dtype = np.dtype(dtype)
+    return np.dtype(np.uint16) if platform == "cpu" and dtype.itemsize == 2 else dtype
+
+
+def to_storage(x: Float[Array, "..."], dtype: Any) -> Shaped[Array, "..."]:
+    """Values as pages of `dtype` keep them: cast, or as bits where `dtype` is an integer type."""
+    return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
+
+
+def from_storage(x: Shaped[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """What `to_storage` kept, as floats; `dtype` is the type that bits stand for."""
+    return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
 
 def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"], meta: AttentionMetadata) -> Pages:
     """Stores token `t`'s key and value in row `positions[t] % page_size` of its page; padding tokens go to page 0.
 
-    `pages` is (k_pages, v_pages), each [N, K, page_size, D]; keys and values are cast to their dtype. Updates in place
-    when the pages are donated.
+    Updates in place when the pages are donated.
     """
     page_size = pages[0].shape[2]
     num_seqs = meta.page_table.shape[0]
@@ -23,6 +47,6 @@ def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"]
     row = meta.positions % page_size
     k_pages, v_pages = pages
     return (
-        k_pages.at[page, :, row].set(k.astype(k_pages.dtype)),
-        v_pages.at[page, :, row].set(v.astype(v_pages.dtype)),
+        k_pages.at[page, :, row].set(to_storage(k, k_pages.dtype)),
+        v_pages.at[page, :, row].set(to_storage(v, v_pages.dtype)),
     )

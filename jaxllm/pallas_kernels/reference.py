@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.pallas_kernels.metadata import AttentionMetadata
-from jaxllm.pallas_kernels.pages import Pages, write_pages
+from jaxllm.pallas_kernels.pages import Pages, from_storage, write_pages
 
 DECODE_BLOCK = 128
 """Tokens of KV that decode rows visit at a time."""
@@ -140,7 +140,7 @@ def _decode(
 
     def body(i: jax.Array, softmax: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(page_table, i * per_block, per_block, axis=1)
-        keys, values = (_gather(p, ids) for p in pages)
+        keys, values = (from_storage(_gather(p, ids), q.dtype) for p in pages)
         key = i * block + jnp.arange(block)
         logits = options.mask(options.logits(q, keys), query[:, None, None, None], key)
         return softmax.add(logits, values)
@@ -230,7 +230,7 @@ def _prefill_tile(
 
     def body(i: jax.Array, softmax: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
-        keys, values = (_gather(p, ids)[0] for p in pages)
+        keys, values = (from_storage(_gather(p, ids)[0], q.dtype) for p in pages)
         key = i * block + jnp.arange(block)
         return softmax.add(options.mask(options.logits(q, keys), rows[:, None], key), values)
 
@@ -243,7 +243,7 @@ def _prefill_tile(
     return jnp.where(live[:, None, None, None], out, 0)
 
 
-def _gather(pages: Float[Array, "N K page D"], ids: Int[Array, "S n"]) -> Float[Array, "S K n*page D"]:
+def _gather(pages: Shaped[Array, "N K page D"], ids: Int[Array, "S n"]) -> Shaped[Array, "S K n*page D"]:
     """The pages `ids` of every sequence with KV heads in front: whole rows of one head's page are copied at a time."""
     num_pages, num_kv, page_size, dim = pages.shape
     rows = pages.reshape(num_pages * num_kv, page_size * dim)

@@ -16,7 +16,7 @@ import pytest
 from jaxllm.cli.main import main
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.engine.messages import EngineInfo, EngineStats, TokenDelta
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -115,6 +115,8 @@ class EchoEngine:
             for choice in choices:
                 choice.text += delta.text
                 choice.token_ids += delta.token_ids
+                if params.logprobs is not None:
+                    choice.logprobs = [{token: Logprob(-0.5, 1, "x")} for token in choice.token_ids]
             yield output
 
     def shutdown(self) -> None:

@@ -60,6 +60,11 @@ def test_json_has_one_object_a_prompt(cli, echo) -> None:
     assert [choice["text"] for choice in first["outputs"]] == ["A B ", "A B "]
 
 
+def test_json_names_the_parts_of_a_logprob(cli, echo) -> None:
+    choice = json.loads(cli("generate", "a", "--raw", "--json", "--logprobs", "1").out)["outputs"][0]
+    assert choice["logprobs"] == [{"0": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
+
+
 def test_flags_win_over_the_models_recommendation_and_that_over_the_default(cli, echo) -> None:
     echo.recommended = {"temperature": 0.5, "top_k": 40.0, "top_p": 0.9}
     cli(

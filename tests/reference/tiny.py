@@ -1,6 +1,6 @@
-"""Tiny random models of each family: config.json content and weights drawn from a seed, so that nothing large is stored.
+"""Tiny random models of each family: config.json content, and weights drawn from a seed.
 
-Each variant isolates what its family can get wrong; `tests/reference/goldens/NAME.npz` has what transformers computes on it.
+Each variant isolates what its family can get wrong; goldens/NAME.npz has what transformers computes on it.
 """
 
 from __future__ import annotations

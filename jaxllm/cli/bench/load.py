@@ -77,7 +77,8 @@ def offline_llm(config: EngineConfig, input_len: int, output_len: int) -> Iterat
     """
     from jaxllm.llm import LLM
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("jaxllm").setLevel(logging.INFO)
     llm = LLM(**config.model_dump(exclude_unset=True))
     try:
         length, context = input_len + output_len, llm.info.max_model_len

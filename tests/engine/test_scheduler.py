@@ -1,0 +1,280 @@
+"""The scheduler as a state machine, driven as the engine drives it: a step is scheduled before the last one is read."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.request import Request, Status
+from jaxllm.engine.scheduler import Batch, Scheduler
+from jaxllm.sampling_params import SamplingParams
+from tests.engine.simulated_device import SimulatedDevice, alone
+
+PREFIX = [1, 0, 2, 2, 0, 1, 1, 2, 0, 0, 1, 2]
+
+
+class Driver:
+    """Scheduler, pool and a simulated device, with the engine's order of things; every step is checked."""
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, max_num_seqs: int, budget: int, caching: bool = True, stop: int | None = None
+    ):
+        self.pool = PagePool(num_pages, page_size, caching)
+        self.max_model_len = (num_pages - 1) * page_size
+        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.max_model_len)
+        self.device = SimulatedDevice(num_pages, page_size)
+        self.stop = stop
+        self.requests: list[Request] = []
+        self.done: dict[str, list[int]] = {}
+        self.scored: dict[str, set[int]] = {}
+        self.pending: list[tuple[Request, int]] | None = None
+
+    def add(
+        self, prompt: list[int], *, max_tokens: int = 4, priority: int = 0, salt: str | None = None, score: bool = False
+    ) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if score else None)
+        number = len(self.requests)
+        request = Request(
+            f"r{number}", list(prompt), len(prompt), params, float(number), priority, salt,
+            max_total=min(len(prompt) + max_tokens, self.max_model_len),
+        )  # fmt: skip
+        request.prefix_node = salt
+        self.requests.append(request)
+        self.scored[request.request_id] = set()
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish(request)
+
+    def step(self) -> Batch:
+        """Schedule and run one step, then read the one before it."""
+        ran_before = list(self.scheduler.running)
+        batch = self.scheduler.schedule()
+        self.check(batch, ran_before)
+        sampled = self.device.run(batch) if batch.chunks else None
+        previous, self.pending = self.pending, sampled
+        for request, token in previous or ():
+            if request.status is Status.FINISHED:
+                continue
+            self.scheduler.accept(request, token)
+            if token == self.stop or len(request.token_ids) == request.max_total:
+                self.done[request.request_id] = list(request.token_ids)
+                self.scheduler.finish(request)
+        self.pool.check([r.pages for r in self.scheduler.running])
+        return batch
+
+    def finish(self) -> None:
+        """Run everything to its end; then nothing may be held."""
+        turns = 0
+        while self.scheduler.num_unfinished or self.pending is not None:
+            self.step()
+            turns += 1
+            assert turns < 2000, "the scheduler makes no progress"
+        self.pool.check([])
+        assert self.pool.num_free == self.pool.num_pages - 1
+        assert sorted(self.scheduler._free_slots) == list(range(self.scheduler.max_num_seqs))
+
+    def check_tokens(self) -> None:
+        """Every request that was not aborted has the tokens it would have had alone."""
+        for request in self.requests:
+            assert request.status is Status.FINISHED
+            prompt = request.token_ids[: request.num_prompt]
+            expected = alone(prompt, request.cache_salt, request.max_total, self.stop)
+            if request.request_id in self.done:
+                assert self.done[request.request_id] == expected
+            else:
+                assert request.token_ids == expected[: len(request.token_ids)]  # aborted on the way
+
+    def check(self, batch: Batch, ran_before: list[Request]) -> None:
+        scheduler, running = self.scheduler, self.scheduler.running
+        assert batch.num_tokens <= scheduler.max_num_batched_tokens
+        assert len(running) <= scheduler.max_num_seqs
+        slots = [r.slot for r in running]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.max_num_seqs for slot in slots)
+        assert [r.order for r in running] == sorted(r.order for r in running)
+        assert [r.order for r in scheduler.waiting] == sorted(r.order for r in scheduler.waiting)
+        assert all(r.status is Status.WAITING and not r.pages and r.slot == -1 for r in scheduler.waiting)
+
+        lengths = [chunk.length for chunk in batch.chunks]
+        assert lengths == sorted(lengths, key=lambda n: n > 1)
+        assert batch.num_decodes == lengths.count(1)
+        assert len({id(chunk.request) for chunk in batch.chunks}) == len(batch.chunks)
+        for chunk in batch.chunks:
+            request, end = chunk.request, chunk.start + chunk.length
+            assert request in running and chunk.length >= 1
+            assert end == request.num_computed, "chunks of a request follow one another"
+            assert end < request.max_total, "the last token is never run: nothing would be sampled from it"
+            in_flight = request.num_inflight - chunk.samples
+            assert in_flight in (0, 1)
+            total = len(request.token_ids) + in_flight
+            assert end <= total and chunk.samples == (end == total)
+            assert len(request.pages) == self.pool.pages_for(end)
+            if request.params.prompt_logprobs is not None:
+                self.scored[request.request_id] |= set(range(chunk.start, end))
+                assert set(range(end)) <= self.scored[request.request_id], "every logit of the prompt is needed"
+        self.check_sharing(running)
+
+        preempted = [r for r in ran_before if r.status is Status.WAITING]
+        if preempted and running:
+            assert min(r.order for r in preempted) > max(r.order for r in running), "the last goes first"
+            assert not batch.admitted, "the preempted came straight back"
+        if batch.admitted and scheduler.waiting:
+            assert max(r.order for r in batch.admitted) < scheduler.waiting[0].order, "somebody jumped the queue"
+
+    def check_sharing(self, running: list[Request]) -> None:
+        """Requests share only pages that none of them will write again."""
+        owners: dict[int, list[Request]] = {}
+        for request in running:
+            assert len(set(request.pages)) == len(request.pages)
+            for page in request.pages:
+                owners.setdefault(page, []).append(request)
+        for page, sharers in owners.items():
+            if len(sharers) > 1:
+                places = {request.pages.index(page) for request in sharers}
+                assert len(places) == 1
+                end = (places.pop() + 1) * self.pool.page_size
+                assert all(request.num_computed >= end for request in sharers)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_pages=st.integers(4, 14),
+        page_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 12),
+        caching=st.booleans(),
+        stop=st.sampled_from([None, 0]),
+    )
+    def start(self, **sizes) -> None:
+        self.driver = Driver(**sizes)
+
+    @rule(
+        shared=st.integers(0, len(PREFIX)),
+        own=st.lists(st.integers(0, 2), max_size=8),
+        max_tokens=st.integers(1, 12),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        salt=st.sampled_from([None, None, "a"]),
+        score=st.sampled_from([False, False, False, True]),
+    )
+    def add(self, shared: int, own: list[int], **options) -> None:
+        prompt = (PREFIX[:shared] + own or [0])[: self.driver.max_model_len - 1]
+        self.driver.add(prompt, **options)
+
+    @precondition(lambda self: any(r.status is not Status.FINISHED for r in self.driver.requests))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        alive = [r for r in self.driver.requests if r.status is not Status.FINISHED]
+        self.driver.abort(data.draw(st.sampled_from(alive)))
+
+    @rule(times=st.integers(1, 5))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.driver.step()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.finish()
+            self.driver.check_tokens()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+def test_a_small_pool_preempts_and_loses_nothing():
+    driver = Driver(num_pages=9, page_size=2, max_num_seqs=4, budget=8)
+    for start in range(4):
+        driver.add(PREFIX[start : start + 4], max_tokens=10)
+    driver.finish()
+    driver.check_tokens()
+    assert driver.scheduler.stats.preemptions > 0
+    assert len(driver.done) == 4
+
+
+def test_the_newest_request_gives_way_and_the_first_finishes_first():
+    driver = Driver(num_pages=9, page_size=2, max_num_seqs=3, budget=64, caching=False)
+    first, second, third = (driver.add([n, 1, 2, 0, 1], max_tokens=10) for n in range(3))
+    waiting_at = []
+    while first.status is not Status.FINISHED:
+        driver.step()
+        waiting_at.append([r.request_id for r in driver.scheduler.waiting])
+    assert ["r2"] in waiting_at
+    assert first.request_id not in {name for names in waiting_at for name in names}
+    driver.finish()
+    assert list(driver.done)[0] == "r0"
+    assert {second.status, third.status} == {Status.FINISHED}
+
+
+def test_the_next_step_does_not_wait_for_the_last_token():
+    driver = Driver(num_pages=20, page_size=2, max_num_seqs=2, budget=64)
+    request = driver.add([1, 2, 0], max_tokens=8)
+    starts = [[chunk.start for chunk in driver.step().chunks] for _ in range(4)]
+    assert starts == [[0], [3], [4], [5]], "one more token of context each step"
+    assert len(request.token_ids) == 3 + 3
+
+
+def test_a_request_stops_being_scheduled_when_the_tokens_in_flight_reach_its_length():
+    driver = Driver(num_pages=20, page_size=2, max_num_seqs=2, budget=64)
+    driver.add([1, 2, 0], max_tokens=2)
+    assert [len(driver.step().chunks) for _ in range(3)] == [1, 1, 0]
+    driver.finish()
+    assert len(driver.done["r0"]) == 5
+
+
+def test_long_prompts_are_chunked_beside_decodes():
+    driver = Driver(num_pages=60, page_size=2, max_num_seqs=4, budget=8)
+    driver.add([1, 2, 0], max_tokens=20)
+    driver.step()
+    driver.add(PREFIX * 2, max_tokens=2)
+    sizes = [[(c.request.request_id, c.length, c.samples) for c in driver.step().chunks] for _ in range(4)]
+    assert sizes == [
+        [("r0", 1, True), ("r1", 7, False)],
+        [("r0", 1, True), ("r1", 7, False)],
+        [("r0", 1, True), ("r1", 7, False)],
+        [("r0", 1, True), ("r1", 3, True)],
+    ]
+
+
+def test_a_prefix_is_shared_even_within_one_step():
+    driver = Driver(num_pages=20, page_size=4, max_num_seqs=4, budget=64)
+    first, second = driver.add([*PREFIX[:8], 1]), driver.add([*PREFIX[:8], 2, 2])
+    batch = driver.step()
+    assert [(c.start, c.length) for c in batch.chunks] == [(8, 2), (0, 9)] or [
+        (c.start, c.length) for c in batch.chunks
+    ] == [(0, 9), (8, 2)]
+    assert (first.num_cached, second.num_cached) == (0, 8)
+    driver.finish()
+    driver.check_tokens()
+
+
+def test_a_prompt_that_is_wholly_cached_still_runs_its_last_token():
+    driver = Driver(num_pages=20, page_size=4, max_num_seqs=4, budget=64)
+    driver.add(PREFIX[:8], max_tokens=1)
+    driver.finish()
+    again = driver.add(PREFIX[:8], max_tokens=1)
+    chunk = driver.step().chunks[0]
+    assert (chunk.start, chunk.length, again.num_cached) == (4, 4, 4)
+    driver.finish()
+    driver.check_tokens()
+    assert (driver.scheduler.stats.prefix_queries, driver.scheduler.stats.prefix_hits) == (16, 4)
+
+
+def test_priority_then_arrival_decides_who_is_admitted():
+    driver = Driver(num_pages=60, page_size=2, max_num_seqs=1, budget=64)
+    for priority in (0, 1, -1, 0):
+        driver.add([1, 2], max_tokens=1, priority=priority)
+    driver.finish()
+    assert list(driver.done) == ["r2", "r0", "r3", "r1"]
+
+
+def test_an_aborted_request_frees_its_pages_at_once():
+    driver = Driver(num_pages=20, page_size=2, max_num_seqs=4, budget=4)
+    running, waiting = driver.add(PREFIX, max_tokens=3), driver.add(PREFIX, max_tokens=3)
+    driver.step()
+    driver.abort(running)
+    driver.abort(waiting)
+    assert driver.pool.num_free == 19 and driver.scheduler.num_unfinished == 0
+    driver.finish()
