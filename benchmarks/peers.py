@@ -80,10 +80,11 @@ def main() -> None:
     tables = [figures_table(figures, about, arguments.streams)]
     if ratios := ratios_to_peers(figures):
         tables.append(ratios_table(ratios, arguments.streams))
+    console = Console(width=None if sys.stdout.isatty() else 140)
     for table in tables:
-        Console().print(table)
+        console.print(table)
     for engine, reason in cannot_run.items():
-        Console().print(f"[bold]{engine}[/] cannot run here: {reason}", highlight=False)
+        console.print(f"[bold]{engine}[/] cannot run here: {reason}", highlight=False)
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     report = {"about": about, "figures": figures, "ratios": ratios, "cannot_run": cannot_run, "cells": cells}

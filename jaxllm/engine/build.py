@@ -11,6 +11,7 @@ from jaxllm import compat
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.executables import Executables
+from jaxllm.engine.frontend import resolve_tokenizer
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.plan import Blueprint, Platform, make_blueprint
@@ -19,7 +20,6 @@ from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.step import StepFunctions
 from jaxllm.models.registry import model_spec
 from jaxllm.sharding.mesh import build_mesh
-from jaxllm.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
@@ -30,14 +30,6 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def resolve_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer that `config` means; None where it is to be left out."""
-    if config.skip_tokenizer_init:
-        return None
-    source = config.tokenizer or config.model
-    return load_tokenizer(resolve_model(source, revision=config.revision, download_dir=config.download_dir))
 
 
 def build_core(config: EngineConfig, on_progress: Progress | None = None) -> tuple[EngineCore, EngineInfo]:

@@ -7,14 +7,24 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxllm.config import EngineConfig
 from jaxllm.engine.messages import EngineInfo, EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.weights.source import resolve_tokenizer as source_tokenizer
 
 Prompt = str | Sequence[int] | dict
 """Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
+
+
+def resolve_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer that `config` means; None where it is to be left out."""
+    if config.skip_tokenizer_init:
+        return None
+    source = config.tokenizer or config.model
+    return load_tokenizer(source_tokenizer(source, revision=config.revision, download_dir=config.download_dir))
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.frontend import resolve_tokenizer
 from jaxllm.engine.messages import EngineClient
 from jaxllm.tokenizer import Tokenizer
 
@@ -16,16 +17,9 @@ def start_engine(config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
     if config.engine_process:
         from jaxllm.engine.process_client import ProcessClient
 
-        # The process resolves the model too; doing it here first keeps one download and one error.
-        return ProcessClient(config), _tokenizer(config)
+        return ProcessClient(config), resolve_tokenizer(config)
     from jaxllm.engine.build import build_core
     from jaxllm.engine.client import ThreadClient
 
     core, info = build_core(config)
-    return ThreadClient(core, info), _tokenizer(config)
-
-
-def _tokenizer(config: EngineConfig) -> Tokenizer | None:
-    from jaxllm.engine.build import resolve_tokenizer
-
-    return resolve_tokenizer(config)
+    return ThreadClient(core, info), resolve_tokenizer(config)

@@ -41,7 +41,8 @@ def serve(config: ServeConfig) -> None:
         read_chat_template(config)
         from jaxllm.engine.async_llm import AsyncLLM  # imports JAX: a taken port is said before those seconds pass
 
-        engine = AsyncLLM(config)
+        process = config.engine_process is None or config.engine_process
+        engine = AsyncLLM(config.model_copy(update={"engine_process": process}))
         try:
             run_server(config, engine, listener)
         finally:

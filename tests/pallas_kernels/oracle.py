@@ -37,20 +37,20 @@ def attention_oracle(
         k_pages[page, :, row] = k[t].astype(dtype)
         v_pages[page, :, row] = v[t].astype(dtype)
 
+    kv_head = np.arange(heads) // (heads // kv_heads)
     out = np.zeros(q.shape)
     for t in real_tokens:
         last = positions[t]
         seen = np.arange(0 if window is None else max(0, last - window + 1), last + 1)
         page, row = table[seq_ids[t], seen // page_size], seen % page_size
-        for h in range(heads):
-            kv_head = h // (heads // kv_heads)
-            logits = scale * (k_pages[page, kv_head, row] @ q[t, h])
-            if softcap is not None:
-                logits = softcap * np.tanh(logits / softcap)
-            top = max(logits.max(), -np.inf if sinks is None else float(sinks[h]))
-            weights = np.exp(logits - top)
-            mass = weights.sum() + (0.0 if sinks is None else np.exp(float(sinks[h]) - top))
-            out[t, h] = weights @ v_pages[page, kv_head, row] / mass
+        keys, values = (buffer[page, :, row][:, kv_head] for buffer in (k_pages, v_pages))
+        logits = scale * np.einsum("nhd,hd->hn", keys, q[t])
+        if softcap is not None:
+            logits = softcap * np.tanh(logits / softcap)
+        top = np.maximum(logits.max(1), -np.inf if sinks is None else np.asarray(sinks, np.float64))
+        weights = np.exp(logits - top[:, None])
+        mass = weights.sum(1) + (0.0 if sinks is None else np.exp(np.asarray(sinks, np.float64) - top))
+        out[t] = np.einsum("hn,nhd->hd", weights, values) / mass[:, None]
     return out, (k_pages.astype(dtype), v_pages.astype(dtype))
 
 

@@ -1,0 +1,115 @@
+"""A model as the engine runs it, without the engine: loaded from a checkpoint, inside `shard_map`, over paged KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.models.abstract import abstract_model
+from jaxllm.models.decoder import BuildOptions
+from jaxllm.models.registry import model_spec
+from jaxllm.pallas_kernels import AttentionMetadata
+from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.loader import load_parameters
+
+PAGE = 8
+TOKENS = 96
+SEQS = 4
+
+
+class Chunk(NamedTuple):
+    """Tokens `start … end - 1` of sequence `seq`."""
+
+    seq: int
+    start: int
+    end: int
+
+
+class Harness:
+    """Logits of every token run. Sequences have `MAX_LEN` tokens of pages each, handed out in a scrambled order."""
+
+    def __init__(self, path: Path, *, tp: int = 1, dtype: Any = jnp.float32, max_len: int = 128):
+        checkpoint = open_checkpoint(path)
+        spec = model_spec(checkpoint)
+        self.config = spec.config
+        model, params = abstract_model(spec, BuildOptions(dtype=dtype, tp=tp, attention_backend="reference"))
+        mesh = build_mesh(tp)
+        self._weights = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
+        checkpoint.close()
+        graph, state = nnx.split(model)
+        treedef = jax.tree.structure(state)
+
+        def step(weights: Any, pages: Any, tokens: jax.Array, meta: AttentionMetadata) -> Any:
+            merged = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
+            hidden, pages = merged(tokens, pages, meta)
+            return merged.logits(hidden), pages
+
+        weight_specs = tuple(P(*p.axes) for p in params)
+        page_spec = P(None, TENSOR)
+        self._step = jax.jit(
+            jax.shard_map(
+                step, mesh=mesh, in_specs=(weight_specs, page_spec, P(), P()), out_specs=(P(), page_spec), check_vma=False
+            ),
+            donate_argnums=1,
+        )
+        self._columns = -(-max_len // PAGE)
+        count = SEQS * self._columns
+        self._table = 1 + np.random.default_rng(0).permutation(count).reshape(SEQS, self._columns).astype(np.int32)
+        shape = (count + 1, max(self.config.num_kv_heads, tp), PAGE, self.config.head_dim)
+        zeros = jnp.zeros(shape, dtype)
+        sharding = NamedSharding(mesh, page_spec)
+        self._pages = tuple(
+            (jax.device_put(zeros, sharding), jax.device_put(zeros, sharding)) for _ in range(self.config.num_layers)
+        )
+
+    def run(self, tokens: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> list[np.ndarray]:
+        """One mixed step of at most `TOKENS` tokens, one-token chunks first: each chunk's logits `[n, V]`."""
+        assert all(len(range(c.start, c.end)) >= 1 for c in chunks) and len(chunks) <= SEQS
+        ids, positions = np.zeros(TOKENS, np.int32), np.zeros(TOKENS, np.int32)
+        seq_ids = np.full(TOKENS, SEQS, np.int32)
+        query_start, context_len = np.zeros(SEQS + 1, np.int32), np.zeros(SEQS, np.int32)
+        table = np.zeros_like(self._table)
+        row = 0
+        for index, chunk in enumerate(chunks):
+            end = row + chunk.end - chunk.start
+            ids[row:end] = tokens[chunk.seq][chunk.start : chunk.end]
+            positions[row:end] = np.arange(chunk.start, chunk.end)
+            seq_ids[row:end] = index
+            context_len[index] = chunk.end
+            table[index] = self._table[chunk.seq]
+            row = end
+            query_start[index + 1 :] = row
+        decodes = next((i for i, c in enumerate(chunks) if c.end - c.start > 1), len(chunks))
+        meta = AttentionMetadata(
+            positions, seq_ids, query_start, context_len, table, np.int32(decodes), np.int32(len(chunks)), decode_only=False
+        )
+        logits = self._call(ids, meta)
+        return [logits[a:b] for a, b in zip(query_start[: len(chunks)], query_start[1:], strict=False)]
+
+    def decode(self, token: int, position: int, seq: int = 0) -> np.ndarray:
+        """A decode-only step of one live row and one of padding: the logits `[V]`."""
+        table = np.stack([self._table[seq], np.zeros(self._columns, np.int32)])
+        meta = AttentionMetadata(
+            np.array([position, 0], np.int32),
+            np.array([0, 2], np.int32),
+            np.array([0, 1, 1], np.int32),
+            np.array([position + 1, 0], np.int32),
+            table,
+            np.int32(1),
+            np.int32(1),
+            decode_only=True,
+        )
+        return self._call(np.array([token, 0], np.int32), meta)[0]
+
+    def _call(self, tokens: np.ndarray, meta: Any) -> np.ndarray:
+        logits, self._pages = self._step(self._weights, self._pages, tokens, meta)
+        return np.asarray(logits)
