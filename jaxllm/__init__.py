@@ -1,9 +1,9 @@
 """jaxllm: an LLM inference engine compiled by JAX/XLA.
 
-    from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, SamplingParams
 
-    llm = LLM("smollm2-135m")
-    print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+llm = LLM("smollm2-135m")
+print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Every setting of the engine and the server: one typed tree that YAML, flags, JAXLLM_* variables and LLM(...) all fill."""
+"""Every setting of engine and server: one typed tree that YAML, flags, JAXLLM_* variables and LLM(...) fill."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages, as 4GiB or 500MB; overrides gpu_memory_utilization (default on CPU: 2GiB, or a quarter of free memory)."""
+    """Bytes for KV pages, as 4GiB or 500MB; overrides gpu_memory_utilization.
+
+    The default on CPU is 2GiB, or a quarter of free memory if that is less."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
     attention_backend: Literal["auto", "reference", "gpu"] = "auto"
@@ -88,7 +90,7 @@ class ServeConfig(EngineConfig):
     api_key: str | None = None
     """Clients must send it as a bearer token; several are separated by commas."""
     served_model_name: str | None = None
-    """Name clients use for the model (default: the model argument); several are separated by commas, the first is shown."""
+    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     allowed_origins: str | None = None

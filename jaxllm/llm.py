@@ -15,6 +15,9 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.tokenizer import Tokenizer
 
+Item = tuple[str | None, list[int], SamplingParams]
+"""A request: its text where it has one, its token ids, its parameters."""
+
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -71,9 +74,9 @@ class LLM:
             InvalidRequestError: the model has no chat template, or it refuses the messages.
         """
         tokenizer = self.get_tokenizer()
-        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params(sampling_params, len(conversations))
-        requests = []
+        requests: list[Item] = []
         for conversation, p in zip(conversations, params, strict=True):
             text = tokenizer.apply_chat_template(
                 conversation,
@@ -82,7 +85,7 @@ class LLM:
                 chat_template=chat_template,
                 **(chat_template_kwargs or {}),
             )
-            requests.append((text, tokenizer.encode(text, add_special_tokens=False), p))
+            requests.append((text, tokenizer.encode_chat(text), p))
         return self._run(requests, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -119,7 +122,7 @@ class LLM:
             )
         return list(params)
 
-    def _run(self, items: list[tuple[str | None, list[int], SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, items: list[Item], use_tqdm: bool) -> list[RequestOutput]:
         for _, ids, params in items:
             check_request(self.info, self.tokenizer, ids, params)
         with self._busy:
@@ -166,19 +169,25 @@ class LLM:
                     self._client.abort(list(where))
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many -> many. A list of integers is one prompt."""
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    items = list(prompts)
-    return [items] if items and all(isinstance(i, int) for i in items) else items  # type: ignore[list-item]
+def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is a list of prompts; a list of integers is one prompt."""
+    return not isinstance(prompts, (str, dict)) and not (prompts and all(isinstance(i, int) for i in prompts))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or many -> many."""
+    return list(prompts) if _is_many(prompts) else [prompts]
 
 
 _engines: dict[tuple, LLM] = {}
 
 
 def generate(
-    prompts: Prompt | Sequence[Prompt], model: str = "smollm2-135m", *, engine: dict[str, Any] | None = None, **sampling: Any
+    prompts: Prompt | Sequence[Prompt],
+    model: str = "smollm2-135m",
+    *,
+    engine: dict[str, Any] | None = None,
+    **sampling: Any,
 ) -> str | list[str]:
     """The one-liner: the completion of a prompt, or of each prompt of a list, as text.
 
@@ -191,5 +200,4 @@ def generate(
     llm = _engines[key]
     params = SamplingParams(**(llm.info.default_sampling | {"max_tokens": 128} | sampling))
     texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    single = isinstance(prompts, (str, dict)) or len(texts) == 1 and _as_list(prompts)[0] is not prompts[0]
-    return texts[0] if single else texts
+    return texts if _is_many(prompts) else texts[0]

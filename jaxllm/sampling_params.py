@@ -31,7 +31,7 @@ class SamplingParams:
         seed: makes the request's own random stream reproducible; None takes one from the engine's seed.
         max_tokens: upper bound on generated tokens; None runs to the context's end.
         min_tokens: no end-of-sequence and no stop token before this many tokens.
-        stop: text that ends generation, as one string or a list; not part of the output unless include_stop_str_in_output.
+        stop: text that ends generation, one string or a list; left out unless include_stop_str_in_output.
         stop_token_ids: token ids that end generation; kept in token_ids, left out of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: return the log-probabilities of this many most likely tokens, besides the chosen one's.
@@ -82,26 +82,54 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(_finite(value) and -2 <= value <= 2, name, value, "from -2 to 2")
-        _check(_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-               "repetition_penalty", self.repetition_penalty, "above 0")
-        _check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(self.logit_bias)} entries",
-               f"at most {MAX_LOGIT_BIAS} entries")
+        _check(
+            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0",
+        )
+        _check(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            "logit_bias",
+            f"{len(self.logit_bias)} entries",
+            f"at most {MAX_LOGIT_BIAS} entries",
+        )
         for token, value in self.logit_bias.items():
-            _check(token >= 0 and _finite(value) and -100 <= value <= 100, "logit_bias", {token: value},
-                   "token ids from 0 with values from -100 to 100")
+            _check(
+                token >= 0 and _finite(value) and -100 <= value <= 100,
+                "logit_bias",
+                {token: value},
+                "token ids from 0 with values from -100 to 100",
+            )
         _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
-        _check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
-               f"at most max_tokens ({self.max_tokens})")
+        _check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"at most max_tokens ({self.max_tokens})",
+        )
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", list(self.stop), "non-empty strings")
-        _check(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{len(self.stop_token_ids)} ids",
-               f"at most {MAX_STOP_TOKEN_IDS}")
+        _check(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"{len(self.stop_token_ids)} ids",
+            f"at most {MAX_STOP_TOKEN_IDS}",
+        )
         _check(not self.stop or self.detokenize, "stop", list(self.stop), "stop strings need detokenize=True")
-        _check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs,
-               f"from 0 to {MAX_LOGPROBS}")
-        _check(self.prompt_logprobs is None or -1 <= self.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs",
-               self.prompt_logprobs, f"-1 (whole vocabulary) or from 0 to {MAX_LOGPROBS}")
+        _check(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"from 0 to {MAX_LOGPROBS}",
+        )
+        _check(
+            self.prompt_logprobs is None or -1 <= self.prompt_logprobs <= MAX_LOGPROBS,
+            "prompt_logprobs",
+            self.prompt_logprobs,
+            f"-1 (whole vocabulary) or from 0 to {MAX_LOGPROBS}",
+        )
         _check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
 
     @property
@@ -112,8 +140,13 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """True when logits change before the choice, so that even argmax needs the request's history."""
-        return bool(self.logit_bias or self.min_tokens or self.presence_penalty or self.frequency_penalty
-                    or self.repetition_penalty != 1.0)
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
 
 
 def _finite(value: float) -> bool:

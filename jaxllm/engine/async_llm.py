@@ -7,7 +7,7 @@ import contextlib
 import threading
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
@@ -54,7 +54,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[tuple[int, TokenDelta]]:
+    ) -> AsyncGenerator[tuple[int, TokenDelta], None]:
         """Yield (choice, delta) as they come. Closing the iterator aborts what is not finished.
 
         Raises:
@@ -100,14 +100,14 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the same RequestOutput again and again as it grows; the last one is finished."""
         params = sampling_params or SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
         text, ids = prompt_ids(prompt, self.tokenizer)
         request_id = request_id or uuid.uuid4().hex
         collector = Collector(request_id, text, ids, params)
         stream = self.stream(ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
-        async with contextlib.aclosing(stream) as deltas:  # type: ignore[type-var]
+        async with contextlib.aclosing(stream) as deltas:
             async for choice, delta in deltas:
                 collector.add(choice, delta)
                 yield collector.output

@@ -77,7 +77,9 @@ def build_core(config: EngineConfig, on_progress: Progress | None = None) -> tup
         page_size=plan.page_size,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        default_sampling={k: v for k, v in checkpoint.generation_config.items() if k in SAMPLING_DEFAULTS and v is not None},
+        default_sampling={
+            k: v for k, v in checkpoint.generation_config.items() if k in SAMPLING_DEFAULTS and v is not None
+        },
     )
     checkpoint.close()
     logger.info("started: %s; %d executables still compiling", clock, executables.compiles_pending)
@@ -120,4 +122,3 @@ def _eos_token_ids(checkpoint: Checkpoint) -> list[int]:
     for value in (source[key] for source in sources for key in keys if source.get(key) is not None):
         ids += value if isinstance(value, list) else [value]
     return list(dict.fromkeys(ids))
-

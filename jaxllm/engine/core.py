@@ -14,7 +14,7 @@ from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.runner import Handle, Runner, Score
+from jaxllm.engine.runner import Handle, Runner, Score, on_host
 from jaxllm.engine.sampler import Logprobs
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.outputs import Logprob
@@ -208,7 +208,7 @@ def _store_scores(score: Score) -> None:
     request = score.request
     assert request.prompt_logprobs is not None
     whole = request.params.prompt_logprobs == -1
-    host = np.asarray(score.result) if whole else Logprobs(*(np.asarray(a) for a in score.result))
+    host = np.asarray(score.result) if whole else on_host(score.result)
     for row, (position, token) in enumerate(zip(score.positions, score.targets, strict=True)):
         if isinstance(host, Logprobs):
             entry = _row_logprobs(host, row, token, request.params.prompt_logprobs or 0)

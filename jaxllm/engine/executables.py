@@ -67,7 +67,11 @@ class Executables:
     def plan(self) -> list[Key]:
         """Every executable in the order it is wanted: covering buckets, then argmax, then the sampler, then scores."""
         b = self._buckets
-        covering = [Key("backbone", b.prefill[-1]), Key("head", b.head[-1], "greedy"), Key("decode", b.decode[-1], "greedy")]
+        covering = [
+            Key("backbone", b.prefill[-1]),
+            Key("head", b.head[-1], "greedy"),
+            Key("decode", b.decode[-1], "greedy"),
+        ]
         sampled = [Key("head", b.head[-1], "sampled"), Key("decode", b.decode[-1], "sampled"), Key("set_slot")]
         rest = [Key("decode", n, "greedy") for n in b.decode]
         rest += [Key("backbone", n) for n in b.prefill] + [Key("head", n, "greedy") for n in b.head]

@@ -12,7 +12,7 @@ PrefixNode = int | str | None
 class PagePool:
     """Reference-counted pages with prefix sharing.
 
-    Full pages are found again by what precedes them: a page's key is its parent's node and its own tokens, so a chain of
+    Full pages are found again by what comes before: a page's key is its parent's node and its own tokens, so a chain of
     keys spells out the whole prefix, and equal keys are equal tokens, not equal hashes. Pages that nobody holds keep
     their contents and their key until they are needed, the longest unused first. Page 0 belongs to nobody: padding
     reads and writes it.

@@ -94,9 +94,9 @@ class EnginePlan:
         """Two lines for the log."""
         many = self.kv_tokens / self.max_model_len
         return (
-            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, {format_bytes(self.weight_bytes)} "
-            f"of weights a device on {self.tensor_parallel_size} {self.platform} device(s), "
-            f"attention: {self.attention_backend}\n"
+            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, "
+            f"{format_bytes(self.weight_bytes)} of weights a device on {self.tensor_parallel_size} {self.platform} "
+            f"device(s), attention: {self.attention_backend}\n"
             f"KV cache {format_bytes(self.kv_bytes)} a device: {self.num_pages - 1:,} pages of {self.page_size}, "
             f"{self.kv_tokens:,} tokens, {many:.1f} sequences of {self.max_model_len:,} tokens; "
             f"up to {self.max_num_seqs} sequences and {self.max_num_batched_tokens} tokens a step"
@@ -151,9 +151,7 @@ def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) ->
         raise ConfigError(
             f"max_model_len is {wanted}; this model's positions end at {model_config.max_position_embeddings}"
         )
-    weight_bytes = sum(
-        math.prod(p.shape) * np.dtype(p.dtype).itemsize // (tp if any(p.axes) else 1) for p in params
-    )
+    weight_bytes = sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize // (tp if any(p.axes) else 1) for p in params)
     kv_heads = max(model_config.num_kv_heads, tp)
     itemsize = np.dtype(dtype).itemsize
     token_bytes = 2 * model_config.num_layers * kv_heads // tp * model_config.head_dim * itemsize

@@ -59,7 +59,7 @@ class Handle:
         """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""
         if self.sampled is None or self.sampled.logprobs is None:
             return None
-        return Logprobs(*(np.asarray(a) for a in self.sampled.logprobs))
+        return on_host(self.sampled.logprobs)
 
 
 class Runner:
@@ -202,7 +202,7 @@ class Runner:
         self._num_pages[slot] = 0
         self._page_table[slot] = 0
         seed = np.array([request.seed & (2**64 - 1)], np.uint64).view(np.int32)
-        values = {
+        values: dict[str, Any] = {
             "top_k": min(p.top_k, self._vocab_size), "seed": seed, "prompt_len": request.num_prompt,
             "blocked_until": request.num_prompt + p.min_tokens, "adjust": p.adjusts_logits,
             "logprobs": p.logprobs is not None, "temperature": p.temperature, "top_p": p.top_p, "min_p": p.min_p,
@@ -242,13 +242,18 @@ class Runner:
     def _pack_sampling(self, x: dict[str, np.ndarray], f: dict[str, np.ndarray], slots: np.ndarray) -> None:
         for name, rows in self._ints.items():
             x[name][...] = rows[slots]
-        for name, rows in self._floats.items():
-            f[name][...] = rows[slots]
+        for name, values in self._floats.items():
+            f[name][...] = values[slots]
 
     def _count(self, key: Key, used: int) -> None:
         name = f"{key.kind}-{key.size}"
         self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used
         self.padded_tokens[name] = self.padded_tokens.get(name, 0) + key.size - used
+
+
+def on_host(logprobs: Logprobs) -> Logprobs:
+    """The same, as NumPy arrays."""
+    return Logprobs(*(np.asarray(a) for a in logprobs))  # type: ignore[arg-type]
 
 
 def _variant(requests: list[Request]) -> str:
@@ -264,6 +269,4 @@ def _token_or_device(chunk: Chunk) -> int:
 def _zeros(abstract: DeviceState) -> DeviceState:
     """Allocate the device state in place, already sharded."""
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    return jax.jit(
-        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings
-    )()
+    return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings)()

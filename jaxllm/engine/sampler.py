@@ -68,7 +68,7 @@ def greedy(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
 
 
 def sample(logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots) -> tuple[Int[Array, "R"], Logprobs]:
-    """A token for each row, and its log-probabilities where asked for. Work that no row needs is skipped at run time."""
+    """A token for each row, and its log-probabilities where asked for. What no row needs is skipped at run time."""
     adjusted = lax.cond(jnp.any(rows.adjust > 0), adjust_logits, lambda x, *_: x, logits, rows, slots)
     best = greedy(adjusted)
     random = rows.temperature > 0
@@ -229,7 +229,7 @@ def draw(logits: Float[Array, "R V"], u: Float[Array, "R"]) -> Int[Array, "R"]:
 
 
 def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Float[Array, "R"]) -> Int[Array, "R"]:
-    """The first index that `adds` anything and whose running sum is above `target`; where rounding leaves none, the last.
+    """The first index that `adds` anything and whose running sum is above `target`; if rounding leaves none, the last.
 
     `ends` alone would not tell: a running sum is rounded, and may grow where nothing was added.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class SlotUpdate(NamedTuple):
 def slot_shapes(num_slots: int, max_model_len: int) -> Slots:
     """Abstract arrays for `num_slots` sequences."""
 
-    def shape(width: int, dtype: type) -> jax.ShapeDtypeStruct:
+    def shape(width: int, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((num_slots + 1, width), dtype)
 
     return Slots(

@@ -78,7 +78,9 @@ class WeightPacking:
 
     def __init__(self, specs: Sequence[ParamSpec]):
         self._specs = specs
-        self._small = [i for i, s in enumerate(specs) if len(s.shape) == 1 and not any(s.axes) and s.dtype == np.float32]
+        self._small = [
+            i for i, s in enumerate(specs) if len(s.shape) == 1 and not any(s.axes) and s.dtype == np.float32
+        ]
         self._large = [i for i in range(len(specs)) if i not in set(self._small)]
         self._offsets = np.cumsum([0, *(specs[i].shape[0] for i in self._small)]).tolist()
 
@@ -133,7 +135,7 @@ class StepFunctions:
         return DeviceState(((page, page),) * s.num_layers, slots, hidden)
 
     def decode(self, rows: int, sampled: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, pages, slots, ints, floats) -> (pages, slots, Sampled)`: one token for each of `rows` sequences."""
+        """`(weights, pages, slots, ints, floats) -> (pages, slots, Sampled)`: one token for each of `rows` rows."""
         packing = decode_packing(rows, self._sizes.pages_per_seq, sampled)
 
         def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array, floats: jax.Array) -> Any:
@@ -240,7 +242,7 @@ class StepFunctions:
     def _model(self, weights: tuple[jax.Array, ...]) -> Decoder:
         return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, self._packing.unpack(weights)))
 
-    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P()))
 
     def _jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -57,7 +58,7 @@ class BuildOptions:
 class Decoder(nnx.Module):
     """A stack of `layer_class`; families differ by their layer and their config."""
 
-    layer_class: ClassVar[type[nnx.Module]]
+    layer_class: ClassVar[Callable[..., nnx.Module]]
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         check_tensor_parallel(config, options.tp)

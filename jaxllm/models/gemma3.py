@@ -109,9 +109,7 @@ class Gemma3Layer(nnx.Module):
             qk_norm_eps=config.rms_norm_eps,
             backend=options.attention_backend,
         )
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, options.tp, options.dtype
-        )
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, options.tp, options.dtype)
 
     def __call__(
         self, x: Float[Array, "T E"], angles: Angles, pages: Pages, meta: AttentionMetadata

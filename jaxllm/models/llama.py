@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x, SmolLM2, Yi and everything else of the class LlamaForCausalLM (Touvron et al. 2023, arXiv:2302.13971)."""
+"""LlamaForCausalLM: Llama 2, 3 and 3.x, SmolLM2, Yi (Touvron et al. 2023, arXiv:2302.13971)."""
 
 from __future__ import annotations
 

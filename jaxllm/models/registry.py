@@ -65,7 +65,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
 
     Raises:
-        CheckpointError: the architecture is unknown (the supported and the nearest are named) or its config lacks a key.
+        CheckpointError: the architecture is unknown (the supported ones are named), or its config lacks a key.
     """
     gguf = checkpoint.format == "gguf"
     key = "general.architecture" if gguf else "model_type"

@@ -185,7 +185,7 @@ def _mixed(
     tiles = _tiles(meta, tile)
     out = jnp.zeros((tokens + tile, num_kv, group, dim), jnp.float32)
     out = lax.fori_loop(0, (meta.num_decodes + rows - 1) // rows, decode_group, out)
-    return lax.fori_loop(0, tiles.count, prefill_tile, out)[:tokens]
+    return lax.fori_loop(0, tiles.number, prefill_tile, out)[:tokens]
 
 
 class Tiles(NamedTuple):
@@ -194,14 +194,14 @@ class Tiles(NamedTuple):
     seq: jax.Array
     begin: jax.Array
     end: jax.Array
-    count: jax.Array
+    number: jax.Array
 
 
 def _tiles(meta: AttentionMetadata, tile: int) -> Tiles:
     """Cut every prefill chunk into tiles, in the order of their tokens.
 
     Worked example, tile 4, one decode and chunks of 5 and 2 tokens: query_start [0, 1, 6, 8]
-        seq [1, 1, 2]   begin [1, 5, 6]   end [6, 6, 8]   count 3
+        seq [1, 1, 2]   begin [1, 5, 6]   end [6, 6, 8]   number 3
     """
     num_seqs = meta.context_len.shape[0]
     index = jnp.arange(num_seqs)

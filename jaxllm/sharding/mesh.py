@@ -24,7 +24,11 @@ def build_mesh(tensor_parallel_size: int) -> Mesh:
     """
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
-        hint = f" (set JAX_NUM_CPU_DEVICES={tensor_parallel_size} for virtual ones)" if jax.default_backend() == "cpu" else ""
+        hint = (
+            f" (set JAX_NUM_CPU_DEVICES={tensor_parallel_size} for virtual ones)"
+            if jax.default_backend() == "cpu"
+            else ""
+        )
         raise ConfigError(
             f"tensor_parallel_size is {tensor_parallel_size}, but this machine has {len(devices)} "
             f"{devices[0].platform} device(s){hint}"

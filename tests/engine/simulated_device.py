@@ -43,7 +43,11 @@ class SimulatedDevice:
                 token = request.token_ids[position] if known else self._sampled[request.slot, position]
                 page, row = divmod(position, self.page_size)
                 self._pages[request.pages[page]][row] = (position, token, request.cache_salt)
-        return [(chunk.request, self._sample(chunk.request, chunk.start + chunk.length)) for chunk in batch.chunks if chunk.samples]
+        return [
+            (chunk.request, self._sample(chunk.request, chunk.start + chunk.length))
+            for chunk in batch.chunks
+            if chunk.samples
+        ]
 
     def _sample(self, request: Request, context: int) -> int:
         tokens = []

@@ -45,7 +45,9 @@ def test_any_shapes_round_trip(shapes):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("make", [lambda s: decode_packing(4, 3, s), lambda s: head_packing(2, s)], ids=["decode", "head"])
+@pytest.mark.parametrize(
+    "make", [lambda s: decode_packing(4, 3, s), lambda s: head_packing(2, s)], ids=["decode", "head"]
+)
 def test_steps_that_sample_round_trip(make, sampled):
     packing = make(sampled)
     round_trip(packing.ints, np.int32)

@@ -18,7 +18,11 @@ from jaxllm.sampling_params import MAX_LOGIT_BIAS
 VOCABS = (5, 50, 1000, 5003)
 ROWS = 16
 
-truncate, top_tokens, draw = jax.jit(sampler.truncate), jax.jit(sampler.top_tokens, static_argnums=1), jax.jit(sampler.draw)
+truncate, top_tokens, draw = (
+    jax.jit(sampler.truncate),
+    jax.jit(sampler.top_tokens, static_argnums=1),
+    jax.jit(sampler.draw),
+)
 uniform, token_logprobs, sample = jax.jit(sampler.uniform), jax.jit(sampler.token_logprobs), jax.jit(sampler.sample)
 
 
@@ -199,7 +203,10 @@ def make_slots(
     count: int, history: Any = None, bias: list[dict[int, float]] | None = None, blocked: list[list[int]] | None = None
 ) -> Slots:
     tokens = np.zeros((count + 1, LENGTH), np.int32)
-    ids, values = np.full((count + 1, MAX_LOGIT_BIAS), VOCAB, np.int32), np.zeros((count + 1, MAX_LOGIT_BIAS), np.float32)
+    ids, values = (
+        np.full((count + 1, MAX_LOGIT_BIAS), VOCAB, np.int32),
+        np.zeros((count + 1, MAX_LOGIT_BIAS), np.float32),
+    )
     held = np.full((count + 1, MAX_BLOCKED), VOCAB, np.int32)
     for slot in range(count):
         if history is not None:
@@ -289,9 +296,7 @@ def test_greedy_rows_in_a_mixed_batch_take_the_most_likely_token():
 
 def test_a_greedy_row_with_a_bias_takes_the_most_likely_token_after_it():
     logits = random_logits(VOCAB, rows=2)
-    tokens, logprobs = sample(
-        logits, make_rows(2, adjust=[1, 0], logprobs=1), make_slots(2, bias=[{17: 100.0}, {}])
-    )
+    tokens, logprobs = sample(logits, make_rows(2, adjust=[1, 0], logprobs=1), make_slots(2, bias=[{17: 100.0}, {}]))
     assert tokens.tolist() == [17, logits[1].argmax()]
     assert logprobs.rank[0] > 1, "log-probabilities are those before the bias"
     assert logprobs.rank[1] == 1

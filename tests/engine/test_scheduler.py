@@ -19,7 +19,14 @@ class Driver:
     """Scheduler, pool and a simulated device, with the engine's order of things; every step is checked."""
 
     def __init__(
-        self, *, num_pages: int, page_size: int, max_num_seqs: int, budget: int, caching: bool = True, stop: int | None = None
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool = True,
+        stop: int | None = None,
     ):
         self.pool = PagePool(num_pages, page_size, caching)
         self.max_model_len = (num_pages - 1) * page_size
@@ -260,6 +267,16 @@ def test_a_prompt_that_is_wholly_cached_still_runs_its_last_token():
     driver.finish()
     driver.check_tokens()
     assert (driver.scheduler.stats.prefix_queries, driver.scheduler.stats.prefix_hits) == (16, 4)
+
+
+def test_a_follow_up_finds_the_tokens_generated_before_it():
+    driver = Driver(num_pages=20, page_size=4, max_num_seqs=4, budget=64)
+    driver.add(PREFIX[:6], max_tokens=7)
+    driver.finish()
+    follow_up = driver.add([*driver.done["r0"], 1, 1, 1])
+    driver.finish()
+    assert follow_up.num_cached == 12, "all but the last of 13 tokens were run"
+    driver.check_tokens()
 
 
 def test_priority_then_arrival_decides_who_is_admitted():

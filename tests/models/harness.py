@@ -57,7 +57,11 @@ class Harness:
         page_spec = P(None, TENSOR)
         self._step = jax.jit(
             jax.shard_map(
-                step, mesh=mesh, in_specs=(weight_specs, page_spec, P(), P()), out_specs=(P(), page_spec), check_vma=False
+                step,
+                mesh=mesh,
+                in_specs=(weight_specs, page_spec, P(), P()),
+                out_specs=(P(), page_spec),
+                check_vma=False,
             ),
             donate_argnums=1,
         )
@@ -65,11 +69,8 @@ class Harness:
         count = SEQS * self._columns
         self._table = 1 + np.random.default_rng(0).permutation(count).reshape(SEQS, self._columns).astype(np.int32)
         shape = (count + 1, max(self.config.num_kv_heads, tp), PAGE, self.config.head_dim)
-        zeros = jnp.zeros(shape, dtype)
-        sharding = NamedSharding(mesh, page_spec)
-        self._pages = tuple(
-            (jax.device_put(zeros, sharding), jax.device_put(zeros, sharding)) for _ in range(self.config.num_layers)
-        )
+        zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=NamedSharding(mesh, page_spec))
+        self._pages = tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
 
     def run(self, tokens: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """One mixed step of at most `TOKENS` tokens, one-token chunks first: each chunk's logits `[n, V]`."""
@@ -90,7 +91,14 @@ class Harness:
             query_start[index + 1 :] = row
         decodes = next((i for i, c in enumerate(chunks) if c.end - c.start > 1), len(chunks))
         meta = AttentionMetadata(
-            positions, seq_ids, query_start, context_len, table, np.int32(decodes), np.int32(len(chunks)), decode_only=False
+            positions,
+            seq_ids,
+            query_start,
+            context_len,
+            table,
+            np.int32(decodes),
+            np.int32(len(chunks)),
+            decode_only=False,
         )
         logits = self._call(ids, meta)
         return [logits[a:b] for a, b in zip(query_start[: len(chunks)], query_start[1:], strict=False)]

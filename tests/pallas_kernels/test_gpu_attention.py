@@ -22,15 +22,12 @@ NAN = float("nan")
 def run(
     batch: RaggedBatch, *, interpret: bool = True, **options: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    decode_only = batch.meta.decode_only
-
     @jax.jit
-    def attend(q, k, v, pages, arrays, sinks):
-        meta = AttentionMetadata(*arrays, decode_only=decode_only)
+    def attend(q, k, v, pages, meta, sinks):
         return paged_attention(q, k, v, pages, meta, sinks=sinks, interpret=interpret, **options)
 
     sinks = options.pop("sinks", None)
-    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, tuple(batch.meta[:-1]), sinks)
+    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, sinks)
     return np.asarray(out), tuple(np.asarray(buffer) for buffer in pages)
 
 
@@ -139,10 +136,7 @@ def test_pages_update_in_place_when_donated():
     # Lots of pages, so that a copy of them would dwarf everything else.
     pages = tuple(jnp.zeros((512, *buffer.shape[1:])) for buffer in batch.pages)
 
-    def write(pages, k, v, arrays):
-        return write_pages(pages, k, v, AttentionMetadata(*arrays, decode_only=True))
-
-    compiled = jax.jit(write, donate_argnums=0).lower(pages, batch.k, batch.v, tuple(batch.meta[:-1])).compile()
+    compiled = jax.jit(write_pages, donate_argnums=0).lower(pages, batch.k, batch.v, batch.meta).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < pages[0].nbytes // 100
 
 

@@ -113,7 +113,9 @@ def test_random_batches_match_oracle(seed):
     check(batch, window=window)
 
 
-@pytest.mark.parametrize("batch_options", [{"decodes": (16, 32)}, {"prefills": ((0, 32), (20, 12))}], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "batch_options", [{"decodes": (16, 32)}, {"prefills": ((0, 32), (20, 12))}], ids=["decode", "prefill"]
+)
 def test_a_full_page_table(batch_options):
     """No column to spare behind the context."""
     batch = ragged_batch(**batch_options)

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.norm import RMSNorm
-from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.pallas_kernels import AttentionMetadata, Pages, paged_attention
+from jaxllm.sharding.layout import Layout, Segment
 
 
 def kv_shards(num_kv_heads: int, tp: int) -> int:

@@ -22,7 +22,11 @@ def matmul(x: Float[Array, "T i"], weight: Float[Array, "o i"]) -> Float[Array, 
     """
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
     return lax.dot_general(
-        x.astype(weight.dtype), weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        x.astype(weight.dtype),
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
 
 

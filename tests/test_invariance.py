@@ -1,0 +1,111 @@
+"""The promise of batch invariance: a request's tokens depend on nothing but the request.
+
+Tiny random models at float32: alone, among others, chunked anywhere, after a prefix hit, after preemption.
+"""
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, EngineConfig, SamplingParams
+from jaxllm.engine.plan import plan_engine
+from tests.reference.tiny import tiny_config, write_checkpoint
+
+MODELS = ("llama_gqa", "gemma3_small")
+OUTPUT = 24
+
+SAMPLED = {
+    "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 11,
+    "presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {3: 2.0},
+}  # fmt: skip
+
+
+def params(kind: str, **more) -> SamplingParams:
+    kinds = {"greedy": {"temperature": 0}, "sampled": SAMPLED, "logprobs": {"temperature": 0, "logprobs": 3}}
+    return SamplingParams(max_tokens=OUTPUT, ignore_eos=True, **kinds[kind], **more)
+
+
+def start(directory, **fields) -> LLM:
+    defaults = {
+        "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 160,
+        "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": "64MiB", "block_size": 8,
+    }  # fmt: skip
+    return LLM(str(directory), **(defaults | fields))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request, tmp_path_factory):
+    """A checkpoint, prompts of ragged lengths (page boundaries and one token among them), and what each says alone."""
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    rng = np.random.default_rng(5)
+    vocab = tiny_config(request.param)["vocab_size"]
+    prompts = [rng.integers(0, vocab, n).tolist() for n in (1, 7, 8, 9, 40, 63, 64, 65, 100)]
+    with start(directory) as llm:
+        alone = {
+            kind: [llm.generate([p], params(kind), use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+            for kind in ("greedy", "sampled", "logprobs")
+        }
+    assert all(len(tokens) == OUTPUT for kind in alone.values() for tokens in kind)
+    assert alone["greedy"] != alone["sampled"] and alone["greedy"] == alone["logprobs"]
+    return directory, prompts, alone
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_in_a_batch_of_unlike_requests(case):
+    directory, prompts, alone = case
+    kinds = ["greedy", "sampled", "logprobs"]
+    mixed = [kinds[i % 3] for i in range(len(prompts))]
+    with start(directory) as llm:
+        outputs = llm.generate(prompts, [params(kind) for kind in mixed], use_tqdm=False)
+    assert tokens(outputs) == [alone[kind][i] for i, kind in enumerate(mixed)]
+
+
+@pytest.mark.parametrize("budget", [16, 17, 33])
+def test_chunked_at_every_boundary(case, budget):
+    directory, prompts, alone = case
+    with start(directory, max_num_batched_tokens=budget) as llm:
+        outputs = llm.generate(prompts, params("greedy"), use_tqdm=False)
+    assert tokens(outputs) == alone["greedy"]
+
+
+def test_after_a_prefix_hit(case):
+    directory, prompts, alone = case
+    with start(directory) as llm:
+        llm.generate(prompts, params("greedy"), use_tqdm=False)
+        for kind in ("greedy", "sampled"):
+            outputs = llm.generate(prompts, params(kind), use_tqdm=False)
+            assert tokens(outputs) == alone[kind]
+            cached = [output.num_cached_tokens for output in outputs]
+            assert cached == [(len(p) - 1) // 8 * 8 for p in prompts]
+
+
+def test_after_preemption(case):
+    directory, prompts, alone = case
+    few = bytes_for_pages(directory, 128 // 8 + 4)  # one full context and little more
+    with start(directory, max_model_len=128, kv_cache_memory=few, enable_prefix_caching=False) as llm:
+        for kind in ("greedy", "sampled"):
+            outputs = llm.generate(prompts, params(kind), use_tqdm=False)
+            assert tokens(outputs) == alone[kind]
+        stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_free_pages == stats.num_pages
+
+
+def bytes_for_pages(directory, pages: int) -> int:
+    """KV memory that holds this many pages of 8 tokens."""
+    plan = plan_engine(EngineConfig(model=str(directory), dtype="float32", block_size=8, kv_cache_memory=2**26))
+    return (pages + 1) * 8 * plan.kv_bytes_per_token
+
+
+def test_choices_of_one_prompt_differ_and_repeat(case):
+    directory, prompts, alone = case
+    many = SamplingParams(n=3, max_tokens=OUTPUT, ignore_eos=True, **SAMPLED)
+    with start(directory) as llm:
+        first, second = (llm.generate([prompts[4]], many, use_tqdm=False)[0] for _ in range(2))
+    texts = [choice.token_ids for choice in first.outputs]
+    assert texts == [choice.token_ids for choice in second.outputs]
+    assert texts[0] == alone["sampled"][4]
+    assert len({tuple(t) for t in texts}) == 3
