@@ -56,6 +56,11 @@ class EngineCore:
         """There is something to schedule or a step to read."""
         return self._pending is not None or self._scheduler.num_unfinished > 0
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests running and waiting."""
+        return len(self._scheduler.running), len(self._scheduler.waiting)
+
     def add(self, message: EngineRequest) -> None:
         """Queue a request that a front door has validated."""
         request = Request.from_message(message, self._scheduler.max_model_len, self._seeds.getrandbits(64))

@@ -159,15 +159,16 @@ def _engine_main(pipe: Connection, config: EngineConfig, log_level: int) -> None
     pipe.send_bytes(_encode(Started(info)))
     inbox, stopping = Inbox(), threading.Event()
     threading.Thread(target=_listen, args=(pipe, inbox, stopping), name="inbox", daemon=True).start()
-    last = 0.0
+    last, load = 0.0, (0, 0)
     try:
         while not stopping.is_set():
             inbox.drain(core, wait=not core.has_work)
             deltas = core.turn() if core.has_work else []
-            due = not core.has_work or time.monotonic() - last > STATS_SECONDS
+            due = core.load != load or time.monotonic() - last > STATS_SECONDS
             if deltas or due:
-                last = time.monotonic() if due else last
                 pipe.send_bytes(_encode(Outputs(deltas, core.stats() if due else None)))
+            if due:
+                last, load = time.monotonic(), core.load
         core.close()
     except BrokenPipeError:
         logger.info("the front door is gone; stopping")

@@ -1,0 +1,37 @@
+"""Logits of tiny models over several virtual devices, in a process of its own: the number of devices is fixed at start-up.
+
+    JAX_NUM_CPU_DEVICES=8 python -m tests.models.run_sharded OUT.npz CHECKPOINTS NAME:TP ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from jaxllm import compat  # noqa: F401  (before jax: makes room for the virtual devices)
+
+import jax  # noqa: E402, I001
+import numpy as np  # noqa: E402
+
+from tests.models.harness import Chunk, Harness  # noqa: E402
+from tests.reference import load_golden  # noqa: E402
+from tests.reference.tiny import write_checkpoint  # noqa: E402
+
+DECODES = 4
+
+
+def main(out: str, checkpoints: str, *cases: str) -> None:
+    logits = {"devices": np.array(jax.device_count())}
+    for case in cases:
+        name, tp = case.split(":")
+        model = Harness(write_checkpoint(name, Path(checkpoints) / name), tp=int(tp))
+        ids = load_golden(name).prompt_token_ids
+        cut, last = 21, len(ids) - DECODES
+        parts = [model.run([ids], [Chunk(0, a, b)])[0] for a, b in ((0, cut), (cut, last))]
+        parts += [model.decode(ids[at], at)[None] for at in range(last, len(ids))]
+        logits[case] = np.concatenate(parts)
+    np.savez(out, **logits)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

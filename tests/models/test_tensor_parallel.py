@@ -1,0 +1,96 @@
+"""The same logits whatever the number of devices that share a layer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.abstract import abstract_model
+from jaxllm.models.decoder import BuildOptions, allowed_tensor_parallel
+from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.weights import open_checkpoint
+from tests.reference import load_golden
+from tests.reference.tiny import write_checkpoint
+
+CASES = {
+    "llama_mha8:2": "bare",
+    "llama_mha8:8": "one head a device",
+    "llama_tp3:3": "an odd degree, 257 tokens of vocabulary over 3 devices",
+    "llama_gqa:4": "more devices than KV heads: two hold each",
+    "llama_mqa_tied:4": "one KV head on every device, the embedding is the head",
+    "llama_bias:2": "biases of split rows are split, those of summed outputs are added once",
+    "gemma3_small:2": "QK norms, windows",
+    "gemma3_mqa:4": "one KV head on every device, a norm after each sum",
+}
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory) -> dict[str, np.ndarray]:
+    directory = tmp_path_factory.mktemp("sharded")
+    out = directory / "logits.npz"
+    subprocess.run(
+        [sys.executable, "-m", "tests.models.run_sharded", str(out), str(directory), *CASES],
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        check=True,
+        timeout=300,
+    )
+    with np.load(out) as stored:
+        return dict(stored)
+
+
+def test_there_were_eight_devices(logits):
+    assert logits["devices"] == 8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_goldens(logits, case):
+    golden = load_golden(case.split(":")[0])
+    assert logits[case].shape == golden.logits.shape
+    assert np.abs(logits[case] - golden.logits).max() <= 1e-4
+
+
+@pytest.fixture
+def spec(request, tmp_path) -> ModelSpec:
+    return model_spec(open_checkpoint(write_checkpoint(request.param, tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "tp", "allowed"),
+    [
+        ("llama_gqa", 3, [1, 2, 4]),  # 4 heads
+        ("llama_gqa", 8, [1, 2, 4]),
+        ("llama_mha8", 6, [1, 2, 4, 8]),
+        ("llama_tp3", 2, [1, 3]),  # 9 heads over 3 KV heads; 96 rows of MLP rule 9 out
+        ("llama_tp3", 9, [1, 3]),
+        ("gemma3_mqa", 3, [1, 2, 4]),
+    ],
+    indirect=["spec"],
+)
+def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(spec, tp, allowed):
+    assert allowed_tensor_parallel(spec.config) == allowed
+    with pytest.raises(ConfigError) as error:
+        abstract_model(spec, BuildOptions(tp=tp))
+    message = str(error.value)
+    assert f"tensor_parallel_size is {tp}" in message and "\n" not in message
+    assert message.endswith("accepted are " + ", ".join(map(str, allowed)))
+
+
+@pytest.mark.parametrize(("spec", "tp"), [("llama_gqa", 4), ("gemma3_mqa", 2), ("llama_tp3", 3)], indirect=["spec"])
+def test_shapes_divide_and_hold_the_model(spec, tp):
+    """Global shapes: divisible where sharded, and no smaller than the published model's."""
+    assert spec.config.vocab_size % (64 * tp) != 0
+    _, whole = abstract_model(spec, BuildOptions(dtype=jnp.float32))
+    _, split = abstract_model(spec, BuildOptions(dtype=jnp.float32, tp=tp))
+    assert [p.path for p in whole] == [p.path for p in split]
+    for a, b in zip(whole, split, strict=True):
+        assert all(x <= y for x, y in zip(a.shape, b.shape, strict=True))
+        for size, axis in zip(b.shape, b.axes, strict=True):
+            assert axis is None or size % tp == 0

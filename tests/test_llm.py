@@ -1,0 +1,204 @@
+"""The notebook API and the engine loop behind it, on a tiny model."""
+
+import asyncio
+import math
+import time
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, AsyncLLM, SamplingParams
+from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError
+from jaxllm.errors import QueueFullError
+from jaxllm.llm import _engines, generate
+from tests.reference.tiny import tiny_config, write_checkpoint
+
+FIELDS = {
+    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
+    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
+}  # fmt: skip
+VOCAB = tiny_config("llama_gqa")["vocab_size"]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama_gqa")
+    write_checkpoint("llama_gqa", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with LLM(directory, **FIELDS) as llm:
+        yield llm
+
+
+def test_one_prompt_and_many_and_dicts(llm):
+    one = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+    many = llm.generate([[5, 6, 7], {"prompt_token_ids": [8]}], [GREEDY, GREEDY], use_tqdm=False)
+    assert len(one) == 1 and len(many) == 2
+    assert one[0].outputs[0].token_ids == many[0].outputs[0].token_ids
+    assert many[1].prompt_token_ids == [8]
+    assert one[0].finished and one[0].outputs[0].finish_reason == "length"
+
+
+def test_whole_vocabulary_prompt_logprobs(llm):
+    prompt = [5, 6, 7, 8, 9]
+    few, whole = (
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=n), use_tqdm=False)[0]
+        for n in (2, -1)
+    )
+    assert len(whole.prompt_logprobs) == len(prompt) and whole.prompt_logprobs[0] is None
+    for position in range(1, len(prompt)):
+        entry = whole.prompt_logprobs[position]
+        assert len(entry) == VOCAB
+        assert sum(math.exp(lp.logprob) for lp in entry.values()) == pytest.approx(1, abs=1e-4)
+        assert sorted(lp.rank for lp in entry.values()) == list(range(1, VOCAB + 1))
+        for token, lp in few.prompt_logprobs[position].items():
+            assert entry[token].logprob == pytest.approx(lp.logprob, abs=1e-5) and entry[token].rank == lp.rank
+
+
+def test_logprobs_of_greedy_tokens_rank_first(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+    output = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
+    assert len(output.logprobs) == 6
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert next(iter(entry)) == token and entry[token].rank == 1 and len(entry) == 3
+    assert output.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True))
+    )
+
+
+def test_stop_token_and_min_tokens(llm):
+    free = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    stop = free[2]
+    first = free.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop])
+    output = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == free[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    held = SamplingParams(temperature=0, max_tokens=8, min_tokens=6, ignore_eos=True, stop_token_ids=[stop])
+    longer = llm.generate([[1, 2, 3]], held, use_tqdm=False)[0].outputs[0]
+    assert stop not in longer.token_ids[:6] and longer.token_ids[:first] == free[:first]
+
+
+def test_logit_bias_forces_and_forbids(llm):
+    forced = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={42: 100})
+    assert llm.generate([[1, 2]], forced, use_tqdm=False)[0].outputs[0].token_ids == [42] * 3
+    free = llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids[0]
+    banned = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logit_bias={free: -100})
+    assert free not in llm.generate([[1, 2]], banned, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_the_longest_context(llm):
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 95).tolist()
+    output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([], GREEDY, "at least one token"),
+        ([VOCAB], GREEDY, f"token id {VOCAB}"),
+        ([1] * 96, GREEDY, "96 tokens"),
+        ([1], SamplingParams(logit_bias={VOCAB: 1}), "logit_bias"),
+        ([1], SamplingParams(stop="x"), "tokenizer"),
+        ("text", GREEDY, "skip_tokenizer_init"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(llm, prompt, params, says):
+    with pytest.raises(InvalidRequestError, match=says):
+        llm.generate([prompt], params, use_tqdm=False)
+    assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].finished  # and nobody else is hurt
+
+
+def test_inside_a_running_event_loop(llm):
+    async def notebook_cell():
+        return llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+
+    assert asyncio.run(notebook_cell())[0].finished
+
+
+def test_generate_one_liner(directory):
+    try:
+        fields = FIELDS | {"skip_tokenizer_init": False}
+        with pytest.raises(CheckpointError, match="tokenizer"):
+            generate("hello", str(directory), engine=fields)
+    finally:
+        _engines.clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "error", "says"),
+    [
+        ("smollm2-135", {}, ModelNotFoundError, "smollm2-135m"),
+        ("DIR", {"max_model_len": 10**9}, ConfigError, "max_model_len"),
+        ("DIR", {"kv_cache_memory": 100}, ConfigError, "kv_cache_memory"),
+        ("DIR", {"tensor_parallel_size": 5}, ConfigError, "tensor_parallel_size is 5"),
+        ("DIR", {"attention_backend": "gpu"}, ConfigError, "needs a GPU"),
+        ("DIR", {"dtyp": "float32"}, ConfigError, "did you mean 'dtype'"),
+    ],
+)
+def test_a_config_that_cannot_be_had_is_one_line(directory, model, fields, error, says):
+    with pytest.raises(error, match=says) as caught:
+        LLM(directory if model == "DIR" else model, **(FIELDS | fields))
+    assert "\n" not in str(caught.value)
+
+
+def test_context_shrinks_to_what_fits(directory):
+    with LLM(directory, **(FIELDS | {"kv_cache_memory": 80_000, "max_model_len": None})) as llm:
+        assert (
+            8 <= llm.info.max_model_len == llm.info.num_pages * 8 < tiny_config("llama_gqa")["max_position_embeddings"]
+        )
+        prompt = [1] * (llm.info.max_model_len - 4)
+        full = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        assert len(llm.generate([prompt], full, use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_closing_a_stream_frees_its_pages(directory, process):
+    async def scenario():
+        engine = AsyncLLM(model=str(directory), **(FIELDS | {"engine_process": process}))
+        try:
+            long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+            streams = [engine.stream([i + 1, 2, 3], long) for i in range(6)]
+            for stream in streams:
+                await anext(stream)
+            for stream in streams:
+                await stream.aclose()
+            deadline = time.time() + 20
+            while (s := engine.stats()).num_running + s.num_waiting or s.num_free_pages != s.num_pages:
+                assert time.time() < deadline, s
+                await asyncio.sleep(0.02)
+            outputs = [output async for output in engine.generate([1, 2, 3], GREEDY)]
+            assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 8
+        finally:
+            engine.shutdown()
+        with pytest.raises(EngineDeadError):
+            await anext(engine.stream([1], GREEDY))
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_refuses(directory):
+    async def scenario():
+        engine = AsyncLLM(model=str(directory), **(FIELDS | {"max_num_seqs": 2, "max_num_waiting": 1}))
+        try:
+            long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+            streams = [engine.stream([1, 2, 3], long) for _ in range(4)]
+            tasks = [asyncio.create_task(anext(stream)) for stream in streams]
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [isinstance(d, QueueFullError) for d in done] == [False, False, False, True]
+            for stream in streams:
+                await stream.aclose()
+        finally:
+            engine.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_cannot_start_says_why(directory):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 5"):
+        AsyncLLM(model=str(directory), **(FIELDS | {"engine_process": True, "tensor_parallel_size": 5}))
