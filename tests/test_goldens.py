@@ -48,7 +48,7 @@ def test_prompt_logprobs(model):
         ours = [entry[token].logprob for entry, token in zip(entries[1:], tokens, strict=True)]
         assert ours == pytest.approx(golden.logprobs.tolist(), abs=1e-3), golden.name
         for position, entry in enumerate(entries[1:]):
-            best = sorted((-lp.logprob for lp in entry.values()))[:5]
+            best = sorted(-lp.logprob for lp in entry.values())[:5]
             assert best == pytest.approx((-golden.top_logprobs[position]).tolist(), abs=1e-3), golden.name
 
 

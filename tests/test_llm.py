@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
-from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError
-from jaxllm.errors import QueueFullError
+from jaxllm.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    QueueFullError,
+)
 from jaxllm.llm import _engines, generate
 from tests.reference.tiny import tiny_config, write_checkpoint
 

@@ -25,7 +25,7 @@ def run(engine: str, start: Callable[[argparse.Namespace], Generate]) -> None:
     """
     arguments = parse_arguments()
     generate = start(arguments)
-    generate(random_prompts(max(arguments.streams), arguments.prompt_tokens), arguments.new_tokens)
+    generate(random_prompts(min(arguments.streams), arguments.prompt_tokens), arguments.new_tokens)
     for streams in arguments.streams:
         prompts = random_prompts(streams, arguments.prompt_tokens)
         timed(generate, prompts, 2)

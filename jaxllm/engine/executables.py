@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from jaxllm import compat
 from jaxllm.engine.buckets import Buckets, smallest_covering
 from jaxllm.engine.step import StepFunctions
 
@@ -42,7 +43,10 @@ class Executables:
         self._sizes = {"decode": buckets.decode, "backbone": buckets.prefill, "head": buckets.head}
         self._buckets = buckets
         self._eager = eager
-        self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
+        self._urgent = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
+        self._behind = ThreadPoolExecutor(
+            1, thread_name_prefix="compile-behind", initializer=compat.lower_thread_priority
+        )
         self._futures: dict[Key, Future[Any]] = {}
         self._lock = threading.Lock()
         self.compiles_unforeseen = 0
@@ -65,38 +69,54 @@ class Executables:
         return self._buckets.head[-1]
 
     def plan(self) -> list[Key]:
-        """Every executable in the order it is wanted: covering buckets, then argmax, then the sampler, then scores."""
+        """Every executable, in the order it is wanted.
+
+        First the covering bucket of each phase, then what one lone user runs, then what makes any request possible,
+        and then the rest, smallest first.
+        """
         b = self._buckets
-        covering = [
+        lone = [
+            Key("decode", b.decode[0], "greedy"),
+            Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
+        ]
+        any_request = [Key("head", b.head[-1], "sampled"), Key("decode", b.decode[-1], "sampled"), Key("set_slot")]
+        rest = [Key("backbone", n) for n in b.prefill]
+        for variant in ("greedy", "sampled"):
+            rest += [Key("decode", n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]
+        last = [Key("score", self.score_rows, "top")]
+        return list(dict.fromkeys([*self.covering_keys(), *lone, *any_request, *rest, *last]))
+
+    def covering_keys(self) -> list[Key]:
+        """The largest bucket of each phase: with these, any greedy request can run."""
+        b = self._buckets
+        return [
             Key("backbone", b.prefill[-1]),
             Key("head", b.head[-1], "greedy"),
             Key("decode", b.decode[-1], "greedy"),
         ]
-        sampled = [Key("head", b.head[-1], "sampled"), Key("decode", b.decode[-1], "sampled"), Key("set_slot")]
-        rest = [Key("decode", n, "greedy") for n in b.decode]
-        rest += [Key("backbone", n) for n in b.prefill] + [Key("head", n, "greedy") for n in b.head]
-        rest += [Key("decode", n, "sampled") for n in b.decode] + [Key("head", n, "sampled") for n in b.head]
-        return list(dict.fromkeys([*covering, *sampled, *rest, Key("score", b.head[-1], "top")]))
 
     def begin(self) -> None:
-        """Queue the whole plan; returns at once."""
+        """Start compiling the plan; returns at once."""
         if self._eager:
             return
         keys = self.plan()
         self._foreseen = set(keys)
+        covering = self.covering_keys()
         for key in keys:
-            self._submit(key)
+            self._submit(key, self._urgent if key in covering else self._behind)
 
     def wait_until_covered(self) -> None:
-        """Block until a covering bucket of each phase is ready, so that any greedy request can run."""
+        """Block until a covering bucket of each phase is ready."""
         if not self._eager:
-            for key in self.plan()[:3]:
+            for key in self.covering_keys():
                 self.get(key)
 
     def wait(self) -> None:
         """Block until everything that was asked for is compiled."""
-        for future in list(self._futures.values()):
-            future.result()
+        while any(not future.done() for future in list(self._futures.values())):
+            for future in list(self._futures.values()):
+                if not future.cancelled():
+                    future.result()
 
     def covering(self, kind: str, needed: int, variant: str = "") -> tuple[Key, Callable[..., Any]]:
         """The smallest ready executable for `needed` rows or tokens; "sampled" covers "greedy" as well."""
@@ -110,18 +130,19 @@ class Executables:
         return exact, self.get(exact)
 
     def get(self, key: Key) -> Callable[..., Any]:
-        """One executable, compiled now if it has not been."""
+        """One executable, compiled now if it has not been: it does not wait for its turn."""
         future = self._futures.get(key)
-        if future is None:
-            if not self._eager and key not in self._foreseen:
-                self.compiles_unforeseen += 1
-                logger.warning("compiling %s, which was not planned", key)
-            future = self._submit(key)
+        if future is None and not self._eager and key not in self._foreseen:
+            self.compiles_unforeseen += 1
+            logger.warning("compiling %s, which was not planned", key)
+        if future is None or future.cancel():
+            future = self._submit(key, self._urgent)
         return future.result()
 
     def close(self) -> None:
         """Drop the compiles that have not begun."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._behind.shutdown(wait=False, cancel_futures=True)
+        self._urgent.shutdown(wait=True, cancel_futures=True)
 
     @staticmethod
     def _covering_variants(kind: str, variant: str) -> Iterable[str]:
@@ -131,11 +152,9 @@ class Executables:
         future = self._futures.get(key)
         return future is not None and future.done() and future.exception() is None
 
-    def _submit(self, key: Key) -> Future[Any]:
-        with self._lock:
-            if key not in self._futures:
-                self._futures[key] = self._pool.submit(self._compile, key)
-            return self._futures[key]
+    def _submit(self, key: Key, pool: ThreadPoolExecutor) -> Future[Any]:
+        self._futures[key] = pool.submit(self._compile, key)
+        return self._futures[key]
 
     def _compile(self, key: Key) -> Callable[..., Any]:
         began = time.perf_counter()

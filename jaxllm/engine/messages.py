@@ -63,7 +63,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     generation_tokens: int = 0
     num_steps: int = 0
     step_host_seconds: float = 0.0
-    """Time the loop spent on everything but waiting for the device."""
+    """CPU time of the loop's thread: everything but waiting for the device. Unlike wall time it means the same on a CPU
+    host, where the device's threads share the cores with the loop."""
     step_device_wait_seconds: float = 0.0
     scheduled_tokens: dict[str, int] = {}
     """Bucket name -> real tokens run in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -60,6 +61,7 @@ def _sampling(rows: int, sampled: bool) -> tuple[dict, dict]:
     return ints, {name: (rows,) for name in SAMPLING_FLOATS}
 
 
+@cache
 def decode_packing(rows: int, pages_per_seq: int, sampled: bool) -> StepPacking:
     """`rows` sequences of one token each. A token of -1 is read from the slot's history."""
     ints, floats = _sampling(rows, sampled)
@@ -68,6 +70,7 @@ def decode_packing(rows: int, pages_per_seq: int, sampled: bool) -> StepPacking:
     return StepPacking(Packing(**base, **ints, **table), Packing(**floats))
 
 
+@cache
 def backbone_packing(tokens: int, max_num_seqs: int, pages_per_seq: int) -> Packing:
     """`tokens` tokens of up to `min(tokens, max_num_seqs)` sequences."""
     seqs = min(tokens, max_num_seqs)
@@ -77,12 +80,14 @@ def backbone_packing(tokens: int, max_num_seqs: int, pages_per_seq: int) -> Pack
     )  # fmt: skip
 
 
+@cache
 def head_packing(rows: int, sampled: bool) -> StepPacking:
     """`rows` rows of the backbone's hidden states that sample a token."""
     ints, floats = _sampling(rows, sampled)
     return StepPacking(Packing(hidden_row=(rows,), position=(rows,), slot=(rows,), **ints), Packing(**floats))
 
 
+@cache
 def score_packing(rows: int) -> Packing:
     """`rows` rows of hidden states, and the token whose log-probability each is asked for."""
     return Packing(hidden_row=(rows,), target=(rows,))

@@ -48,8 +48,13 @@ class Handle:
     def wait(self) -> float:
         """Block until the step's results are on the host; returns the seconds it took."""
         began = time.perf_counter()
-        jax.block_until_ready((self.sampled, [s.result for s in self.scores]))
+        for array in self.arrays():
+            array.block_until_ready()
         return time.perf_counter() - began
+
+    def arrays(self) -> list[jax.Array]:
+        """Everything the step hands to the host."""
+        return jax.tree.leaves((self.sampled, [s.result for s in self.scores]))
 
     def tokens(self) -> list[int]:
         """The sampled tokens, one a request."""
@@ -95,7 +100,7 @@ class Runner:
         for chunk in batch.chunks:
             self._note_pages(chunk.request)
         handle = self._decode(batch) if batch.decode_only else self._prefill(batch)
-        for array in jax.tree.leaves((handle.sampled, [s.result for s in handle.scores])):
+        for array in handle.arrays():
             array.copy_to_host_async()
         return handle
 

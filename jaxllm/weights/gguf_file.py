@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from jaxllm.quantization.gguf_blocks import dequantize
 from jaxllm.weights.checkpoint import TensorInfo
 
 _PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def generation_config_of(path: Path) -> Path:
+    """Where a GGUF file's recommended sampling lies, if anywhere: `MODEL.generation_config.json` for `MODEL.gguf`."""
+    return path.with_suffix(".generation_config.json")
 
 
 class GGUFCheckpoint:
@@ -30,7 +36,8 @@ class GGUFCheckpoint:
             )
         self.path = path
         self.config: dict[str, Any] = header.metadata
-        self.generation_config: dict[str, Any] = {}
+        beside = generation_config_of(path)
+        self.generation_config: dict[str, Any] = json.loads(beside.read_text()) if beside.is_file() else {}
         self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in header.tensors.items()}
         self._places = header.tensors
         self._data: np.ndarray | None = np.memmap(path, np.uint8, mode="r")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -70,16 +71,17 @@ def load_parameters(
 def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple[jax.Array, ...]:
     """Random weights of the right shapes, drawn on the devices; vectors are ones, so that norms stay norms."""
 
-    def draw(spec: ParamSpec, key: jax.Array) -> jax.Array:
-        if len(spec.shape) == 1:
-            return jnp.ones(spec.shape, spec.dtype)
-        return (jax.random.normal(key, spec.shape, jnp.float32) * spec.shape[-1] ** -0.5).astype(spec.dtype)
+    @functools.cache
+    def drawing(shape: tuple[int, ...], dtype: np.dtype, axes: Axes) -> Callable[[jax.Array], jax.Array]:
+        def draw(key: jax.Array) -> jax.Array:
+            if len(shape) == 1:
+                return jnp.ones(shape, dtype)
+            return (jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+
+        return jax.jit(draw, out_shardings=named_sharding(mesh, axes))  # compiled once for all layers
 
     keys = jax.random.split(jax.random.key(seed), len(specs))
-    return tuple(
-        jax.jit(draw, static_argnums=0, out_shardings=named_sharding(mesh, spec.axes))(spec, key)
-        for spec, key in zip(specs, keys, strict=True)
-    )
+    return tuple(drawing(s.shape, s.dtype, s.axes)(key) for s, key in zip(specs, keys, strict=True))
 
 
 def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: tuple[Source, ...]) -> np.ndarray:

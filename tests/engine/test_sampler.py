@@ -14,8 +14,8 @@ from jaxllm.engine.sampler import SamplingRows
 from jaxllm.engine.slots import MAX_BLOCKED, Slots
 from jaxllm.sampling_params import MAX_LOGIT_BIAS
 
-# A handful, fewer than the tokens found exactly, fewer than all of which are looked through, and many in groups.
-VOCABS = (5, 50, 1000, 5003)
+# Fewer than the tokens found exactly, few enough to look through, and many, in groups, the last of them not full.
+VOCABS = (5, 1000, 5003)
 ROWS = 16
 
 truncate, top_tokens, draw = (

@@ -211,7 +211,7 @@ def test_the_newest_request_gives_way_and_the_first_finishes_first():
     assert ["r2"] in waiting_at
     assert first.request_id not in {name for names in waiting_at for name in names}
     driver.finish()
-    assert list(driver.done)[0] == "r0"
+    assert next(iter(driver.done)) == "r0"
     assert {second.status, third.status} == {Status.FINISHED}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ class Harness:
             decode_only=False,
         )
         logits = self._call(ids, meta)
-        return [logits[a:b] for a, b in zip(query_start[: len(chunks)], query_start[1:], strict=False)]
+        return [logits[a:b] for a, b in pairwise(query_start[: len(chunks) + 1])]
 
     def decode(self, token: int, position: int, seq: int = 0) -> np.ndarray:
         """A decode-only step of one live row and one of padding: the logits `[V]`."""

@@ -1,6 +1,6 @@
-"""Logits of tiny models over several virtual devices, in a process of its own: the number of devices is fixed at start-up.
+"""Logits of tiny models over several devices, in a process of its own: the number of devices is fixed at start-up.
 
-    JAX_NUM_CPU_DEVICES=8 python -m tests.models.run_sharded OUT.npz CHECKPOINTS NAME:TP ...
+JAX_NUM_CPU_DEVICES=8 NPROC=16 python -m tests.models.run_sharded OUT.npz CHECKPOINTS NAME:TP ...
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from jaxllm import compat  # noqa: F401  (before jax: makes room for the virtual devices)
+import jax
+import numpy as np
 
-import jax  # noqa: E402, I001
-import numpy as np  # noqa: E402
-
-from tests.models.harness import Chunk, Harness  # noqa: E402
-from tests.reference import load_golden  # noqa: E402
-from tests.reference.tiny import write_checkpoint  # noqa: E402
+from tests.models.harness import Chunk, Harness
+from tests.reference import load_golden
+from tests.reference.tiny import write_checkpoint
 
 DECODES = 4
 
@@ -28,7 +26,7 @@ def main(out: str, checkpoints: str, *cases: str) -> None:
         ids = load_golden(name).prompt_token_ids
         cut, last = 21, len(ids) - DECODES
         parts = [model.run([ids], [Chunk(0, a, b)])[0] for a, b in ((0, cut), (cut, last))]
-        parts += [model.decode(ids[at], at)[None] for at in range(last, len(ids))]
+        parts += [model.run([ids], [Chunk(0, at, at + 1)])[0] for at in range(last, len(ids))]
         logits[case] = np.concatenate(parts)
     np.savez(out, **logits)
 

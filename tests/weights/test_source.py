@@ -38,6 +38,7 @@ def builtin(monkeypatch):
         wheels=tuple(Wheel(f"tiny-part{part}", "1.0", f"tiny/part{part}") for part in (1, 2)),
         license="none",
         about="a test",
+        sampling={"temperature": 0.5},
     )
     monkeypatch.setattr(source, "BUILTIN_MODELS", {"tiny": model})
     return model
@@ -78,7 +79,8 @@ def test_a_builtin_comes_from_the_hub_and_then_from_the_cache(builtin, hub, tmp_
     hub.add("org/tiny", {"tiny.gguf": CONTENT})
     path = resolve_model("tiny", download_dir=tmp_path)
     assert path.read_bytes() == CONTENT
-    assert [item.name for item in path.parent.iterdir() if not item.name.startswith(".lock")] == ["tiny.gguf"]
+    kept = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith(".lock"))
+    assert kept == ["tiny.generation_config.json", "tiny.gguf"]
     forbid(monkeypatch, "hub_file")
     assert pull("tiny", download_dir=tmp_path) == path
 

@@ -1,0 +1,81 @@
+"""Settings: sizes in bytes, and the one line that a wrong one gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxllm.config import EngineConfig, ServeConfig, did_you_mean, make_config
+from jaxllm.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (1073741824, 2**30), ("1073741824", 2**30), ("1GiB", 2**30), ("1gib", 2**30), ("1Gi", 2**30), ("1 GiB", 2**30),
+        ("500MB", 500 * 10**6), ("500 MB", 500 * 10**6), ("500m", 500 * 10**6), ("1.5GiB", 3 * 2**29), ("2k", 2000),
+        ("2KiB", 2048), ("1TB", 10**12), ("0.5TiB", 2**39), ("7B", 7),
+    ],
+)  # fmt: skip
+def test_bytes_are_read_as_they_are_written(value, number):
+    assert EngineConfig(kv_cache_memory=value).kv_cache_memory == number
+
+
+@pytest.mark.parametrize("value", ["", "GiB", "4 gigs", "four", "1e999", "nan", "-1GiB", 0, "0"])
+def test_what_is_no_size_is_refused_in_one_line(value):
+    with pytest.raises(ConfigError) as error:
+        make_config(EngineConfig, kv_cache_memory=value)
+    message = str(error.value)
+    assert message.startswith(f"kv_cache_memory is {value!r}: ") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_model_length", "'max_model_len'"),
+        ("tensor_parallel", "'tensor_parallel_size'"),
+        ("max_batched_tokens", "'max_num_batched_tokens'"),
+        ("zzz", None),
+    ],
+)
+def test_an_unknown_setting_is_named_with_the_nearest(name, hint):
+    with pytest.raises(ConfigError) as error:
+        make_config(EngineConfig, **{name: 1})
+    assert str(error.value) == f"unknown setting {name!r}" + (f"; did you mean {hint}?" if hint else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("dtype", "int8", "'float32', 'bfloat16' or 'float16'"),
+        ("block_size", 10, "8, 16, 32, 64 or 128"),
+        ("load_format", "pickle", "'gguf' or 'dummy'"),
+        ("tensor_parallel_size", 0, "greater than or equal to 1"),
+        ("max_num_seqs", 5000, "less than or equal to 4096"),
+        ("max_num_batched_tokens", 8, "greater than or equal to 16"),
+        ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
+        ("max_model_len", "long", "integer"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_accepted(name, value, accepted):
+    with pytest.raises(ConfigError) as error:
+        make_config(EngineConfig, **{name: value})
+    message = str(error.value)
+    assert message.startswith(f"{name} is {value!r}: ") and accepted in message and "\n" not in message
+
+
+def test_the_server_takes_the_engines_settings_too():
+    config = make_config(ServeConfig, model="m", port=0, max_num_seqs=4, max_body_size="1MiB")
+    assert isinstance(config, EngineConfig)
+    assert (config.port, config.max_num_seqs, config.max_body_size) == (0, 4, 2**20)
+    with pytest.raises(ConfigError, match="unknown setting 'port'"):
+        make_config(EngineConfig, port=0)
+
+
+def test_settings_do_not_change_after_they_are_made():
+    with pytest.raises(ValueError, match="frozen"):
+        EngineConfig().seed = 3  # type: ignore[misc]
+
+
+def test_did_you_mean_is_silent_when_nothing_is_near():
+    assert did_you_mean("llama4", ["llama", "gemma3"]) == "; did you mean 'llama'?"
+    assert did_you_mean("mamba", ["qwen", "gpt"]) == ""

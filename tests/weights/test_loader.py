@@ -1,0 +1,175 @@
+"""Checkpoint tensors onto the mesh, with a checkpoint that watches how it is read."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.errors import CheckpointError
+from jaxllm.sharding.layout import Layout, Segment, padded_rows
+from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.loader import READ_AHEAD, ParamSpec, dummy_parameters, load_parameters
+from jaxllm.weights.names import Source, expand, plus_one, unpermute_rope
+
+
+class WatchedCheckpoint:
+    format = "safetensors"
+    path = Path("watched")
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays = arrays
+        self.config: dict = {}
+        self.generation_config: dict = {}
+        self.tensors = {name: TensorInfo(a.shape, "F32") for name, a in arrays.items()}
+        self.reads: list[str] = []
+        self._lock = threading.Lock()
+
+    def read(self, name: str) -> np.ndarray:
+        with self._lock:
+            self.reads.append(name)
+        return self.arrays[name]
+
+    def close(self) -> None:
+        pass
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def norm(path: str, rows: int = 4) -> ParamSpec:
+    return ParamSpec(path, (rows,), FLOAT32, (None,), None)
+
+
+@pytest.fixture
+def mesh():
+    return build_mesh(1)
+
+
+def test_fuses_transforms_pads_and_casts(mesh):
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(rows, 3)).astype(np.float32) for name, rows in (("q", 4), ("k", 2), ("embed", 5))}
+    arrays["norm"] = np.arange(3, dtype=np.float32)
+    bfloat16 = np.dtype(jax.numpy.bfloat16)
+    specs = [
+        ParamSpec("qk.weight", (6, 3), bfloat16, (TENSOR, None), Layout((Segment(4, 1), Segment(2, 1)), 1)),
+        ParamSpec("embed.weight", (64, 3), FLOAT32, (TENSOR, None), padded_rows(5, 1)),
+        norm("norm.weight", 3),
+    ]
+    names = expand({"qk.weight": ("q", "k"), "embed.weight": "embed", "norm.weight": Source("norm", plus_one)}, 1)
+    progress: list[tuple[int, int]] = []
+    qk, embed, weight = load_parameters(
+        WatchedCheckpoint(arrays), specs, names, mesh, on_progress=lambda *at: progress.append(at)
+    )
+    np.testing.assert_array_equal(qk, np.concatenate([arrays["q"], arrays["k"]]).astype(bfloat16))
+    np.testing.assert_array_equal(embed, np.pad(arrays["embed"], ((0, 59), (0, 0))))
+    np.testing.assert_array_equal(weight, [1, 2, 3])
+    assert qk.dtype == bfloat16
+    assert qk.sharding.spec == P(TENSOR, None)
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_parameters_are_read_in_order_and_never_far_ahead(mesh):
+    names = [f"p{i}" for i in range(12)]
+    checkpoint = WatchedCheckpoint({name: np.full(4, i, np.float32) for i, name in enumerate(names)})
+
+    def on_progress(done: int, total: int) -> None:
+        assert len(checkpoint.reads) <= done + READ_AHEAD
+
+    arrays = load_parameters(
+        checkpoint, [norm(n) for n in names], expand({n: n for n in names}, 1), mesh, on_progress=on_progress
+    )
+    assert sorted(checkpoint.reads, key=names.index) == names
+    assert all(abs(names.index(name) - at) <= READ_AHEAD for at, name in enumerate(checkpoint.reads))
+    assert [int(a[0]) for a in arrays] == list(range(12))
+
+
+def test_a_missing_tensor_is_named_with_the_nearest(mesh):
+    checkpoint = WatchedCheckpoint({"model.norm.wieght": np.zeros(4, np.float32)})
+    with pytest.raises(CheckpointError) as error:
+        load_parameters(checkpoint, [norm("norm")], expand({"norm": "model.norm.weight"}, 1), mesh)
+    assert str(error.value) == ("watched: tensor 'model.norm.weight' is missing; did you mean 'model.norm.wieght'?")
+    assert checkpoint.reads == []
+
+
+def test_a_tensor_nobody_reads_is_named_unless_it_is_known(mesh):
+    arrays = {name: np.zeros(4, np.float32) for name in ("norm", "layers.0.self_attn.rotary_emb.inv_freq", "extra")}
+    names = expand({"norm": "norm"}, 1)
+    with pytest.raises(CheckpointError, match=r"tensor 'layers\.0\.self_attn\.rotary_emb\.inv_freq' is stored there"):
+        load_parameters(WatchedCheckpoint(arrays), [norm("norm")], names, mesh)
+    with pytest.raises(CheckpointError, match="tensor 'extra' is stored there, but this model does not use it"):
+        load_parameters(WatchedCheckpoint(arrays), [norm("norm")], names, mesh, ignored=("*rotary_emb.inv_freq",))
+    del arrays["extra"]
+    load_parameters(WatchedCheckpoint(arrays), [norm("norm")], names, mesh, ignored=("*rotary_emb.inv_freq",))
+
+
+@pytest.mark.parametrize("shape", [(3,), (5,), (4, 1)])
+def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(mesh, shape):
+    checkpoint = WatchedCheckpoint({"w": np.zeros(shape, np.float32)})
+    with pytest.raises(CheckpointError) as error:
+        load_parameters(checkpoint, [norm("p")], expand({"p": "w"}, 1), mesh)
+    assert str(error.value) == f"watched: tensor 'w' is {shape}; expected (4,)"
+
+
+def test_a_wrong_shape_inside_a_fused_parameter_is_the_tensors_own(mesh):
+    checkpoint = WatchedCheckpoint({"q": np.zeros((4, 2), np.float32), "k": np.zeros((3, 2), np.float32)})
+    spec = ParamSpec("qk", (6, 2), FLOAT32, (TENSOR, None), Layout((Segment(4, 1), Segment(2, 1)), 1))
+    with pytest.raises(CheckpointError, match=r"tensor 'k' is \(3, 2\); expected \(2, 2\)"):
+        load_parameters(checkpoint, [spec], expand({"qk": ("q", "k")}, 1), mesh)
+
+
+def test_dummy_weights_have_the_right_shapes_and_norms_of_one(mesh):
+    bfloat16 = np.dtype(jax.numpy.bfloat16)
+    specs = [ParamSpec(f"layers.{i}.up", (96, 64), bfloat16, (TENSOR, None), None) for i in range(20)]
+    specs.append(norm("norm", 64))
+    arrays = dummy_parameters(specs, mesh, seed=3)
+    again, other = dummy_parameters(specs, mesh, seed=3), dummy_parameters(specs, mesh, seed=4)
+    for p, a, b in zip(specs, arrays, again, strict=True):
+        assert (a.shape, a.dtype, a.sharding.spec) == (p.shape, p.dtype, P(*p.axes))
+        np.testing.assert_array_equal(a, b)
+    assert (np.asarray(arrays[-1]) == 1).all()
+    drawn = [np.asarray(a, np.float32) for a in (*arrays[:-1], *other[:-1])]
+    assert len({a.tobytes() for a in drawn}) == 40, "every layer and every seed has its own"
+    assert all(0.9 < a.std() * 64**0.5 < 1.1 for a in drawn)
+
+
+def test_dummy_weights_compile_once_for_all_layers(mesh, monkeypatch):
+    compiled = []
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda f, **options: compiled.append(f) or jit(f, **options))
+    dummy_parameters([ParamSpec(f"layers.{i}.up", (8, 4), FLOAT32, (TENSOR, None), None) for i in range(9)], mesh, 0)
+    assert len(compiled) == 1
+
+
+def convert_permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to Q and K: the halves of every head's rows are interleaved."""
+    out = np.empty_like(weight)
+    dim = len(weight) // heads
+    for head in range(heads):
+        for pair in range(dim // 2):
+            for half in range(2):
+                out[head * dim + 2 * pair + half] = weight[head * dim + half * (dim // 2) + pair]
+    return out
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(1, 4), (3, 8), (2, 64)])
+def test_unpermute_rope_undoes_the_converters_permutation(heads, dim):
+    weight = np.random.default_rng(0).normal(size=(heads * dim, 5)).astype(np.float32)
+    stored = convert_permute(weight, heads)
+    assert not np.array_equal(stored, weight)
+    np.testing.assert_array_equal(unpermute_rope(dim)(stored), weight)
+    np.testing.assert_array_equal(unpermute_rope(dim)(stored[:, 0]), weight[:, 0])
+
+
+def test_expand_writes_out_the_layers():
+    names = expand({"norm": "out", "layers.*.mlp": ("blk.*.gate", Source("blk.*.up", plus_one))}, 2)
+    assert names == {
+        "norm": (Source("out"),),
+        "layers.0.mlp": (Source("blk.0.gate"), Source("blk.0.up", plus_one)),
+        "layers.1.mlp": (Source("blk.1.gate"), Source("blk.1.up", plus_one)),
+    }
