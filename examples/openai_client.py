@@ -1,8 +1,8 @@
 """Talk to a running server through the openai package.
 
-    jaxllm serve                              # in another terminal
-    pip install openai
-    python examples/openai_client.py [http://127.0.0.1:8000]
+jaxllm serve                              # in another terminal
+pip install openai
+python examples/openai_client.py [http://127.0.0.1:8000]
 """
 
 import sys
@@ -18,9 +18,7 @@ answer = client.chat.completions.create(model=model, messages=messages, temperat
 print(answer.choices[0].message.content)
 print(f"({answer.usage.prompt_tokens} prompt tokens, {answer.usage.completion_tokens} generated)")
 
-for chunk in client.chat.completions.create(
-    model=model, messages=messages, temperature=0, max_tokens=32, stream=True
-):
+for chunk in client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=32, stream=True):
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 print()
 
