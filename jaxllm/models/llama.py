@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -20,10 +20,13 @@ from jaxllm.weights.names import NameMap, Pattern, Source, expand, unpermute_rop
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """`attention_bias` is on q, k, v and o alike; `mlp_bias` on gate, up and down."""
+    """`attention_bias` is on q, k, v and o alike; `mlp_bias` on gate, up and down; `qk_norm` is per head."""
+
+    gguf_prefix: ClassVar[str] = "llama"
 
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
 
     @classmethod
     def from_hf(cls, c: dict[str, Any], checkpoint: Checkpoint) -> LlamaConfig:
@@ -47,21 +50,22 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def from_gguf(cls, c: dict[str, Any], checkpoint: Checkpoint) -> LlamaConfig:
-        heads = c["llama.attention.head_count"]
-        dim = c.get("llama.attention.key_length") or c["llama.embedding_length"] // heads
+        p = cls.gguf_prefix
+        heads = c[f"{p}.attention.head_count"]
+        dim = c.get(f"{p}.attention.key_length") or c[f"{p}.embedding_length"] // heads
         return cls(
             vocab_size=checkpoint.tensors["token_embd.weight"].shape[0],
-            hidden_size=c["llama.embedding_length"],
-            intermediate_size=c["llama.feed_forward_length"],
-            num_layers=c["llama.block_count"],
+            hidden_size=c[f"{p}.embedding_length"],
+            intermediate_size=c[f"{p}.feed_forward_length"],
+            num_layers=c[f"{p}.block_count"],
             num_heads=heads,
-            num_kv_heads=c.get("llama.attention.head_count_kv", heads),
+            num_kv_heads=c.get(f"{p}.attention.head_count_kv", heads),
             head_dim=dim,
-            max_position_embeddings=c["llama.context_length"],
-            rms_norm_eps=c["llama.attention.layer_norm_rms_epsilon"],
+            max_position_embeddings=c[f"{p}.context_length"],
+            rms_norm_eps=c[f"{p}.attention.layer_norm_rms_epsilon"],
             hidden_act="silu",
             tie_word_embeddings="output.weight" not in checkpoint.tensors,
-            rope=RopeConfig.from_gguf(c, "llama", checkpoint),
+            rope=RopeConfig.from_gguf(c, p, checkpoint),
         )
 
 
@@ -79,6 +83,7 @@ class LlamaLayer(nnx.Module):
             dtype=options.dtype,
             bias=config.attention_bias,
             output_bias=config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
             backend=options.attention_backend,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -126,24 +131,21 @@ def hf_names(config: LlamaConfig) -> NameMap:
     return expand(HF_NAMES, config.num_layers)
 
 
+GGUF_NAMES: dict[str, Pattern] = {
+    "embed.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "head.weight": "output.weight",
+    "layers.*.attention_norm.weight": "blk.*.attn_norm.weight",
+    "layers.*.mlp_norm.weight": "blk.*.ffn_norm.weight",
+    "layers.*.mlp.down.weight": "blk.*.ffn_down.weight",
+    "layers.*.mlp.gate_up.weight": ("blk.*.ffn_gate.weight", "blk.*.ffn_up.weight"),
+    "layers.*.attention.output.weight": "blk.*.attn_output.weight",
+    "layers.*.attention.qkv.weight": tuple(f"blk.*.attn_{p}.weight" for p in "qkv"),
+}
+
+
 def gguf_names(config: LlamaConfig) -> NameMap:
     """Tensors of a GGUF file, whose Q and K rows are stored for interleaved rotation."""
     rope = unpermute_rope(config.head_dim)
-    return expand(
-        {
-            "embed.weight": "token_embd.weight",
-            "norm.weight": "output_norm.weight",
-            "head.weight": "output.weight",
-            "layers.*.attention_norm.weight": "blk.*.attn_norm.weight",
-            "layers.*.mlp_norm.weight": "blk.*.ffn_norm.weight",
-            "layers.*.mlp.down.weight": "blk.*.ffn_down.weight",
-            "layers.*.mlp.gate_up.weight": ("blk.*.ffn_gate.weight", "blk.*.ffn_up.weight"),
-            "layers.*.attention.output.weight": "blk.*.attn_output.weight",
-            "layers.*.attention.qkv.weight": (
-                Source("blk.*.attn_q.weight", rope),
-                Source("blk.*.attn_k.weight", rope),
-                "blk.*.attn_v.weight",
-            ),
-        },
-        config.num_layers,
-    )
+    q, k = (Source(f"blk.*.attn_{p}.weight", rope) for p in "qk")
+    return expand(GGUF_NAMES | {"layers.*.attention.qkv.weight": (q, k, "blk.*.attn_v.weight")}, config.num_layers)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
-from jaxllm.models import gemma3, llama
+from jaxllm.models import gemma3, llama, qwen3
 from jaxllm.models.decoder import BuildOptions, Decoder, DecoderConfig
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import NameMap
@@ -32,6 +32,7 @@ class Family:
 
 FAMILIES: tuple[Family, ...] = (
     Family("Llama", ("llama",), ("llama",), llama.LlamaConfig, llama.Llama, llama.hf_names, llama.gguf_names),
+    Family("Qwen 3", ("qwen3",), ("qwen3",), qwen3.Qwen3Config, qwen3.Qwen3, qwen3.hf_names, qwen3.gguf_names),
     Family(
         "Gemma 3",
         ("gemma3_text",),

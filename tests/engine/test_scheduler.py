@@ -59,8 +59,11 @@ class Driver:
     def step(self) -> Batch:
         """Schedule and run one step, then read the one before it."""
         ran_before = list(self.scheduler.running)
+        preemptions = self.scheduler.stats.preemptions
         batch = self.scheduler.schedule()
         self.check(batch, ran_before)
+        if self.scheduler.stats.preemptions > preemptions:
+            assert not batch.admitted, "the preempted would come straight back"
         sampled = self.device.run(batch) if batch.chunks else None
         previous, self.pending = self.pending, sampled
         for request, token in previous or ():
@@ -127,7 +130,6 @@ class Driver:
         preempted = [r for r in ran_before if r.status is Status.WAITING]
         if preempted and running:
             assert min(r.order for r in preempted) > max(r.order for r in running), "the last goes first"
-            assert not batch.admitted, "the preempted came straight back"
         if batch.admitted and scheduler.waiting:
             assert max(r.order for r in batch.admitted) < scheduler.waiting[0].order, "somebody jumped the queue"
 

@@ -69,6 +69,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decode, pages of 128": ({"decodes": around(128, 256), "page_size": 128}, {}),
     "decode, a window inside a block": ({**DECODE, "window": 20}, {"window": 20}),
     "decode, a window over blocks": ({**DECODE, "window": 130}, {"window": 130}),
+    "decode, a window from the last token of a block": (
+        {"decodes": (DECODE_BLOCK + 129,), "seqs": 16, "window": 130},
+        {"window": 130},
+    ),
     "decode, softcap and sinks": (DECODE, SINKS),
     "mixed": (MIXED, {}),
     "mixed, multi-query": ({**MIXED, "heads": 3, "kv_heads": 1}, {}),
@@ -85,6 +89,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefill, pages of 64, group of 7": ({"prefills": ((3, 50), (0, 4)), "heads": 14, "page_size": 64, **ROOM}, {}),
     "prefill, window over tiles and blocks": ({"prefills": ((280, 150),), "window": 140, **ROOM}, {"window": 140}),
     "prefill, window of 1": ({"prefills": ((20, 40),), "window": 1, **ROOM}, {"window": 1}),
+    "prefill, a window from the last token of a block": (
+        {"prefills": ((PREFILL_BLOCK + 22, 9),), "window": 24, **ROOM},
+        {"window": 24},
+    ),
     "prefill, window of 24": ({"prefills": ((250, 20), (0, 40)), "window": 24, **ROOM}, {"window": 24}),
 }
 

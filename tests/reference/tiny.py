@@ -88,6 +88,9 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     },
     # divides over 3 devices
     "llama_tp3": _LLAMA | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16},
+    # a norm on every query and key head
+    "qwen3": _LLAMA
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "rope_theta": 1000000.0},
     # seven layers, five local to one global; the scale is not head_dim^-0.5
     "gemma3_small": _GEMMA3 | {"sliding_window_pattern": 6, "query_pre_attn_scalar": 20},
     # rope in the newer spelling, one entry per layer type; an explicit layer pattern
@@ -172,6 +175,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     norms = {"input_layernorm": E, "post_attention_layernorm": E}
     if gemma:
         norms |= {"pre_feedforward_layernorm": E, "post_feedforward_layernorm": E}
+    if gemma or config["model_type"] == "qwen3":
         norms |= {"self_attn.q_norm": D, "self_attn.k_norm": D}
 
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}

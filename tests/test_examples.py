@@ -1,0 +1,86 @@
+"""The examples run as a user would run them, on the real model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SECONDS = 500
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def server_url() -> Iterator[str]:
+    """A server on a free port, as `jaxllm serve` starts it."""
+    command = [sys.executable, "-m", "jaxllm.cli.main", "serve", "--port", "0"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            announced = re.search(r"http://[\d.:]+", process.stdout.readline())
+            assert announced, "the server did not start"
+            yield announced.group()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def test_offline():
+    lines = run("examples/offline.py").splitlines()
+    assert lines[0].startswith("'The capital of France is' -> ' Paris.")
+    assert len(lines) == 3 + 1 + 3
+
+
+@pytest.mark.slow
+def test_chat():
+    output = run("examples/chat.py")
+    assert "The capital of France is Paris." in output
+    cached = [int(count) for count in re.findall(r"(\d+) from the cache", output)]
+    assert cached[0] == 0 and cached[1] > 0
+
+
+def test_async_streaming():
+    lines = run("examples/async_streaming.py").splitlines()
+    assert "The capital of France is … ' Paris'" in lines
+    streamed = [line.split(" … ")[0] for line in lines if " … " in line]
+    assert len(set(streamed[:4])) == 2, "the two streams should be interleaved"
+
+
+@pytest.mark.slow
+def test_logprobs():
+    output = run("examples/logprobs.py")
+    assert re.match(r"' Paris' \d\d\.\d%", output)
+    straight, scrambled = map(int, re.findall(r"perplexity (\d+)", output))
+    assert straight < scrambled / 5
+
+
+@pytest.mark.slow
+def test_openai_client(server_url: str):
+    lines = run("examples/openai_client.py", server_url).splitlines()
+    assert lines[0] == lines[2] == "The capital of France is Paris."
+    assert "Paris" in lines[3]
+
+
+@pytest.mark.slow
+def test_notebook():
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    client.NotebookClient(notebook, timeout=SECONDS).execute()
+    shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "The capital of France is Paris." in shown
+    assert "0 '" in shown and "1 '" in shown
