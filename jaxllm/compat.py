@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ def prepare_virtual_devices() -> None:
 
 
 prepare_virtual_devices()
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it tells of every platform that is not there
 
 import jax  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402

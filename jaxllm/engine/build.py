@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jaxllm import compat
@@ -15,6 +14,7 @@ from jaxllm.engine.frontend import resolve_tokenizer
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.plan import Blueprint, Platform, make_blueprint
+from jaxllm.engine.progress import Progress, load_bar
 from jaxllm.engine.runner import Runner
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.step import StepFunctions
@@ -27,16 +27,11 @@ from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def build_core(config: EngineConfig, on_progress: Progress | None = None) -> tuple[EngineCore, EngineInfo]:
+def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     """Everything up to the point where requests can run; the log says what took how long.
-
-    Args:
-        on_progress: called with (parameters loaded, parameters in all).
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: one line each.
@@ -51,13 +46,16 @@ def build_core(config: EngineConfig, on_progress: Progress | None = None) -> tup
     clock.lap("tokenizer")
     mesh = build_mesh(config.tensor_parallel_size)
     blueprint = make_blueprint(config, model_spec(checkpoint), Platform.current())
-    for line in (*blueprint.plan.summary().splitlines(), *blueprint.plan.notes):
+    for line in blueprint.plan.summary().splitlines():
         logger.info(line)
+    for note in blueprint.plan.notes:
+        logger.warning(note)
     functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
     executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager)
     clock.lap("plan")
     executables.begin()
-    weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
+    with load_bar(config.model) as on_progress:
+        weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
     clock.lap("load")
     eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size

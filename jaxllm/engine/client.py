@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from typing import TYPE_CHECKING
 
-from jaxllm.engine.core import EngineCore
 from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from jaxllm.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 

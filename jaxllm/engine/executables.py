@@ -140,9 +140,9 @@ class Executables:
         return future.result()
 
     def close(self) -> None:
-        """Drop the compiles that have not begun."""
-        self._behind.shutdown(wait=False, cancel_futures=True)
-        self._urgent.shutdown(wait=True, cancel_futures=True)
+        """Drop the compiles that have not begun; one that has cannot be stopped, and is not waited for."""
+        for pool in (self._behind, self._urgent):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @staticmethod
     def _covering_variants(kind: str, variant: str) -> Iterable[str]:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +19,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.client import Inbox
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError, JaxLLMError
+
+if TYPE_CHECKING:
+    from jaxllm.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -149,34 +153,38 @@ def _engine_main(pipe: Connection, config: EngineConfig, log_level: int) -> None
     """The engine process: build, then loop until told to stop or the front door is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to stop
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    code = 0
     try:
         from jaxllm.engine.build import build_core
 
         core, info = build_core(config)
+        pipe.send_bytes(_encode(Started(info)))
+        _loop(pipe, core)
     except JaxLLMError as error:
         pipe.send_bytes(_encode(Failed(type(error).__name__, str(error))))
-        return
-    pipe.send_bytes(_encode(Started(info)))
-    inbox, stopping = Inbox(), threading.Event()
-    threading.Thread(target=_listen, args=(pipe, inbox, stopping), name="inbox", daemon=True).start()
-    last, load = 0.0, (0, 0)
-    try:
-        while not stopping.is_set():
-            inbox.drain(core, wait=not core.has_work)
-            deltas = core.turn() if core.has_work else []
-            due = core.load != load or time.monotonic() - last > STATS_SECONDS
-            if deltas or due:
-                pipe.send_bytes(_encode(Outputs(deltas, core.stats() if due else None)))
-            if due:
-                last, load = time.monotonic(), core.load
-        core.close()
     except BrokenPipeError:
         logger.info("the front door is gone; stopping")
     except Exception as error:
-        logger.exception("the engine loop died")
+        logger.exception("the engine died")
+        code = 1
         with contextlib.suppress(OSError):
-            pipe.send_bytes(_encode(Failed("", f"the engine loop died: {type(error).__name__}: {error}")))
-        os._exit(1)
+            pipe.send_bytes(_encode(Failed("", f"the engine died: {type(error).__name__}: {error}")))
+    logging.shutdown()
+    os._exit(code)  # a compile that has begun cannot be stopped, and an ordinary exit would wait for it
+
+
+def _loop(pipe: Connection, core: EngineCore) -> None:
+    inbox, stopping = Inbox(), threading.Event()
+    threading.Thread(target=_listen, args=(pipe, inbox, stopping), name="inbox", daemon=True).start()
+    last, load = 0.0, (0, 0)
+    while not stopping.is_set():
+        inbox.drain(core, wait=not core.has_work)
+        deltas = core.turn() if core.has_work else []
+        due = core.load != load or time.monotonic() - last > STATS_SECONDS
+        if deltas or due:
+            pipe.send_bytes(_encode(Outputs(deltas, core.stats() if due else None)))
+        if due:
+            last, load = time.monotonic(), core.load
 
 
 def _listen(pipe: Connection, inbox: Inbox, stopping: threading.Event) -> None:

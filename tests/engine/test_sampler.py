@@ -287,11 +287,13 @@ def test_logprobs_and_ranks_are_of_the_raw_distribution(vocab):
 
 
 def test_greedy_rows_in_a_mixed_batch_take_the_most_likely_token():
-    logits = random_logits(VOCAB, rows=8)
-    rows = make_rows(8, temperature=[0, 1, 0, 2, 0, 1, 0, 1], top_k=[5, 3, 0, 0, 0, 9, 0, 0], logprobs=[0] * 7 + [1])
-    tokens, logprobs = sample(logits, rows, make_slots(8))
+    logits = random_logits(VOCAB, rows=64)
+    temperature, top_k = [0, 1, 0, 2, 0, 1, 0, 1] * 8, [5, 3, 0, 0, 0, 9, 0, 0] * 8
+    tokens, logprobs = sample(
+        logits, make_rows(64, temperature=temperature, top_k=top_k, logprobs=[0] * 63 + [1]), make_slots(64)
+    )
     np.testing.assert_array_equal(np.asarray(tokens)[::2], logits.argmax(1)[::2])
-    assert logprobs.chosen[7] < 0
+    assert logprobs.chosen[63] < 0
 
 
 def test_a_greedy_row_with_a_bias_takes_the_most_likely_token_after_it():
@@ -326,11 +328,11 @@ def test_temperature_divides_the_logits():
 
 def test_batch_mates_do_not_change_what_is_drawn():
     """The same seed and position draw the same token in batches of other sizes, rows and slots."""
-    logits = random_logits(VOCAB, rows=8)
-    options = {"temperature": 1.0, "top_k": [0, 7, 0, 90] * 2, "top_p": [1.0, 1.0, 0.8, 0.9] * 2}
-    seeds = np.arange(16).reshape(8, 2)
-    position = np.arange(8) + 2
-    together, _ = sample(logits, make_rows(8, seed=seeds, position=position, **options), make_slots(8))
+    logits = random_logits(VOCAB, rows=64)
+    options = {"temperature": 1.0, "top_k": [0, 7, 0, 90] * 16, "top_p": [1.0, 1.0, 0.8, 0.9] * 16}
+    seeds = np.arange(128).reshape(64, 2)
+    position = np.arange(64) + 2
+    together, _ = sample(logits, make_rows(64, seed=seeds, position=position, **options), make_slots(64))
     for i in range(8):
         filler = random_logits(VOCAB, rows=1, seed=i)
         pair = np.concatenate([filler, logits[i : i + 1]])
