@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -203,7 +204,8 @@ def _row_logprobs(logprobs: Logprobs, row: int, token: int, count: int) -> Token
     chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
     ids = logprobs.top_ids[row, :count].tolist()
     values = logprobs.top[row, :count].tolist()
-    ranked = [(i, Logprob(v, rank)) for rank, (i, v) in enumerate(zip(ids, values, strict=True), 1)]
+    pairs = [(i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf]  # a small vocabulary has fewer
+    ranked = [(i, Logprob(v, rank)) for rank, (i, v) in enumerate(pairs, 1)]
     return [chosen, *(entry for entry in ranked if entry[0] != token)]
 
 

@@ -48,8 +48,6 @@ class Request:
     """Leading pages that are in the prefix cache."""
     prefix_node: PrefixNode = None
     slot: int = -1
-    slot_written: bool = False
-    """The slot holds this request's history and biases."""
     first_scheduled_time: float | None = None
     prompt_logprobs: list[list[tuple[int, Logprob]] | None] | None = None
 

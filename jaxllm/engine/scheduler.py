@@ -51,7 +51,7 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns the queues. One token budget a step serves decodes first, then prefill chunks, then new requests.
+    """Owns the queues. One token budget a step serves running requests in order, then new ones.
 
     Requests go by priority, then by arrival. When pages run out the last in that order is preempted: its pages go back,
     and it is recomputed later from the tokens it has. Nothing is ever aborted for lack of pages.
@@ -149,7 +149,6 @@ class Scheduler:
         request.num_computed = request.num_registered = 0
         request.prefix_node = None
         request.slot = -1
-        request.slot_written = False
 
     def _admit(self, batch: Batch, budget: int) -> None:
         """Start waiting requests in order while there is budget, a slot, and pages for their first chunk."""

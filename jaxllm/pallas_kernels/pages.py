@@ -38,7 +38,8 @@ def from_storage(x: Shaped[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"], meta: AttentionMetadata) -> Pages:
     """Stores token `t`'s key and value in row `positions[t] % page_size` of its page; padding tokens go to page 0.
 
-    Updates in place when the pages are donated.
+    Updates in place when the pages are donated. What is not finite is stored as zero: a masked key has a weight of
+    zero, and zero times a NaN left in a reused page would spoil the next owner's output.
     """
     page_size = pages[0].shape[2]
     num_seqs = meta.page_table.shape[0]
@@ -47,6 +48,10 @@ def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"]
     row = meta.positions % page_size
     k_pages, v_pages = pages
     return (
-        k_pages.at[page, :, row].set(to_storage(k, k_pages.dtype)),
-        v_pages.at[page, :, row].set(to_storage(v, v_pages.dtype)),
+        k_pages.at[page, :, row].set(to_storage(_finite(k), k_pages.dtype)),
+        v_pages.at[page, :, row].set(to_storage(_finite(v), v_pages.dtype)),
     )
+
+
+def _finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.where(jnp.isfinite(x), x, 0)
