@@ -77,6 +77,15 @@ def test_help_and_unknown_commands_say_what_there_is(monkeypatch, capsys) -> Non
     assert "/clear" in out and "/system" in out and "no command /hlp; /help lists them" in out
 
 
+@pytest.fixture
+def listens_to_ctrl_c():
+    """Python's own handler, also where the tests were started in the background and SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_ctrl_c_stops_the_answer_and_keeps_what_there_was(monkeypatch) -> None:
     backend = Scripted(["Once upon", "STOP", "never"], ["ok"])
     chat = talk(backend, ["tell", "go on"], monkeypatch)
