@@ -52,7 +52,7 @@ class PacedCore:
             self._requests.pop(request_id, None)
 
     def turn(self) -> list[Any]:
-        from jaxllm.engine.messages import TokenDelta
+        from jaxllm.engine.front.messages import TokenDelta
 
         self._next = max(self._next + self._pace, time.perf_counter() - self._pace)
         time.sleep(max(self._next - time.perf_counter(), 0))
@@ -68,15 +68,15 @@ class PacedCore:
         return deltas
 
     def stats(self) -> Any:
-        from jaxllm.engine.messages import EngineStats
+        from jaxllm.engine.front.messages import EngineStats
 
         return EngineStats(num_running=len(self._requests), ready=True)
 
 
 def paced_engine(pipe: Connection, config: Any, log_level: int) -> None:
     """The process of the stand-in; the pace travels in config.seed."""
-    from jaxllm.engine.messages import EngineInfo
-    from jaxllm.engine.process_client import Started, _encode, run_loop
+    from jaxllm.engine.front.messages import EngineInfo
+    from jaxllm.engine.front.process_client import Started, _encode, run_loop
 
     info = EngineInfo(
         model_name=MODEL, vocab_size=49152, max_model_len=8192, eos_token_ids=[2], num_pages=1, page_size=16,
@@ -89,14 +89,14 @@ def paced_engine(pipe: Connection, config: Any, log_level: int) -> None:
 def serve(port: int, steps_per_second: int) -> None:
     """The API process: the real server over the stand-in."""
     from jaxllm.config import ServeConfig
-    from jaxllm.engine.async_llm import AsyncLLM
-    from jaxllm.engine.frontend import resolve_tokenizer
-    from jaxllm.engine.process_client import ProcessClient
+    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.front.frontend import resolve_tokenizer
+    from jaxllm.engine.front.process_client import ProcessClient
     from jaxllm.serving.server import bind, run_server
 
     config = ServeConfig(model=MODEL, port=port, seed=steps_per_second, log_level="warning")
     engine = (ProcessClient(config, main=paced_engine), resolve_tokenizer(config))
-    with mock.patch("jaxllm.engine.async_llm.start_engine", return_value=engine):
+    with mock.patch("jaxllm.engine.front.async_llm.start_engine", return_value=engine):
         llm = AsyncLLM(config)
     run_server(config, llm, bind(config.host, config.port))
 

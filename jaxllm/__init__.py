@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm.config import EngineConfig
-    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.engine.front.async_llm import AsyncLLM
     from jaxllm.llm import LLM, generate
-    from jaxllm.outputs import RequestOutput
-    from jaxllm.sampling_params import SamplingParams
+    from jaxllm.requests.outputs import RequestOutput
+    from jaxllm.requests.sampling import SamplingParams
 
 try:
     __version__ = version("jaxllm")
@@ -25,10 +25,10 @@ except PackageNotFoundError:  # a source tree that was never installed
 _HOMES = {
     "LLM": "jaxllm.llm",
     "generate": "jaxllm.llm",
-    "AsyncLLM": "jaxllm.engine.async_llm",
+    "AsyncLLM": "jaxllm.engine.front.async_llm",
     "EngineConfig": "jaxllm.config",
-    "SamplingParams": "jaxllm.sampling_params",
-    "RequestOutput": "jaxllm.outputs",
+    "SamplingParams": "jaxllm.requests.sampling",
+    "RequestOutput": "jaxllm.requests.outputs",
 }
 
 __all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__", "generate"]

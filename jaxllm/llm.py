@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
-from jaxllm.engine.beam_search import BeamSearch, BeamSearchParams, best_first, completion, step_params
-from jaxllm.engine.frontend import (
+from jaxllm.engine.front.beam_search import BeamSearch, BeamSearchParams, best_first, completion, step_params
+from jaxllm.engine.front.frontend import (
     Collector,
     Prompt,
     check_pooling,
@@ -18,13 +18,13 @@ from jaxllm.engine.frontend import (
     prompt_ids,
     split_request,
 )
-from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats
-from jaxllm.engine.start import start_engine
+from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats
+from jaxllm.engine.start.launch import start_engine
 from jaxllm.errors import InvalidRequestError, JaxLLMError
-from jaxllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
-from jaxllm.pooling_params import PoolingParams
-from jaxllm.sampling_params import SamplingParams
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
 
 Item = tuple[str | None, list[int], SamplingParams]
 """A request: its text where it has one, its token ids, its parameters."""

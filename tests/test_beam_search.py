@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
-from jaxllm.engine.beam_search import BeamSearchParams, beam_search
+from jaxllm.engine.front.beam_search import BeamSearchParams, beam_search
 from jaxllm.errors import InvalidRequestError
 from tests.reference.tiny import write_checkpoint
 

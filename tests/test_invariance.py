@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.plan import plan_engine
+from jaxllm.engine.start.plan import plan_engine
 from tests.reference.tiny import tiny_config, write_checkpoint
 
 MODELS = ("llama_gqa", "gemma3_small", "deepseek_v3")

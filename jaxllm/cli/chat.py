@@ -90,7 +90,7 @@ class EngineBackend:
     """An engine in this process."""
 
     def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
-        from jaxllm.engine.async_llm import AsyncLLM
+        from jaxllm.engine.front.async_llm import AsyncLLM
 
         if config.skip_tokenizer_init:
             raise ConfigError("--skip-tokenizer-init leaves nothing to read text with; chat needs the tokenizer")

@@ -18,9 +18,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.engine.async_llm import AsyncLLM
-    from jaxllm.outputs import RequestOutput
-    from jaxllm.sampling_params import SamplingParams
+    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.requests.outputs import RequestOutput
+    from jaxllm.requests.sampling import SamplingParams
 
 Switch = Parameter(negative=(), group=COMMAND_GROUP)
 
@@ -58,7 +58,7 @@ def generate(
     sampling_params(sampling, {})  # refuse a bad value before the model loads
     texts = read_prompts(prompts, file)
 
-    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.engine.front.async_llm import AsyncLLM
 
     engine = AsyncLLM(config)
     try:

@@ -22,7 +22,7 @@ def plan(
     Args:
         json_output: Print one JSON object instead of a table.
     """
-    from jaxllm.engine.plan import plan_engine
+    from jaxllm.engine.start.plan import plan_engine
 
     sizes = plan_engine(config).as_dict()
     if json_output:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Group, Parameter
 
 from jaxllm.config import EngineConfig
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.requests.sampling import SamplingParams
 
 SAMPLING_GROUP = Group(
     "Sampling", sort_key=1, help="A flag wins over the model's own recommendation, and that over the default shown."

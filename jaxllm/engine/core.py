@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxllm.engine.bad_words import spellings
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.executables import Key
-from jaxllm.engine.handle import Handle, Score, on_host
-from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.device.executables import Key
+from jaxllm.engine.device.handle import Handle, Score, on_host
+from jaxllm.engine.device.runner import Runner
+from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.runner import Runner
-from jaxllm.engine.sampler import Logprobs
 from jaxllm.engine.scheduler import Scheduler
-from jaxllm.outputs import Logprob
+from jaxllm.requests.outputs import Logprob
+from jaxllm.text.bad_words import spellings
 
 if TYPE_CHECKING:
     from jaxllm.engine.grammar import Constraint, Grammars

@@ -16,9 +16,9 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
-from jaxllm.engine.slots import MASK_BITS
+from jaxllm.engine.device.slots import MASK_BITS
 from jaxllm.errors import JaxLLMError
-from jaxllm.structured_outputs import StructuredOutputs, compile_grammar
+from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 
 THREADS = min(4, os.cpu_count() or 1)
 MARKER_TOKENS = 16

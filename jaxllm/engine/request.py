@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.engine.messages import EngineRequest
+from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.engine.page_pool import PrefixNode
-from jaxllm.outputs import Logprob
-from jaxllm.pooling_params import PoolingParams
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.engine.grammar import Constraint

@@ -9,7 +9,9 @@ import numpy as np
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
-from jaxllm.models import (
+from jaxllm.models.config import BuildOptions, DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.families import (
     deepseek,
     gemma,
     glm,
@@ -25,8 +27,6 @@ from jaxllm.models import (
     smollm3,
     stablelm,
 )
-from jaxllm.models.config import BuildOptions, DecoderConfig
-from jaxllm.models.decoder import Decoder
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import GGUF_NAMES
 from jaxllm.models.hf import hf_names, hf_renaming

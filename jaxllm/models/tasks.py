@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.model_tasks import Activation, ModelTasks, Pooling
+from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
 
 CLASSIFIER = "ForSequenceClassification"

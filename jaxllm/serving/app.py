@@ -36,7 +36,7 @@ from jaxllm.serving.state import ServerState
 from jaxllm.serving.streaming import ClientDisconnected
 
 if TYPE_CHECKING:
-    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.engine.front.async_llm import AsyncLLM
 
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxllm.engine.messages import TokenDelta
+from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.generation import Choice, Generation
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.parser import ParsedCall, join_events

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
 from jaxllm.serving.parsing.formats import OutputFormats
 from jaxllm.serving.parsing.grammar import tool_constraint
 from jaxllm.serving.protocol.chat import ChatRequest
-from jaxllm.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
 
 
 def answer_constraint(

@@ -12,9 +12,9 @@ from functools import partial
 
 import msgspec
 
-from jaxllm.engine.beam_search import BeamSearchParams, beam_search
-from jaxllm.engine.messages import TokenDelta
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.engine.front.beam_search import BeamSearchParams, beam_search
+from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.errors import APIError
 from jaxllm.serving.metrics import SequenceTimer
 from jaxllm.serving.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage

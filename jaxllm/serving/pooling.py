@@ -11,9 +11,9 @@ import numpy as np
 from fastapi import Request
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.model_tasks import Pooling
-from jaxllm.outputs import PooledOutput
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.requests.outputs import PooledOutput
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.tasks import Pooling
 from jaxllm.serving.errors import APIError, unavailable
 from jaxllm.serving.prompts import render_own_template, tokenize_chat
 from jaxllm.serving.protocol.common import PromptTokensDetails

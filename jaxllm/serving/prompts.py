@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm import chat_template
 from jaxllm.errors import InvalidRequestError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.constraints import answer_constraint, compiled
 from jaxllm.serving.errors import APIError
 from jaxllm.serving.generation import Prompt
@@ -22,6 +21,7 @@ from jaxllm.serving.protocol.tokenize import TokenizeRequest
 from jaxllm.serving.protocol.tools import Tool
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
+from jaxllm.text import chat_template
 
 
 @dataclass
@@ -96,7 +96,7 @@ def tokenize_chat(
 def template_values(
     state: ServerState, messages: Sequence[Message], fields: TemplateFields, tools: Sequence[Tool] = ()
 ) -> dict[str, Any]:
-    """The arguments of `jaxllm.chat_template.render`, with the tools where the template wants them."""
+    """The arguments of `jaxllm.text.chat_template.render`, with the tools where the template wants them."""
     plain = [message.for_template() for message in messages]
     arguments = fields.template_arguments(state.chat_template)
     if tools:

@@ -9,8 +9,8 @@ from fastapi import Request
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.model_tasks import Activation, ModelTasks
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.tasks import Activation, ModelTasks
 from jaxllm.serving.pooling import PoolingBatch, check_length, kept_tokens, pooling_kind, text_prompt
 from jaxllm.serving.protocol.scoring import ComparisonFields
 from jaxllm.serving.state import ServerState

@@ -18,7 +18,7 @@ from jaxllm.serving.app import create_app
 from jaxllm.serving.state import ServerState, read_chat_template
 
 if TYPE_CHECKING:
-    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.engine.front.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ def serve(config: ServeConfig) -> None:
     listener = bind(config.host, config.port)
     with listener:
         read_chat_template(config)
-        from jaxllm.engine.async_llm import AsyncLLM  # imports JAX: a taken port is said before those seconds pass
+        from jaxllm.engine.front.async_llm import (
+            AsyncLLM,  # imports JAX: a taken port is said before those seconds pass
+        )
 
         process = config.engine_process is None or config.engine_process
         engine = AsyncLLM(config.model_copy(update={"engine_process": process}))

@@ -22,10 +22,10 @@ from jaxllm.serving.store.database import Database, sqlite_url
 from jaxllm.serving.template_process import TemplateProcesses
 
 if TYPE_CHECKING:
-    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.engine.front.async_llm import AsyncLLM
     from jaxllm.serving.generation import Generation
     from jaxllm.serving.pooling import PoolingBatch
-    from jaxllm.tokenizer import Tokenizer
+    from jaxllm.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 R = TypeVar("R")

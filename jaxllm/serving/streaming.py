@@ -12,7 +12,7 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxllm.engine.messages import TokenDelta
+from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.errors import APIError, to_api_error
 from jaxllm.serving.generation import Choice, Generation, collect
 

@@ -12,8 +12,8 @@ import os
 import sys
 from typing import Any
 
-from jaxllm.chat_template import render
 from jaxllm.errors import InvalidRequestError
+from jaxllm.text.chat_template import render
 
 RENDER_SECONDS = 5.0
 """How long one template may take, the start of its process included."""
@@ -33,7 +33,7 @@ class TemplateProcesses:
         self._free = asyncio.Semaphore(MAX_PROCESSES)
 
     async def render(self, values: dict[str, Any]) -> str:
-        """`jaxllm.chat_template.render(**values)`, stopped after RENDER_SECONDS.
+        """`jaxllm.text.chat_template.render(**values)`, stopped after RENDER_SECONDS.
 
         Raises InvalidRequestError when the template is wrong, takes too long, or needs too much memory.
         """

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.gguf_header import read_header
 from jaxllm.quantization.gguf_blocks import dequantize
 from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.gguf_header import read_header
 
 _PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 

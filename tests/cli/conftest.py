@@ -15,9 +15,9 @@ import pytest
 
 from jaxllm.cli.main import main
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.engine.messages import EngineInfo, EngineStats, TokenDelta
-from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.engine.front.messages import EngineInfo, EngineStats, TokenDelta
+from jaxllm.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxllm.requests.sampling import SamplingParams
 
 
 class Result(NamedTuple):
@@ -135,7 +135,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> type[EchoEngine]:
         chat_template: ClassVar[str | None] = "canned"
         recommended: ClassVar[dict[str, float]] = {}
 
-    stub_module(monkeypatch, "jaxllm.engine.async_llm", AsyncLLM=Engine)
+    stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=Engine)
     return Engine
 
 

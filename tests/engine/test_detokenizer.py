@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.tokenizer import load_tokenizer
+from jaxllm.text.tokenizer import load_tokenizer
 from tests.weights.models import real_model
 
 TEXTS = {

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import InvalidRequestError, JaxLLMError
-from jaxllm.structured_outputs import StructuredOutputs
+from jaxllm.requests.structured_outputs import StructuredOutputs
 
 SCHEMA = {
     "type": "object",

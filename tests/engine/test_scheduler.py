@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.requests.sampling import SamplingParams
 from tests.engine.simulated_device import SimulatedDevice, alone
 
 PREFIX = [1, 0, 2, 2, 0, 1, 1, 2, 0, 0, 1, 2]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError
-from jaxllm.model_tasks import ModelTasks
 from jaxllm.models.tasks import read_tasks
+from jaxllm.requests.tasks import ModelTasks
 from jaxllm.weights import open_checkpoint
 from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from jaxllm import EngineConfig
-from jaxllm.engine.plan import Blueprint, Platform, make_blueprint
-from jaxllm.engine.step import StepFunctions
+from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.models.registry import FAMILIES, model_spec
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint

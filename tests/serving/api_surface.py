@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from jaxllm.config import ServeConfig
-from jaxllm.model_tasks import ModelTasks
+from jaxllm.requests.tasks import ModelTasks
 from jaxllm.serving.app import create_app
 from jaxllm.serving.protocol.common import RequestModel
 from tests.serving.fake_engine import FakeEngine

@@ -17,13 +17,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.config import ServeConfig
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.messages import EngineInfo, EngineStats, TokenDelta
+from jaxllm.engine.front.messages import EngineInfo, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from jaxllm.model_tasks import ModelTasks
-from jaxllm.outputs import Logprob, PooledOutput
-from jaxllm.pooling_params import PoolingParams
-from jaxllm.sampling_params import SamplingParams
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.requests.outputs import Logprob, PooledOutput
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.tasks import ModelTasks
+from jaxllm.text.tokenizer import Tokenizer
 
 BOS = 256
 VOCAB_SIZE = 300

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.engine.messages import TokenDelta
+from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.protocol.anthropic.request import CountTokensRequest, MessagesRequest
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY, ByteTokenizer, FakeEngine

@@ -13,7 +13,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.model_tasks import ModelTasks
+from jaxllm.requests.tasks import ModelTasks
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import BOS, CONTEXT, HIDDEN, HIDDEN_SIZE, FakeEngine
 

@@ -264,7 +264,7 @@ class TestBeamSearch:
     @pytest.fixture(autouse=True)
     def _language(self, engine: FakeEngine) -> None:
         """After any text: a, b or the end; a is likelier, but dead ends follow it."""
-        from jaxllm.outputs import Logprob
+        from jaxllm.requests.outputs import Logprob
 
         def next_tokens(ids: list[int]) -> list[tuple[int, Logprob]]:
             shares = {97: -2.0, 98: -2.1, 257: -2.2} if ids[-1] == 97 else {97: -0.7, 98: -0.8, 257: -3.0}

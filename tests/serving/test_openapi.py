@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from jaxllm.engine.messages import TokenDelta
+from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.batch.caller import BATCH_PRIORITY
 from jaxllm.serving.openapi import RESPONSES
 from tests.serving.api_surface import BODIES, CLASSIFIER, Route, addresses, make_app, models, routes

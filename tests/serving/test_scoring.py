@@ -11,9 +11,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.config import ServeConfig
-from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.front.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError
-from jaxllm.model_tasks import ModelTasks
+from jaxllm.requests.tasks import ModelTasks
 from jaxllm.serving.app import create_app
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint

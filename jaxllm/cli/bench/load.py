@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxllm.cli.bench.stats import Trace
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM

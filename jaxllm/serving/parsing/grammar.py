@@ -13,10 +13,10 @@ from typing import Any
 
 import tokenizers
 
+from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.parsing.formats import Layout, OutputFormats
 from jaxllm.serving.parsing.notations import value_types
 from jaxllm.serving.protocol.tools import FunctionDefinition, Tool
-from jaxllm.structured_outputs import StructuredOutputs
 
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jaxllm.sampling_params import MAX_LOGPROBS
+from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.protocol.common import refuse
 from jaxllm.serving.protocol.messages import Messages, TemplateFields, check_history
 from jaxllm.serving.protocol.sampling import UNSUPPORTED_SAMPLING, GenerationRequest

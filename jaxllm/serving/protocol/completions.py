@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import Field, field_validator, model_validator
 
-from jaxllm.sampling_params import MAX_LOGPROBS
+from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.protocol.common import Usage, refuse
 from jaxllm.serving.protocol.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.protocol.sampling import UNSUPPORTED_SAMPLING, GenerationRequest

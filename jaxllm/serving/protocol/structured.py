@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.protocol.common import RequestModel, refuse
-from jaxllm.structured_outputs import StructuredOutputs
 
 MAX_STRUCTURES = 128
 

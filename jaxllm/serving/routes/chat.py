@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.engine.messages import TokenDelta
+from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.chat import ChatAnswer, ChatTurn, begin_chat
 from jaxllm.serving.json_response import json_response
 from jaxllm.serving.openapi import DONE, returns

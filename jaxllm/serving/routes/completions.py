@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.engine.messages import TokenDelta
+from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.generation import Choice, Generation, Prompt
 from jaxllm.serving.json_response import json_response
 from jaxllm.serving.openapi import DONE, returns

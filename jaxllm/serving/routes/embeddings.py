@@ -8,8 +8,8 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.outputs import shape_vector
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.requests.outputs import shape_vector
+from jaxllm.requests.pooling import PoolingParams
 from jaxllm.serving.json_response import json_response
 from jaxllm.serving.openapi import returns
 from jaxllm.serving.pooling import PoolingBatch, input_prompts, pooling_kind

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.pooling_params import PoolingParams
+from jaxllm.requests.pooling import PoolingParams
 from jaxllm.serving.json_response import json_response
 from jaxllm.serving.openapi import returns
 from jaxllm.serving.pooling import PoolingBatch, input_prompts

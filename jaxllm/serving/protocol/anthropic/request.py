@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from jaxllm.sampling_params import MAX_STOP_STRINGS
+from jaxllm.requests.sampling import MAX_STOP_STRINGS
 from jaxllm.serving.errors import shown
 from jaxllm.serving.protocol.anthropic.content import (
     CacheControl,

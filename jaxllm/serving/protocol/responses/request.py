@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from jaxllm.sampling_params import MAX_LOGPROBS
+from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.errors import shown
 from jaxllm.serving.protocol.common import RequestModel, refuse
 from jaxllm.serving.protocol.responses.items import MAX_ITEMS, AnyItem, NewItem

@@ -1,0 +1,1 @@
+"""What runs on the device, and the host side that feeds it."""

@@ -1,0 +1,189 @@
+"""Compiled steps: ahead of time, in threads, the covering ones first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from jaxllm import compat
+from jaxllm.engine.device.buckets import Buckets, smallest_covering
+from jaxllm.engine.device.step import StepFunctions
+
+logger = logging.getLogger(__name__)
+
+COMPILE_THREADS = 2
+
+
+class Key(NamedTuple):
+    """Which step function, padded to which size.
+
+    `variant`: "greedy", "sampled" or (heads only) "masked"; "top" or "whole" for scores.
+    """
+
+    kind: str
+    size: int = 0
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return "-".join(str(part) for part in self if part)
+
+
+class Executables:
+    """Owns every compiled step function.
+
+    A step takes the smallest compiled bucket that covers it, so that requests run while smaller buckets are still being
+    compiled. Only when none covers it does it wait, and if nobody had planned that bucket the compile is counted as
+    unforeseen.
+    """
+
+    def __init__(self, functions: StepFunctions, buckets: Buckets, *, eager: bool = False):
+        """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed."""
+        self._functions = functions
+        self._sizes = {"decode": buckets.decode, "backbone": buckets.prefill, "head": buckets.head}
+        self._buckets = buckets
+        self._eager = eager
+        self._urgent = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
+        self._behind = ThreadPoolExecutor(
+            1, thread_name_prefix="compile-behind", initializer=compat.lower_thread_priority
+        )
+        self._futures: dict[Key, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._hurried: set[Key] = set()
+        self.compiles_unforeseen = 0
+        self.compile_seconds = 0.0
+        self._foreseen: set[Key] = set()
+
+    @property
+    def compiles_foreseen(self) -> int:
+        """Planned executables that are ready."""
+        return sum(key in self._futures and self._futures[key].done() for key in self._foreseen)
+
+    @property
+    def compiles_pending(self) -> int:
+        """Executables asked for and not ready."""
+        return sum(not future.done() for future in list(self._futures.values()))
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest head, and of the one bucket that scores prompt tokens."""
+        return self._buckets.head[-1]
+
+    def plan(self) -> list[Key]:
+        """Every executable, in the order it is wanted.
+
+        First the covering bucket of each phase, then what one lone user runs, then what makes any request possible,
+        and then the rest, smallest first.
+        """
+        b = self._buckets
+        lone = [
+            Key("decode", b.decode[0], "greedy"),
+            Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
+        ]
+        any_request = [Key("head", b.head[-1], "sampled"), Key("decode", b.decode[-1], "sampled"), Key("set_slot")]
+        rest = [Key("backbone", n) for n in b.prefill]
+        for variant in ("greedy", "sampled"):
+            rest += [Key("decode", n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]
+        rest += [Key("head", n, "masked") for n in b.head]
+        last = [Key("score", self.most_rows, "top"), Key("pool"), Key("token_logits", self.most_rows)]
+        return list(dict.fromkeys([*self.covering_keys(), *lone, *any_request, *rest, *last]))
+
+    def covering_keys(self) -> list[Key]:
+        """The largest bucket of each phase: with these, any greedy request can run."""
+        b = self._buckets
+        return [
+            Key("backbone", b.prefill[-1]),
+            Key("head", b.head[-1], "greedy"),
+            Key("decode", b.decode[-1], "greedy"),
+        ]
+
+    def begin(self) -> None:
+        """Start compiling the plan; returns at once."""
+        if self._eager:
+            return
+        keys = self.plan()
+        self._foreseen = set(keys)
+        covering = self.covering_keys()
+        for key in keys:
+            self._submit(key, self._urgent if key in covering else self._behind)
+
+    def wait_until_covered(self) -> None:
+        """Block until a covering bucket of each phase is ready."""
+        if not self._eager:
+            for key in self.covering_keys():
+                self.get(key)
+
+    def wait(self) -> None:
+        """Block until everything that was asked for is compiled."""
+        while any(not future.done() for future in list(self._futures.values())):
+            for future in list(self._futures.values()):
+                if not future.cancelled():
+                    future.result()
+
+    def covering(self, kind: str, needed: int, variant: str = "") -> tuple[Key, Callable[..., Any]]:
+        """The smallest ready executable for `needed` rows or tokens; "sampled" covers "greedy" as well."""
+        sizes = self._sizes[kind]
+        exact = Key(kind, smallest_covering(sizes, needed), variant)
+        for size in sizes if not self._eager else ():
+            for candidate in self._covering_variants(kind, variant):
+                key = Key(kind, size, candidate)
+                if size >= needed and self._ready(key):
+                    return key, self._futures[key].result()
+        return exact, self.get(exact)
+
+    def get(self, key: Key) -> Callable[..., Any]:
+        """One executable, compiled now if it has not been: it does not wait for its turn. Any thread may call this."""
+        with self._asking:
+            future = self._futures.get(key)
+            if future is None and not self._eager and key not in self._foreseen:
+                self.compiles_unforeseen += 1
+                logger.warning("compiling %s, which was not planned", key)
+            if future is None or (key not in self._hurried and future.cancel()):
+                self._hurried.add(key)
+                future = self._submit(key, self._urgent)
+        return future.result()
+
+    def missing(self, keys: Iterable[Key]) -> list[Key]:
+        """Those whose first use would hold up every request; none when each is compiled at its first use anyway."""
+        return [] if self._eager else [key for key in keys if not self._ready(key)]
+
+    def close(self) -> None:
+        """Drop the compiles that have not begun; one that has cannot be stopped, and is not waited for."""
+        for pool in (self._behind, self._urgent):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _covering_variants(kind: str, variant: str) -> Iterable[str]:
+        return (variant, "sampled") if variant == "greedy" else (variant,)
+
+    def _ready(self, key: Key) -> bool:
+        future = self._futures.get(key)
+        return future is not None and future.done() and not future.cancelled() and future.exception() is None
+
+    def _submit(self, key: Key, pool: ThreadPoolExecutor) -> Future[Any]:
+        self._futures[key] = pool.submit(self._compile, key)
+        return self._futures[key]
+
+    def _compile(self, key: Key) -> Callable[..., Any]:
+        began = time.perf_counter()
+        f = self._functions
+        builders: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+            "decode": lambda: f.decode(key.size, key.variant == "sampled"),
+            "backbone": lambda: f.backbone(key.size),
+            "head": lambda: f.head(key.size, key.variant != "greedy", key.variant == "masked"),
+            "score": lambda: f.score(key.size, key.variant == "whole"),
+            "pool": f.pool,
+            "token_logits": lambda: f.token_logits(key.size),
+            "set_slot": f.set_slot,
+        }
+        function, args = builders[key.kind]()
+        compiled = function.lower(*args).compile()  # type: ignore[attr-defined]
+        seconds = time.perf_counter() - began
+        with self._lock:
+            self.compile_seconds += seconds
+        logger.debug("compiled %s in %.2f s", key, seconds)
+        return compiled

@@ -1,0 +1,95 @@
+"""What a dispatched step will give, and to whom."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.device.step import Sampled
+from jaxllm.engine.request import Request
+
+
+class Score(NamedTuple):
+    """Prompt log-probabilities under way: row i of `result` is of `targets[i]`, `request`'s token at `positions[i]`."""
+
+    request: Request
+    positions: range
+    targets: list[int]
+    result: Any
+    """Logprobs, or `[R, V]` log-probabilities of the whole vocabulary."""
+
+
+class PooledRow(NamedTuple):
+    """Whose values a row holds, and how many; the `first` of a request's rows and the `last` may be the same."""
+
+    request: Request
+    width: int
+    first: bool
+    last: bool
+
+
+class Pooled(NamedTuple):
+    """Values under way for requests that pool: row i of `result` is `rows[i]`."""
+
+    rows: list[PooledRow]
+    result: Any
+
+
+class SampledRow(NamedTuple):
+    """A row of the hidden buffer that a token is sampled from."""
+
+    request: Request
+    row: int
+    position: int
+
+
+@dataclass
+class Handle:
+    """A dispatched step. `requests[i]` gets row i of `sampled`.
+
+    Where a grammar has a say, `waiting` holds the rows that are still to be sampled, once their masks are known.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    sampled: Sampled | None = None
+    scores: list[Score] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
+    waiting: list[SampledRow] = field(default_factory=list)
+
+    def wait(self) -> float:
+        """Block until the step's results are on the host; returns the seconds it took."""
+        began = time.perf_counter()
+        for array in self.arrays():
+            array.block_until_ready()
+        return time.perf_counter() - began
+
+    def arrays(self) -> list[jax.Array]:
+        """Everything the step hands to the host."""
+        return jax.tree.leaves((self.sampled, [s.result for s in self.scores], [p.result for p in self.pooled]))
+
+    def withdraw(self, request: Request) -> bool:
+        """Don't sample for `request`; False where it has no row that waits."""
+        kept = [row for row in self.waiting if row.request is not request]
+        found = len(kept) < len(self.waiting)
+        self.waiting = kept
+        return found
+
+    def tokens(self) -> list[int]:
+        """The sampled tokens, one a request."""
+        return [] if self.sampled is None else np.asarray(self.sampled.tokens)[: len(self.requests)].tolist()
+
+    def logprobs(self) -> Logprobs | None:
+        """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""
+        if self.sampled is None or self.sampled.logprobs is None:
+            return None
+        return on_host(self.sampled.logprobs)
+
+
+def on_host(logprobs: Logprobs) -> Logprobs:
+    """The same, as NumPy arrays."""
+    return Logprobs(*(np.asarray(a) for a in logprobs))  # type: ignore[arg-type]

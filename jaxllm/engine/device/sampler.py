@@ -1,0 +1,284 @@
+"""Sampling on the device: from logits to tokens and log-probabilities.
+
+Nothing here sorts the vocabulary. The most likely `TOP` tokens come from the groups with the greatest maxima; they
+settle top-k and top-p in nearly every case, and where they don't, a bisection over the bits of the threshold does. A
+token is drawn by inverting the cumulative distribution at one uniform number, which depends on nothing but the
+request's seed and the token's position: so neither batch-mates nor preemption change what is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.engine.device.slots import MASK_BITS, Slots
+from jaxllm.requests.sampling import MAX_LOGPROBS
+
+GROUP = 64
+"""Tokens in a group when looking for the most likely ones."""
+TOP = 64
+"""How many of the most likely tokens are found exactly."""
+DRAW_BLOCK = 256
+"""Tokens whose probabilities are added up before choosing among them."""
+
+NEGATIVE = float("-inf")
+
+
+class SamplingRows(NamedTuple):
+    """What `R` rows of logits are to be sampled with."""
+
+    slot: Int[Array, "R"]
+    position: Int[Array, "R"]
+    """Position of the token that the logits follow."""
+    top_k: Int[Array, "R"]
+    """0 keeps all."""
+    seed: Int[Array, "R 2"]
+    prompt_len: Int[Array, "R"]
+    blocked_until: Int[Array, "R"]
+    """Stop tokens are held back while the new token's position is below this."""
+    adjust: Int[Array, "R"]
+    """1 where a bias, a penalty, min_tokens, bad_words or allowed_token_ids changes the logits."""
+    logprobs: Int[Array, "R"]
+    """1 where log-probabilities are asked for."""
+    window: Int[Array, "R"]
+    """How many of the last tokens the penalties look at."""
+    temperature: Float[Array, "R"]
+    top_p: Float[Array, "R"]
+    min_p: Float[Array, "R"]
+    presence: Float[Array, "R"]
+    frequency: Float[Array, "R"]
+    repetition: Float[Array, "R"]
+
+
+class Logprobs(NamedTuple):
+    """Natural-log probabilities of the raw distribution."""
+
+    chosen: Float[Array, "R"]
+    rank: Int[Array, "R"]
+    """1-based."""
+    top: Float[Array, "R 20"]
+    top_ids: Int[Array, "R 20"]
+
+
+def greedy(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
+    """The most likely token of each row."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def sample(
+    logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots, mask: Int[Array, "R V/32"] | None = None
+) -> tuple[Int[Array, "R"], Logprobs]:
+    """A token for each row, and its log-probabilities where asked for. What no row needs is skipped at run time.
+
+    `mask` has one bit a token: only those whose bit is set are chosen.
+    """
+    adjusted = lax.cond(jnp.any(rows.adjust > 0), adjust_logits, lambda x, *_: x, logits, rows, slots)
+    if mask is not None:
+        adjusted = apply_mask(adjusted, mask)
+    best = greedy(adjusted)
+    random = rows.temperature > 0
+    drawn = lax.cond(jnp.any(random), _draw_tokens, lambda *_: best, adjusted, rows)
+    tokens = jnp.where(random, drawn, best)
+    logprobs = lax.cond(jnp.any(rows.logprobs > 0), token_logprobs, _no_logprobs, logits, tokens)
+    return tokens, logprobs
+
+
+def adjust_logits(logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots) -> Float[Array, "R V"]:
+    """Penalties, logit_bias, min_tokens, bad_words and allowed_token_ids, in the rows that ask for any.
+
+    The slots of the other rows may still hold what an earlier request left there.
+    """
+    raw = logits
+    index = jnp.arange(logits.shape[0])[:, None]
+    history = slots.history[rows.slot]
+    at = jnp.arange(history.shape[1])
+    known = (at <= rows.position[:, None]) & (at > (rows.position - rows.window)[:, None])
+    generated = known & (at >= rows.prompt_len[:, None])
+
+    def count(mask: jax.Array) -> jax.Array:
+        return jnp.zeros_like(logits).at[index, history].add(mask.astype(logits.dtype), mode="drop")
+
+    out_counts = count(generated)
+    repeated = (count(known & ~generated) > 0) | (out_counts > 0)
+    penalty = rows.repetition[:, None]
+    logits = jnp.where(repeated, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = logits - rows.frequency[:, None] * out_counts - rows.presence[:, None] * (out_counts > 0)
+    logits = logits.at[index, slots.bias_ids[rows.slot]].add(slots.bias_values[rows.slot], mode="drop")
+    held_back = (rows.position + 1 < rows.blocked_until)[:, None]
+    blocked = slots.blocked_ids[rows.slot]
+    blocked = jnp.where(held_back, blocked, logits.shape[1])
+    logits = logits.at[index, blocked].set(NEGATIVE, mode="drop")
+    logits = logits.at[index, _bad_tokens(rows, slots, logits.shape[1])].set(NEGATIVE, mode="drop")
+    logits = apply_mask(logits, slots.allowed[rows.slot])
+    return jnp.where(rows.adjust[:, None] > 0, logits, raw)
+
+
+def apply_mask(logits: Float[Array, "R V"], mask: Int[Array, "R V/32"]) -> Float[Array, "R V"]:
+    """Minus infinity for every token whose bit is not set."""
+    token = jnp.arange(logits.shape[1])
+    bits = mask[:, token // MASK_BITS] >> (token % MASK_BITS) & 1
+    return jnp.where(bits == 1, logits, NEGATIVE)
+
+
+def _bad_tokens(rows: SamplingRows, slots: Slots, vocab: int) -> Int[Array, "R W"]:
+    """Tokens that would complete a bad word behind what was generated; the vocabulary's size where none would."""
+    words = slots.bad_words[rows.slot]
+    length = words.shape[2]
+    at = rows.position[:, None] - jnp.arange(length - 2, -1, -1)
+    generated = at >= rows.prompt_len[:, None]
+    before = jnp.where(generated, slots.history[rows.slot[:, None], jnp.maximum(at, 0)], vocab)
+    spelled = (words[:, :, :-1] == before[:, None]) | (words[:, :, :-1] < 0)
+    return jnp.where(spelled.all(-1), words[:, :, -1], vocab)
+
+
+def _draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
+    truncated = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    scaled = lax.cond(jnp.any(truncated), truncate, lambda x, *_: x, scaled, rows.top_k, rows.top_p, rows.min_p)
+    return draw(scaled, uniform(rows.seed, rows.position))
+
+
+def uniform(seed: Int[Array, "R 2"], position: Int[Array, "R"]) -> Float[Array, "R"]:
+    """One number in [0, 1) a row, from its seed and position alone (Threefry, Salmon et al. 2011)."""
+
+    def one(words: jax.Array, at: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(lax.bitcast_convert_type(words, jnp.uint32), impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, at))
+
+    return jax.vmap(one)(seed, position)
+
+
+def truncate(
+    logits: Float[Array, "R V"], top_k: Int[Array, "R"], top_p: Float[Array, "R"], min_p: Float[Array, "R"]
+) -> Float[Array, "R V"]:
+    """Logits with everything outside min_p, then top_k, then top_p of what is left, at minus infinity.
+
+    Tokens as likely as the last one kept are kept.
+    """
+    most = logits.max(-1, keepdims=True)
+    logits = jnp.where(logits >= most + jnp.log(min_p)[:, None], logits, NEGATIVE)
+    values, _ = top_tokens(logits)
+    count = jnp.where((top_k > 0) & (top_k < logits.shape[1]), top_k, logits.shape[1])
+    weights = jnp.exp(values - most)
+    total = jnp.exp(logits - most).sum(-1)
+
+    # With top_k inside the values found, everything is decided by them.
+    within = count <= values.shape[1]
+    kth = jnp.take_along_axis(values, jnp.minimum(count, values.shape[1])[:, None] - 1, axis=1)
+    kept = jnp.where(within[:, None] & (values < kth), 0, weights)
+    mass = jnp.where(within, _mass_from(logits, kth, most), total)
+    reached = jnp.cumsum(kept, axis=1) >= (top_p * mass)[:, None]
+    last = jnp.where(reached.any(1), jnp.argmax(reached, axis=1), values.shape[1] - 1)
+    nucleus = jnp.take_along_axis(values, last[:, None], axis=1)
+    threshold = jnp.where((top_p < 1)[:, None], nucleus, jnp.where(within[:, None], kth, NEGATIVE))
+
+    open_k = ~within & (count < logits.shape[1])
+    open_p = (top_p < 1) & ~reached.any(1)
+    open_p |= (top_p < 1) & open_k  # top_p of a top_k that is not known yet
+    undecided = open_k | open_p
+    threshold = lax.cond(
+        jnp.any(undecided),
+        lambda: jnp.where(undecided[:, None], _bisect(logits, count, top_p, most), threshold),
+        lambda: threshold,
+    )
+    return jnp.where(logits >= threshold, logits, NEGATIVE)
+
+
+def _mass_from(logits: Float[Array, "R V"], threshold: Float[Array, "R 1"], most: jax.Array) -> Float[Array, "R"]:
+    """The unnormalised probability of every token at or above `threshold`."""
+    return jnp.where(logits >= threshold, jnp.exp(logits - most), 0).sum(-1)
+
+
+def _bisect(
+    logits: Float[Array, "R V"], count: Int[Array, "R"], top_p: Float[Array, "R"], most: jax.Array
+) -> Float[Array, "R 1"]:
+    """The threshold of top_k, then of top_p within it, bit by bit: 64 passes over the logits."""
+    kth = _greatest(lambda t: (logits >= t).sum(-1) >= count, logits.shape[0])
+    needed = top_p * _mass_from(logits, kth, most)
+    nucleus = _greatest(lambda t: _mass_from(logits, jnp.maximum(t, kth), most) >= needed, logits.shape[0])
+    return jnp.where((top_p < 1)[:, None], jnp.maximum(nucleus, kth), kth)
+
+
+def _greatest(holds: object, rows: int) -> Float[Array, "R 1"]:
+    """The greatest float32 a row for which `holds`, which is true of minus infinity and false from some value on.
+
+    Floats are searched in the order of their bits: with the sign bit turned over (and, below zero, every other bit
+    too) unsigned integers are in the order of the floats they stand for.
+    """
+
+    def value(code: jax.Array) -> jax.Array:
+        positive = code >> 31 == 1
+        bits = jnp.where(positive, code ^ jnp.uint32(1 << 31), ~code)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def body(i: jax.Array, code: jax.Array) -> jax.Array:
+        trial = code | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        candidate = value(trial)
+        usable = ~jnp.isnan(candidate)
+        below = jnp.isnan(candidate) & (trial >> 31 == 0)  # codes under minus infinity's: all true
+        good = below | (usable & holds(candidate[:, None]))  # type: ignore[operator]
+        return jnp.where(good, trial, code)
+
+    return value(lax.fori_loop(0, 32, body, jnp.zeros(rows, jnp.uint32)))[:, None]
+
+
+def top_tokens(x: Float[Array, "R V"], count: int = TOP) -> tuple[Float[Array, "R n"], Int[Array, "R n"]]:
+    """The `count` greatest values of each row and their ids, best first, exactly.
+
+    Each of them lies in one of the `count` groups with the greatest maxima, so only those groups are looked into.
+    """
+    num_rows, vocab = x.shape
+    if vocab <= GROUP * count:
+        return lax.top_k(x, min(count, vocab))
+    groups = jnp.pad(x, ((0, 0), (0, -vocab % GROUP)), constant_values=NEGATIVE).reshape(num_rows, -1, GROUP)
+    _, chosen = lax.top_k(groups.max(-1), count)
+    chosen = jnp.sort(chosen, axis=1)  # ties then go to the lower id, as in a top_k of the whole row
+    values = jnp.take_along_axis(groups, chosen[:, :, None], axis=1).reshape(num_rows, -1)
+    values, at = lax.top_k(values, count)
+    return values, jnp.take_along_axis(chosen, at // GROUP, axis=1) * GROUP + at % GROUP
+
+
+def draw(logits: Float[Array, "R V"], u: Float[Array, "R"]) -> Int[Array, "R"]:
+    """The token at which the cumulative distribution of `softmax(logits)` passes `u`."""
+    num_rows, vocab = logits.shape
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(num_rows, -1, DRAW_BLOCK)
+    sums = blocks.sum(-1)
+    ends = jnp.cumsum(sums, axis=1)
+    target = u * ends[:, -1]
+    block = _first_past(ends, sums > 0, target)
+    start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = _first_past(jnp.cumsum(inside, axis=1), inside > 0, target - start)
+    return (block * DRAW_BLOCK + token).astype(jnp.int32)
+
+
+def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Float[Array, "R"]) -> Int[Array, "R"]:
+    """The first index that `adds` anything and whose running sum is above `target`; if rounding leaves none, the last.
+
+    `ends` alone would not tell: a running sum is rounded, and may grow where nothing was added.
+    """
+    past = (ends > target[:, None]) & adds
+    last = ends.shape[1] - 1 - jnp.argmax(adds[:, ::-1], axis=1)
+    return jnp.where(past.any(1), jnp.argmax(past, axis=1), last)
+
+
+def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logprobs:
+    """Log-probabilities of `tokens` and of the most likely ones."""
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    top, ids = top_tokens(logits, MAX_LOGPROBS)
+    rank = (logits > chosen).sum(-1) + 1
+    pad = ((0, 0), (0, MAX_LOGPROBS - top.shape[1]))
+    top = jnp.pad(top - norm[:, None], pad, constant_values=NEGATIVE)
+    return Logprobs(chosen[:, 0] - norm, rank.astype(jnp.int32), top, jnp.pad(ids.astype(jnp.int32), pad))
+
+
+def _no_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logprobs:
+    rows = logits.shape[0]
+    top = jnp.zeros((rows, MAX_LOGPROBS))
+    return Logprobs(jnp.zeros(rows), jnp.zeros(rows, jnp.int32), top, top.astype(jnp.int32))

@@ -1,0 +1,301 @@
+"""The functions that are compiled: everything a step does on the device.
+
+A decode-only step is one of them, `decode`. A step with prefill in it is `backbone`, which leaves the hidden states in
+a buffer of fixed size, and then `head` for the rows that sample; so there are as many shapes as decode, prefill and
+head buckets together, not their product. Decode and head come in variants: argmax alone, or everything a request may
+ask of the sampler; and head with a mask besides, which a grammar fills while the backbone runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.engine.device.packing import (
+    backbone_packing,
+    decode_packing,
+    head_packing,
+    logits_packing,
+    pool_packing,
+    score_packing,
+)
+from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
+from jaxllm.engine.device.slots import Slots, SlotUpdate, mask_words, set_slot, slot_shapes
+from jaxllm.models.decoder import Decoder
+from jaxllm.pallas_kernels import AttentionMetadata
+from jaxllm.pallas_kernels.pages import storage_dtype
+from jaxllm.requests.pooling import MAX_TOKEN_IDS
+from jaxllm.sharding.mesh import TENSOR
+from jaxllm.weights.loader import ParamSpec
+
+PAGES_SPEC = P(None, TENSOR)
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The sizes that every step shares."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    num_layers: int
+    page_heads: int
+    """KV heads in a page over all devices, replicas counted."""
+    page_dims: tuple[int, ...]
+    """Channels of each of a layer's buffers."""
+    hidden_size: int
+    vocab_size: int
+    dtype: Any
+
+    @property
+    def pages_per_seq(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+
+class DeviceState(NamedTuple):
+    """What lives on the devices between steps; all of it is donated to the step that changes it."""
+
+    pages: tuple[tuple[Any, ...], ...]
+    slots: Slots
+    hidden: Any
+    """[max_num_batched_tokens, E]: the backbone's last output."""
+
+
+class Sampled(NamedTuple):
+    """What a step hands to the host. `logprobs` is None in the argmax variant."""
+
+    tokens: jax.Array
+    logprobs: Logprobs | None
+
+
+class WeightPacking:
+    """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
+
+    The packed tuple is that vector, then every other parameter in its own order.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec]):
+        self._specs = specs
+        self._small = [
+            i for i, s in enumerate(specs) if len(s.shape) == 1 and not any(s.axes) and s.dtype == np.float32
+        ]
+        self._large = [i for i in range(len(specs)) if i not in set(self._small)]
+        self._offsets = np.cumsum([0, *(specs[i].shape[0] for i in self._small)]).tolist()
+
+    def abstract(self, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of the packed tuple."""
+        vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
+        large = (self._specs[i] for i in self._large)
+        return (
+            vector,
+            *(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P(*s.axes))) for s in large),
+        )
+
+    def pack(self, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """One array a parameter -> the packed tuple."""
+        return (jnp.concatenate([weights[i] for i in self._small]), *(weights[i] for i in self._large))
+
+    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
+        """The packed tuple -> one array a parameter; inside a traced function."""
+        vector, large = packed[0], dict(zip(self._large, packed[1:], strict=True))
+        ends = zip(self._small, self._offsets, self._offsets[1:], strict=False)
+        small = {index: vector[start:end] for index, start, end in ends}
+        return [(small | large)[index] for index in range(len(self._specs))]
+
+
+class StepFunctions:
+    """Builds the jitted step functions of one model on one mesh, with the abstract arguments to compile them for."""
+
+    def __init__(self, model: Decoder, specs: Sequence[ParamSpec], mesh: Mesh, sizes: StepSizes):
+        """`model` is abstract (made under `nnx.eval_shape`); `specs` are its parameters in `nnx.split` order."""
+        self._graph, state = nnx.split(model)
+        _, self._treedef = jax.tree.flatten(state)
+        self._mesh = mesh
+        self._sizes = sizes
+        self._packing = WeightPacking(specs)
+        self._weights = self._packing.abstract(mesh)
+        self._weight_specs = tuple(a.sharding.spec for a in self._weights)
+
+    def pack_weights(self, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The model's parameters as every step takes them."""
+        return self._packing.pack(weights)
+
+    def abstract_state(self) -> DeviceState:
+        """Shapes and shardings of the device state."""
+        s = self._sizes
+        layer = tuple(
+            jax.ShapeDtypeStruct(
+                (s.num_pages, s.page_heads, s.page_size, dim),
+                storage_dtype(s.dtype, jax.default_backend()),
+                sharding=NamedSharding(self._mesh, PAGES_SPEC),
+            )
+            for dim in s.page_dims
+        )
+        shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.vocab_size)
+        slots = Slots(*(self._replicated(a.shape, a.dtype) for a in shapes))
+        hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
+        return DeviceState((layer,) * s.num_layers, slots, hidden)
+
+    def decode(self, rows: int, sampled: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, pages, slots, ints, floats) -> (pages, slots, Sampled)`: one token for each of `rows` rows."""
+        packing = decode_packing(rows, self._sizes.pages_per_seq, sampled)
+
+        def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array, floats: jax.Array) -> Any:
+            model = self._model(weights)
+            x, f = packing.ints.unpack(ints), packing.floats.unpack(floats)
+            row = jnp.arange(rows)
+            tokens = _known_or_sampled(x["tokens"], slots, x["slot"], x["position"])
+            live = row < x["num_decodes"]
+            meta = AttentionMetadata(
+                positions=x["position"],
+                seq_ids=jnp.where(live, row, rows),
+                query_start=jnp.minimum(jnp.arange(rows + 1), x["num_decodes"]),
+                context_len=jnp.where(live, x["position"] + 1, 0),
+                page_table=x["page_table"],
+                num_decodes=x["num_decodes"],
+                num_seqs=x["num_decodes"],
+                decode_only=True,
+            )
+            lengths = jnp.maximum(x["rotary_len"], x["position"] + 1)
+            hidden, pages = model(tokens, pages, meta, lengths)
+            slots, out = _choose(model.logits(hidden), x, f, slots, sampled)
+            return pages, slots, out
+
+        state = self.abstract_state()
+        args = (
+            self._weights,
+            state.pages,
+            state.slots,
+            self._replicated((packing.ints.size,), jnp.int32),
+            self._replicated((packing.floats.size,), jnp.float32),
+        )
+        specs = (self._weight_specs, PAGES_SPEC, P(), P(), P())
+        return self._jit(step, specs, (PAGES_SPEC, P(), P()), donate=(1, 2)), args
+
+    def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, pages, slots, hidden, ints) -> (pages, hidden)`: `tokens` tokens up to the last norm."""
+        sizes = self._sizes
+        packing = backbone_packing(tokens, sizes.max_num_seqs, sizes.pages_per_seq)
+
+        def step(weights: Any, pages: Any, slots: Slots, buffer: jax.Array, ints: jax.Array) -> Any:
+            x = packing.unpack(ints)
+            seq = jnp.minimum(x["seq_ids"], x["slot"].shape[0] - 1)
+            ids = _known_or_sampled(x["tokens"], slots, x["slot"][seq], x["positions"])
+            meta = AttentionMetadata(
+                positions=x["positions"],
+                seq_ids=x["seq_ids"],
+                query_start=x["query_start"],
+                context_len=x["context_len"],
+                page_table=x["page_table"],
+                num_decodes=x["num_decodes"],
+                num_seqs=x["num_seqs"],
+                decode_only=False,
+            )
+            lengths = jnp.maximum(x["rotary_len"][seq], x["positions"] + 1)
+            hidden, pages = self._model(weights)(ids, pages, meta, lengths)
+            return pages, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
+
+        state = self.abstract_state()
+        args = (self._weights, state.pages, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
+        specs = (self._weight_specs, PAGES_SPEC, P(), P(), P())
+        return self._jit(step, specs, (PAGES_SPEC, P()), donate=(1, 3)), args
+
+    def head(self, rows: int, sampled: bool, masked: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, slots, hidden, ints, floats) -> (slots, Sampled)`: a token for each of `rows` hidden states."""
+        packing = head_packing(rows, sampled, mask_words(self._sizes.vocab_size) if masked else 0)
+
+        def step(weights: Any, slots: Slots, hidden: jax.Array, ints: jax.Array, floats: jax.Array) -> Any:
+            x, f = packing.ints.unpack(ints), packing.floats.unpack(floats)
+            logits = self._model(weights).logits(hidden[x["hidden_row"]])
+            return _choose(logits, x, f, slots, sampled)
+
+        state = self.abstract_state()
+        args = (
+            self._weights,
+            state.slots,
+            state.hidden,
+            self._replicated((packing.ints.size,), jnp.int32),
+            self._replicated((packing.floats.size,), jnp.float32),
+        )
+        return self._jit(step, (self._weight_specs, P(), P(), P(), P()), (P(), P()), donate=(1,)), args
+
+    def score(self, rows: int, whole: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, hidden, ints) -> Logprobs` of given tokens; with `whole`, log-probabilities of the vocabulary."""
+        packing = score_packing(rows)
+
+        def step(weights: Any, hidden: jax.Array, ints: jax.Array) -> Any:
+            x = packing.unpack(ints)
+            logits = self._model(weights).logits(hidden[x["hidden_row"]])
+            return jax.nn.log_softmax(logits) if whole else token_logprobs(logits, x["target"])
+
+        args = (self._weights, self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
+        return self._jit(step, (self._weight_specs, P(), P()), P(), donate=()), args
+
+    def pool(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(hidden, ints) -> [max_num_seqs, E]` float32: the sums of the hidden states that belong together."""
+        sizes = self._sizes
+        packing = pool_packing(sizes.max_num_batched_tokens)
+
+        def step(hidden: jax.Array, ints: jax.Array) -> Any:
+            owner = packing.unpack(ints)["owner"]
+            return jax.ops.segment_sum(hidden.astype(jnp.float32), owner, sizes.max_num_seqs + 1)[:-1]
+
+        args = (self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
+        return self._jit(step, (P(), P()), P(), donate=()), args
+
+    def token_logits(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, hidden, ints) -> [R, n]`: the logits of given tokens, float32."""
+        packing = logits_packing(rows, MAX_TOKEN_IDS)
+
+        def step(weights: Any, hidden: jax.Array, ints: jax.Array) -> Any:
+            x = packing.unpack(ints)
+            logits = self._model(weights).logits(hidden[x["hidden_row"]])
+            return jnp.take_along_axis(logits, x["token_ids"], axis=1)
+
+        args = (self._weights, self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
+        return self._jit(step, (self._weight_specs, P(), P()), P(), donate=()), args
+
+    def set_slot(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(slots, SlotUpdate) -> slots`."""
+        slots = self.abstract_state().slots
+        update = SlotUpdate(self._replicated((), jnp.int32), *(self._replicated(a.shape[1:], a.dtype) for a in slots))
+        return self._jit(set_slot, (P(), P()), P(), donate=(0,)), (slots, update)
+
+    def _model(self, weights: tuple[jax.Array, ...]) -> Decoder:
+        return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, self._packing.unpack(weights)))
+
+    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P()))
+
+    def _jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:
+        mapped = jax.shard_map(step, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.jit(mapped, donate_argnums=donate)
+
+
+def _known_or_sampled(tokens: jax.Array, slots: Slots, slot: jax.Array, position: jax.Array) -> jax.Array:
+    """Tokens the host sent, and for each -1 the one that an earlier step left in the slot's history."""
+    return jnp.where(tokens >= 0, tokens, slots.history[slot, position])
+
+
+def _choose(
+    logits: jax.Array, x: dict[str, jax.Array], f: dict[str, jax.Array], slots: Slots, sampled: bool
+) -> tuple[Slots, Sampled]:
+    """Sample, and leave the tokens where the next step will look for them."""
+    if sampled:
+        rows = SamplingRows(**{name: (x | f)[name] for name in SamplingRows._fields})
+        tokens, logprobs = sample(logits, rows, slots, x.get("mask"))
+    else:
+        tokens, logprobs = greedy(logits), None
+    history = slots.history.at[x["slot"], x["position"] + 1].set(tokens)
+    return slots._replace(history=history), Sampled(tokens, logprobs)

@@ -1,0 +1,125 @@
+"""The small typed messages between a front door and the engine loop, and the protocol that carries them.
+
+They are plain data (msgspec encodes them), so the loop can live in a thread or in its own process
+without either side knowing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.tasks import ModelTasks
+
+
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """One sequence to generate, or with `pooling` one prompt to read values off; sampling parameters are then unused.
+
+    Front doors split a request with n > 1 into n of these.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str | None = None
+    pooling: PoolingParams | None = None
+
+
+class TokenDelta(msgspec.Struct, kw_only=True):
+    """What one turn of the loop added to one request.
+
+    `text` holds back anything that may still become a stop string or an unfinished character. `logprobs` has one
+    entry a new token, each a list of (token id, Logprob) with the chosen token first. `prompt_logprobs` and
+    `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last. `pooled` are float32
+    values, little-endian, of a request with pooling.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    text: str = ""
+    logprobs: list[list[tuple[int, Logprob]]] | None = None
+    prompt_logprobs: list[list[tuple[int, Logprob]] | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    first_scheduled_time: float | None = None
+    pooled: bytes | None = None
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Counters and gauges of the loop since it started; times in seconds."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+    """Free pages, those that still hold reusable prefixes included."""
+    page_size: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found there."""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+    step_host_seconds: float = 0.0
+    """CPU time of the loop's thread: everything but waiting for the device. Unlike wall time it means the same on a CPU
+    host, where the device's threads share the cores with the loop."""
+    step_device_wait_seconds: float = 0.0
+    scheduled_tokens: dict[str, int] = {}
+    """Bucket name -> real tokens run in it."""
+    padded_tokens: dict[str, int] = {}
+    """Bucket name -> padding rows run in it."""
+    compiles_foreseen: int = 0
+    compiles_unforeseen: int = 0
+    compile_seconds: float = 0.0
+    compiles_pending: int = 0
+    ready: bool = False
+    """A covering bucket of each phase is compiled: requests run without waiting for a compile."""
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What the engine settled on at start, for front doors."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    hidden_size: int = 0
+    tasks: ModelTasks = ModelTasks()
+    """What the model is made for besides text, and its classes."""
+    default_sampling: dict[str, float] = {}
+    """Sampling defaults from the checkpoint's generation_config (temperature, top_k, top_p, …)."""
+
+
+class EngineClient(Protocol):
+    """A front door's hold on an engine loop. All methods may be called from any thread."""
+
+    info: EngineInfo
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises EngineDeadError when the loop has stopped."""
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests and free their pages within a step; unknown ids are ignored."""
+
+    def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
+        """Block until the loop has something to say; empty on timeout. Raises EngineDeadError when it died."""
+
+    def stats(self) -> EngineStats:
+        """The newest statistics."""
+
+    def shutdown(self) -> None:
+        """Stop the loop and release the device; idempotent."""

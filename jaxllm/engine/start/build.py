@@ -1,0 +1,136 @@
+"""From a config to a running engine core: resolve, plan, load and compile side by side."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from jaxllm import compat
+from jaxllm.config import EngineConfig
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.device.executables import Executables
+from jaxllm.engine.device.runner import Runner
+from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.front.frontend import resolve_tokenizer
+from jaxllm.engine.front.messages import EngineInfo
+from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
+from jaxllm.engine.start.progress import Progress, load_bar
+from jaxllm.models.registry import model_spec
+from jaxllm.models.tasks import read_tasks
+from jaxllm.sharding.mesh import build_mesh
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.loader import dummy_parameters, load_parameters
+from jaxllm.weights.source import resolve_model
+
+logger = logging.getLogger(__name__)
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
+    """Everything up to the point where requests can run; the log says what took how long.
+
+    Raises:
+        ConfigError, ModelNotFoundError, CheckpointError: one line each.
+    """
+    clock = Clock()
+    path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
+    clock.lap("resolve")
+    if config.compile_cache_dir is not None:
+        compat.enable_compile_cache(config.compile_cache_dir)
+    checkpoint = open_checkpoint(path, config.load_format)
+    tokenizer = resolve_tokenizer(config)
+    clock.lap("tokenizer")
+    mesh = build_mesh(config.tensor_parallel_size)
+    blueprint = make_blueprint(config, model_spec(checkpoint), Platform.current())
+    for line in blueprint.plan.summary().splitlines():
+        logger.info(line)
+    for note in blueprint.plan.notes:
+        logger.warning(note)
+    functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+    executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager)
+    clock.lap("plan")
+    executables.begin()
+    grammars = None
+    if tokenizer is not None:
+        from jaxllm.engine.grammar import Grammars
+
+        grammars = Grammars(tokenizer.backend, blueprint.spec.config.vocab_size, tokenizer.eos_token_ids)
+        if config.engine_process:  # others' streams would stand still while the first grammar reads the vocabulary
+            grammars.prepare()
+            clock.lap("vocabulary")
+    with load_bar(config.model) as on_progress:
+        weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
+    clock.lap("load")
+    eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(checkpoint)
+    vocab = blueprint.spec.config.vocab_size
+    outputs = blueprint.spec.config.num_outputs
+    runner = Runner(executables, weights, functions.abstract_state(), blueprint.sizes, outputs, eos)
+    executables.wait_until_covered()
+    clock.lap("compile")
+    plan = blueprint.plan
+    pool = PagePool(plan.num_pages, plan.page_size, config.enable_prefix_caching)
+    scheduler = Scheduler(
+        pool, plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, blueprint.spec.config.length_rule
+    )
+    core = EngineCore(scheduler, pool, runner, tokenizer.backend if tokenizer else None, eos, config.seed, grammars)
+    info = EngineInfo(
+        model_name=config.model,
+        vocab_size=vocab,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=eos,
+        num_pages=plan.num_pages - 1,
+        page_size=plan.page_size,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        hidden_size=blueprint.spec.config.hidden_size,
+        tasks=read_tasks(checkpoint),
+        default_sampling={
+            k: v for k, v in checkpoint.generation_config.items() if k in SAMPLING_DEFAULTS and v is not None
+        },
+    )
+    checkpoint.close()
+    logger.info("started: %s; %d executables still compiling", clock, executables.compiles_pending)
+    return core, info
+
+
+class Clock:
+    """Laps of the start-up, for the log."""
+
+    def __init__(self) -> None:
+        self._laps: list[str] = []
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Everything since the last lap was `name`."""
+        now = time.perf_counter()
+        self._laps.append(f"{name} {now - self._last:.1f} s")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._laps)
+
+
+def _load(
+    config: EngineConfig, checkpoint: Checkpoint, blueprint: Blueprint, mesh: Any, on_progress: Progress | None
+) -> tuple[Any, ...]:
+    if config.load_format == "dummy":
+        return dummy_parameters(blueprint.params, mesh, config.seed)
+    spec = blueprint.spec
+    return load_parameters(
+        checkpoint, blueprint.params, spec.names, mesh, ignored=spec.ignored, on_progress=on_progress
+    )
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> list[int]:
+    """End-of-sequence ids as the checkpoint's configs give them, where no tokenizer is loaded."""
+    sources = (checkpoint.generation_config, checkpoint.config)
+    keys = ("eos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    ids: list[int] = []
+    for value in (source[key] for source in sources for key in keys if source.get(key) is not None):
+        ids += value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(ids))

@@ -1,0 +1,25 @@
+"""Start an engine the way its config asks: in a thread here, or in a process of its own."""
+
+from __future__ import annotations
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.front.frontend import resolve_tokenizer
+from jaxllm.engine.front.messages import EngineClient
+from jaxllm.text.tokenizer import Tokenizer
+
+
+def start_engine(config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
+    """A running engine, and the tokenizer its front door needs.
+
+    Raises:
+        ConfigError, ModelNotFoundError, CheckpointError: it could not start.
+    """
+    if config.engine_process:
+        from jaxllm.engine.front.process_client import ProcessClient
+
+        return ProcessClient(config), resolve_tokenizer(config)
+    from jaxllm.engine.front.thread_client import ThreadClient
+    from jaxllm.engine.start.build import build_core
+
+    core, info = build_core(config)
+    return ThreadClient(core, info), resolve_tokenizer(config)

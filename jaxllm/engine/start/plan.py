@@ -1,0 +1,238 @@
+"""What fits: weights, KV pages, buckets. Computed before anything touches device memory, and printed at start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from jaxllm import compat
+from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.engine.device.buckets import Buckets
+from jaxllm.engine.device.step import StepSizes
+from jaxllm.errors import ConfigError
+from jaxllm.models.abstract import abstract_model
+from jaxllm.models.config import BuildOptions
+from jaxllm.models.parallel import check_parallel
+from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.pallas_kernels import choose_attention
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.loader import ParamSpec
+from jaxllm.weights.source import resolve_model
+
+CPU_KV_BYTES = 2 * 2**30
+DTYPES = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The machine as far as planning goes; bytes are a device's."""
+
+    name: str
+    num_devices: int
+    memory_limit: int | None
+    """What one device may use; None on CPU, where free memory of the host decides."""
+    free_host_memory: int
+
+    @classmethod
+    def current(cls) -> Platform:
+        """The default JAX platform of this process."""
+        device = jax.devices()[0]
+        memory = compat.device_memory(device)
+        limit = None if memory is None else memory[1]
+        return cls(device.platform, len(jax.devices()), limit, psutil.virtual_memory().available)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Sizes an engine settles on; bytes and counts are per device where devices share the work."""
+
+    model: str
+    family: str
+    platform: str
+    dtype: str
+    attention_backend: str
+    tensor_parallel_size: int
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    num_pages: int
+    page_size: int
+    workspace_bytes: int
+    max_model_len: int
+    model_max_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    buckets: Buckets
+    notes: list[str] = field(default_factory=list)
+    """What had to be changed to fit, one sentence each."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV pages hold together."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_pages * self.page_size * self.kv_bytes_per_token
+
+    @property
+    def num_shapes(self) -> int:
+        """Padded shapes to compile, each kind counted once."""
+        return len(self.buckets.decode) + len(self.buckets.prefill) + len(self.buckets.head)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for `jaxllm plan --json`."""
+        derived = {"kv_tokens": self.kv_tokens, "kv_bytes": self.kv_bytes, "num_shapes": self.num_shapes}
+        return asdict(self) | derived
+
+    def summary(self) -> str:
+        """Two lines for the log."""
+        many = self.kv_tokens / self.max_model_len
+        return (
+            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, "
+            f"{format_bytes(self.weight_bytes)} of weights a device on {self.tensor_parallel_size} {self.platform} "
+            f"device(s), attention: {self.attention_backend}\n"
+            f"KV cache {format_bytes(self.kv_bytes)} a device: {self.num_pages - 1:,} pages of {self.page_size}, "
+            f"{self.kv_tokens:,} tokens, {many:.1f} sequences of {self.max_model_len:,} tokens; "
+            f"up to {self.max_num_seqs} sequences and {self.max_num_batched_tokens} tokens a step"
+        )
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A plan with what building from it needs."""
+
+    plan: EnginePlan
+    spec: ModelSpec
+    options: BuildOptions
+    model: Any
+    params: list[ParamSpec]
+    sizes: StepSizes
+
+
+def plan_engine(config: EngineConfig, platform: Platform | None = None) -> EnginePlan:
+    """The plan for `config` on this machine (or on `platform`); reads the checkpoint's header, allocates nothing.
+
+    Raises:
+        ConfigError, ModelNotFoundError, CheckpointError: as `LLM` would.
+    """
+    path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
+    checkpoint = open_checkpoint(path, config.load_format)
+    try:
+        return make_blueprint(config, model_spec(checkpoint), platform or Platform.current()).plan
+    finally:
+        checkpoint.close()
+
+
+def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) -> Blueprint:
+    """Choose every size.
+
+    Raises:
+        ConfigError: tensor parallelism does not divide the model, or not even one sequence fits.
+    """
+    model_config, tp = spec.config, config.tensor_parallel_size
+    check_parallel(model_config, tp, config.enable_expert_parallel)
+    dtype = DTYPES[config.dtype]
+    backend = choose_attention(config.attention_backend, platform.name, latent=model_config.mla is not None)
+    options = BuildOptions(dtype, tp, backend, config.enable_expert_parallel)
+    model, params = abstract_model(spec, options)
+
+    on_cpu = platform.memory_limit is None
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    batched = config.max_num_batched_tokens or (512 if on_cpu else 2048)
+    wanted = config.max_model_len or model_config.max_position_embeddings
+    notes = []
+    if wanted > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {wanted}; this model's positions end at {model_config.max_position_embeddings}"
+        )
+    weight_bytes = sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize // (tp if any(p.axes) else 1) for p in params)
+    page_heads, page_dims = max(model_config.page_heads, tp), model_config.page_dims
+    itemsize = np.dtype(dtype).itemsize
+    token_bytes = model_config.num_layers * page_heads // tp * sum(page_dims) * itemsize
+    workspace = _workspace_bytes(spec, max_num_seqs, batched, tp, itemsize)
+    budget = _kv_budget(config, platform, weight_bytes, workspace)
+    page = config.block_size
+    # More pages than every sequence at full length can use would never be touched; page 0 is nobody's.
+    num_pages = min(budget // (page * token_bytes), max_num_seqs * math.ceil(wanted / page) + 1)
+    capacity = (num_pages - 1) * page
+    if capacity < page:
+        raise ConfigError(
+            f"KV memory of {format_bytes(max(budget, 0))} a device holds no page of {page} tokens "
+            f"({format_bytes(page * token_bytes)}) besides the weights ({format_bytes(weight_bytes)}); "
+            "raise kv_cache_memory or gpu_memory_utilization, or lower max_num_batched_tokens"
+        )
+    max_model_len = min(wanted, capacity)
+    if max_model_len < wanted:
+        notes.append(
+            f"max_model_len shrunk from {wanted} to {max_model_len}: KV memory of {format_bytes(budget)} "
+            f"holds no longer context"
+        )
+    sizes = StepSizes(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_model_len=max_model_len,
+        page_size=page,
+        num_pages=num_pages,
+        num_layers=model_config.num_layers,
+        page_heads=page_heads,
+        page_dims=page_dims,
+        vocab_size=spec.config.num_outputs,
+        hidden_size=model_config.hidden_size,
+        dtype=dtype,
+    )
+    plan = EnginePlan(
+        model=config.model,
+        family=spec.family.name,
+        platform=platform.name,
+        dtype=np.dtype(dtype).name,
+        attention_backend=backend,
+        tensor_parallel_size=tp,
+        num_parameters=count_parameters(spec, params if tp == 1 else None),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=token_bytes,
+        num_pages=num_pages,
+        page_size=page,
+        workspace_bytes=workspace,
+        max_model_len=max_model_len,
+        model_max_len=model_config.max_position_embeddings,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        buckets=Buckets.build(max_num_seqs, batched),
+        notes=notes,
+    )
+    return Blueprint(plan, spec, options, model, params, sizes)
+
+
+def count_parameters(spec: ModelSpec, params: list[ParamSpec] | None = None) -> int:
+    """Parameters as published: without padding or replication. `params` saves work where they are of one device."""
+    if params is None:
+        _, params = abstract_model(spec, BuildOptions())
+    padding = (p for p in params if p.layout is not None and p.layout.pad_to)
+    extra = sum((p.shape[0] - p.layout.segments[0].rows) * math.prod(p.shape[1:]) for p in padding if p.layout)
+    return sum(math.prod(p.shape) for p in params) - extra
+
+
+def _workspace_bytes(spec: ModelSpec, max_num_seqs: int, tokens: int, tp: int, itemsize: int) -> int:
+    """An upper estimate of a step's temporaries: one layer's activations and the sampler's rows of logits."""
+    c = spec.config
+    heads = c.num_heads // tp * (c.page_dims[0] + c.head_dim) + 2 * max(c.page_heads, tp) // tp * c.page_dims[0]
+    # A token has a row for each expert that it uses.
+    width = max(c.intermediate_size, c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0)
+    layer = tokens * (4 * c.hidden_size + 3 * width // tp + 2 * heads) * 4
+    logits = max(max_num_seqs, 2) * c.vocab_size * 4 * 4
+    return layer + logits + tokens * c.hidden_size * itemsize
+
+
+def _kv_budget(config: EngineConfig, platform: Platform, weight_bytes: int, workspace: int) -> int:
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if platform.memory_limit is None:
+        return min(CPU_KV_BYTES, (platform.free_host_memory - weight_bytes) // 4)
+    return int(platform.memory_limit * config.gpu_memory_utilization) - weight_bytes - workspace

@@ -1,0 +1,1 @@
+"""What a caller may ask for, and what comes back."""

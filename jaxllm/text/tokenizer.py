@@ -1,0 +1,246 @@
+"""Text to token ids and back, and chats to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from jaxllm.errors import CheckpointError, InvalidRequestError
+from jaxllm.text import chat_template as chat_templates
+
+_CACHE_DIR = Path("~/.cache/jaxllm/tokenizers")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Attributes:
+        backend: the `tokenizers` object, for incremental detokenization.
+        vocab_size: ids are below it; the model's logits may be padded to more.
+        bos_token_id: the beginning-of-sequence token, or None.
+        eos_token_ids: the tokenizer's eos and generation_config's, without repeats.
+        chat_template: the default Jinja template, or None.
+        special_tokens: bos_token, eos_token, … as a template sees them.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str],
+        extra_eos_token_ids: Sequence[int] = (),
+        templates: dict[str, str] | None = None,
+    ):
+        self.backend = backend
+        self.special_tokens = special_tokens
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._id_of("bos_token")
+        eos = self._id_of("eos_token")
+        self.eos_token_ids = list(dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids]))
+        self._templates = templates or {}
+        self.chat_template = self._templates.get("default")
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. A rendered chat holds its special tokens already: use `encode_chat`."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_pair(self, text: str, other: str) -> list[int]:
+        """Token ids of two texts as one input, as models that compare them were trained on."""
+        return self.backend.encode(text, other).ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a rendered chat: special tokens are those in the text, and no second BOS is put before it."""
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are no whole character become U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The text one token adds in mid-text: ' world' where decode([id]) alone may drop the leading space."""
+        once = self.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """Render a chat to the prompt text; encode it with `encode_chat`.
+
+        `chat_template` is Jinja source, or the name of one of the checkpoint's templates; without it the checkpoint's
+        default is used, or its `tool_use` template when `tools` are given.
+        Raises InvalidRequestError when there is no template, or it refuses the messages.
+        """
+        return chat_templates.render(
+            **self.chat_template_values(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **template_kwargs,
+            )
+        )
+
+    def chat_template_values(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> dict[str, Any]:
+        """The arguments of `chat_template.render` that `apply_chat_template` comes down to, as JSON values."""
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        template_kwargs = {"tools": None, "documents": None, **template_kwargs}
+        return {
+            "template": self._template(chat_template, with_tools=bool(template_kwargs["tools"])),
+            "messages": messages,
+            "continue_final_message": continue_final_message,
+            "add_generation_prompt": add_generation_prompt,
+            **self.special_tokens,
+            **template_kwargs,
+        }
+
+    def _template(self, wanted: str | None, with_tools: bool) -> str:
+        if wanted is not None:
+            return self._templates.get(wanted, wanted)
+        if with_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if self.chat_template is None:
+            named = f" by default; it has templates named {', '.join(self._templates)}" if self._templates else ""
+            raise InvalidRequestError(
+                f"this model has no chat template{named}; use completions, or start with a chat_template",
+                param="messages",
+            )
+        return self.chat_template
+
+
+def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint directory (with tokenizer.json) or of a .gguf file.
+
+    A GGUF's tokenizer is converted once and kept in `cache_dir` (default ~/.cache/jaxllm/tokenizers).
+    Raises CheckpointError when there is no tokenizer, it is corrupt, or its kind is unknown.
+    """
+    if path.is_dir() and not (path / "tokenizer.json").exists():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) != 1:
+            raise CheckpointError(f"{path}: holds no tokenizer.json")
+        path = ggufs[0]
+    if path.is_file():
+        from jaxllm.text.gguf_tokenizer import cached_gguf_tokenizer
+
+        path = cached_gguf_tokenizer(path, (cache_dir or _CACHE_DIR).expanduser())
+    return _from_directory(path)
+
+
+def _from_directory(path: Path) -> Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises bare Exception from Rust
+        raise CheckpointError(f"{path / 'tokenizer.json'}: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    config = _read_json(path / "tokenizer_config.json")
+    special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json")) | _special_tokens(config)
+    _set_added_tokens(path, backend, config, special_tokens)
+    return Tokenizer(
+        backend,
+        special_tokens=special_tokens,
+        extra_eos_token_ids=_generation_eos(path),
+        templates=_templates(path, config),
+    )
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """'eos_token': '</s>' or {'content': '</s>', …}, whichever way the file spells it."""
+    named = {key: value for key, value in config.items() if key.endswith("_token") and not key.startswith("add_")}
+    spelled = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: value for key, value in spelled.items() if isinstance(value, str)}
+
+
+def _set_added_tokens(
+    path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]
+) -> None:
+    """add_bos_token and add_eos_token, where tokenizer_config.json states one, win over that end of tokenizer.json's.
+
+    The other end stays as it is: Qwen3-Embedding states that no BOS is added, and ends a text by tokenizer.json alone.
+    """
+    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
+        return
+    before, after = found = _added_tokens(backend)
+    for name in ("bos_token", "eos_token"):
+        stated, token = config.get(f"add_{name}"), special_tokens.get(name)
+        if stated is None:
+            continue
+        if stated and token is not None and backend.token_to_id(token) is None:
+            raise CheckpointError(
+                f"{path / 'tokenizer_config.json'}: {name} is {token!r}, which is not in the vocabulary"
+            )
+        added = [token] if stated and token is not None else []
+        before, after = (added, after) if name == "bos_token" else (before, added)
+    if (before, after) != found:
+        single = [*before, "$A", *after]
+        other = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
+        backend.post_processor = processors.TemplateProcessing(
+            single=" ".join(single),
+            pair=" ".join(single + other),
+            special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
+        )
+
+
+def _added_tokens(backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
+    """What tokenizer.json's own rule puts before and behind a text."""
+    plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
+    start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+    return full[:start], full[start + len(plain) :]
+
+
+def _generation_eos(path: Path) -> list[int]:
+    """generation_config.json's eos_token_id, or config.json's where there is no generation_config.json."""
+    generation = path / "generation_config.json"
+    eos = _read_json(generation if generation.exists() else path / "config.json").get("eos_token_id")
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """chat_template.jinja and additional_chat_templates/*.jinja, over tokenizer_config.json's string or named list."""
+    stated = config.get("chat_template")
+    if isinstance(stated, list):
+        templates = {entry["name"]: entry["template"] for entry in stated}
+    else:
+        templates = {"default": stated} if stated else {}
+    files = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    templates |= {file.stem: file.read_text(encoding="utf-8") for file in files}
+    if (single := path / "chat_template.jinja").exists():
+        templates["default"] = single.read_text(encoding="utf-8")
+    return templates
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    return value

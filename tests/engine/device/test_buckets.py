@@ -1,0 +1,35 @@
+"""Every step that can happen has a bucket, and no bucket is much larger than needed."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from jaxllm.engine.device.buckets import Buckets, powers_of_two, smallest_covering
+
+
+@given(seqs=st.integers(1, 4096), tokens=st.integers(16, 10_000), data=st.data())
+def test_everything_up_to_the_limits_is_covered(seqs, tokens, data):
+    buckets = Buckets.build(seqs, tokens)
+    for sizes, limit in ((buckets.decode, seqs), (buckets.head, seqs), (buckets.prefill, tokens)):
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] == max(limit, sizes[0])
+        needed = data.draw(st.integers(1, limit))
+        size = smallest_covering(sizes, needed)
+        assert size >= needed
+        assert size == sizes[0] or size < 2 * needed
+        assert not any(needed <= other < size for other in sizes)
+
+
+def test_no_step_has_a_single_row():
+    buckets = Buckets.build(1, 16)
+    assert (buckets.decode, buckets.head, buckets.prefill) == ((2,), (2,), (16,))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "sizes"),
+    [(2, 24, (2, 4, 8, 16, 24)), (2, 2, (2,)), (2, 3, (2, 3)), (16, 64, (16, 32, 64)), (16, 65, (16, 32, 64, 65))],
+)
+def test_powers_of_two(first, last, sizes):
+    assert powers_of_two(first, last) == sizes

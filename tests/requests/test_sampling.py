@@ -1,0 +1,77 @@
+"""What SamplingParams accepts, and the one line it says otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"n": 1}, {"n": 128}, {"temperature": 0}, {"temperature": 100.0}, {"top_k": -1}, {"top_k": 0}, {"top_k": 10**6},
+    {"top_p": 1.0}, {"top_p": 1e-9}, {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2},
+    {"repetition_penalty": 1e-3}, {"logit_bias": {0: -100, 5: 100}}, {"logit_bias": None}, {"max_tokens": None},
+    {"max_tokens": 1}, {"min_tokens": 16}, {"min_tokens": 99, "max_tokens": None}, {"stop": "x"}, {"stop": ["x"] * 64},
+    {"stop": None}, {"stop_token_ids": None}, {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))}, {"logprobs": 0},
+    {"logprobs": 20}, {"prompt_logprobs": -1}, {"prompt_logprobs": 20}, {"seed": 2**64 - 1}, {"seed": -(2**63)},
+]  # fmt: skip
+
+REFUSED: list[tuple[str, Any]] = [
+    ("n", 0), ("n", 129), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -2),
+    ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1), ("repetition_penalty", 0.0), ("repetition_penalty", math.inf),
+    ("logit_bias", {-1: 0.0}), ("logit_bias", {1: 100.5}), ("logit_bias", {1: math.nan}),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0)), ("max_tokens", 0), ("min_tokens", -1),
+    ("min_tokens", 17), ("stop", ""), ("stop", ["x"] * (MAX_STOP_STRINGS + 1)), ("stop", [3]),
+    ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS + 1))), ("logprobs", -1), ("logprobs", 21),
+    ("prompt_logprobs", -2), ("prompt_logprobs", 21), ("seed", 2**64), ("seed", -(2**63) - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ACCEPTED, ids=str)
+def test_accepts(fields):
+    SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda x: str(x)[:30])
+def test_refuses_in_one_line_that_names_the_field(name, value):
+    with pytest.raises(InvalidRequestError) as error:
+        SamplingParams(**{name: value})
+    message = str(error.value)
+    assert error.value.param == name
+    assert message.startswith(f"{name} is ") and "it must be " in message
+    assert "\n" not in message and len(message) < 200
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(InvalidRequestError, match="stop strings need detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_values_are_normalised_once():
+    params = SamplingParams(stop="end", stop_token_ids=[1, 2], logit_bias={"7": 1}, top_k=-1)  # type: ignore[dict-item]
+    assert (params.stop, params.stop_token_ids, params.logit_bias, params.top_k) == (("end",), (1, 2), {7: 1.0}, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "greedy", "adjusts"),
+    [
+        ({"temperature": 0}, True, False),
+        ({}, False, False),
+        ({"temperature": 0, "top_p": 0.5, "seed": 3}, True, False),
+        ({"temperature": 0, "logprobs": 0}, False, False),
+        ({"temperature": 0, "prompt_logprobs": 3}, True, False),
+        ({"temperature": 0, "min_tokens": 1}, False, True),
+        ({"temperature": 0, "logit_bias": {1: 1}}, False, True),
+        ({"temperature": 0, "repetition_penalty": 1.1}, False, True),
+        ({"temperature": 1, "presence_penalty": -0.1}, False, True),
+        ({"temperature": 1, "frequency_penalty": 0.1}, False, True),
+    ],
+    ids=str,
+)
+def test_a_greedy_request_pays_for_nothing_else(fields, greedy, adjusts):
+    params = SamplingParams(**fields)
+    assert (params.greedy, params.adjusts_logits) == (greedy, adjusts)
