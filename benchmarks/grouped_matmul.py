@@ -13,14 +13,18 @@ import argparse
 import statistics
 import time
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.quantization.weight import Dense
 
 SIZE, HIDDEN, TOP_K = 2048, 768, 8
+
+GROUPED_MATMUL = {"tiles": tiles, "ragged_dot": ragged_dot}
 
 
 def dense(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -31,6 +35,10 @@ def dense(x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
     )
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
     return jnp.take_along_axis(every, group[None, :, None], axis=0)[0]
+
+
+def packed(multiply: Any, x: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return multiply(x, Dense(weight), group_sizes)
 
 
 def main() -> None:
@@ -58,8 +66,11 @@ def measure(forms: list[str], weight: jax.Array, tokens: int, seconds: float) ->
     x = jax.random.normal(jax.random.key(1), (tokens * TOP_K, SIZE), weight.dtype)
     compiled = {}
     for form in forms:
-        function = dense if form == "dense" else partial(grouped_matmul, backend=form)
-        compiled[form] = jax.jit(function).lower(x, weight, group_sizes).compile()
+        compiled[form] = (
+            jax.jit(dense if form == "dense" else partial(packed, GROUPED_MATMUL[form]))
+            .lower(x, weight, group_sizes)
+            .compile()
+        )
         compiled[form](x, weight, group_sizes).block_until_ready()
     times: dict[str, list[float]] = {form: [] for form in forms}
     end = time.perf_counter() + seconds

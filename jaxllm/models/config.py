@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-import jax.numpy as jnp
+from typing import Literal, NamedTuple
 
 from jaxllm.models.layers.attention import QKNorm, QueryScaling
 from jaxllm.models.layers.mla import MLAConfig
@@ -109,13 +107,3 @@ class DecoderConfig:
     def page_dims(self) -> tuple[int, ...]:
         """Channels of each buffer that a layer keeps: keys and values, or MLA's latent alone."""
         return (self.mla.latent_dim,) if self.mla else (self.head_dim, self.head_dim)
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """How a model is built, whatever its family."""
-
-    dtype: Any = jnp.bfloat16
-    tp: int = 1
-    attention_backend: str = "auto"
-    expert_parallel: bool = False

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.config import BuildOptions, DecoderConfig
+from jaxllm.models.config import DecoderConfig
 from jaxllm.models.layers.attention import Attention
 from jaxllm.models.layers.embedding import VocabEmbedding
 from jaxllm.models.layers.mla import MLAttention
@@ -18,8 +18,9 @@ from jaxllm.models.layers.mlp import MLP, GatedMLP
 from jaxllm.models.layers.moe import MoE
 from jaxllm.models.layers.norm import LayerNorm, RMSNorm
 from jaxllm.models.layers.rope import Angles, rope_angles
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import AttentionMetadata, Pages
+from jaxllm.pallas_kernels import Pages, StepMetadata
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the config says of the others."""
@@ -32,28 +33,23 @@ class Decoder(nnx.Module):
         check_parallel(config, options.tp, options.expert_parallel)
         vocab, size = config.vocab_size, config.hidden_size
         self.config = config
-        self.embed = VocabEmbedding(vocab, size, options.tp, options.dtype)
+        self.embed = VocabEmbedding(vocab, size, options)
         self.layers = nnx.List([DecoderLayer(config, i, options) for i in range(config.num_layers)])
         self.norm = _norm(config)
         self.head = (
-            None
-            if config.tie_word_embeddings
-            else VocabEmbedding(config.num_outputs, size, options.tp, options.dtype, config.head_bias)
+            None if config.tie_word_embeddings else VocabEmbedding(config.num_outputs, size, options, config.head_bias)
         )
 
     def __call__(
-        self, tokens: Int[Array, "T"], pages: tuple[Pages, ...], meta: AttentionMetadata, lengths: Int[Array, "T"]
+        self, tokens: Int[Array, "T"], pages: tuple[Pages, ...], meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], tuple[Pages, ...]]:
-        """The last hidden states of `tokens`, and the pages with their keys and values in.
-
-        `lengths` is what each token's rotary embedding takes its sequence's length to be; see `rope_angles`.
-        """
+        """The last hidden states of `tokens`, and the pages with their keys and values in."""
         config = self.config
         x = self.embed(tokens)
         if config.embedding_scale != 1.0:
             x = (x * config.embedding_scale).astype(x.dtype)
-        angles: dict[Any, Angles | None] = {rope: rope_angles(rope, meta.positions, lengths) for rope in config.ropes}
-        angles[None] = None
+        angles: dict[Any, Angles | None] = {None: None}
+        angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
         written = []
         for index, layer in enumerate(self.layers):
             graph, weights = nnx.split(layer)
@@ -81,7 +77,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_post_norm = _norm(config) if config.post_norms else None
 
     def __call__(
-        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: AttentionMetadata
+        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], Pages]:
         normed = self.attention_norm(x)
         attended, pages = self.attention(normed, angles, pages, meta)
@@ -90,14 +86,14 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x)
-        out = self.mlp(normed, meta.live) if isinstance(self.mlp, MoE) else self.mlp(normed)
+        out = self.mlp(normed, meta)
         if self.mlp_post_norm is not None:
             out = self.mlp_post_norm(out)
         return x + out, pages
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Any, pages: Pages, meta: AttentionMetadata) -> Any:
+def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Any, pages: Pages, meta: StepMetadata) -> Any:
     """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
     return nnx.merge(graph, weights)(x, angles, pages, meta)
 
@@ -112,21 +108,18 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
             config.hidden_size,
             config.num_heads,
             config.mla,
-            tp=options.tp,
-            dtype=options.dtype,
+            options,
             scale=config.attention_scale or config.mla.qk_head_dim**-0.5,
             norm_eps=LATENT_NORM_EPS,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
-            backend=options.attention_backend,
         )
     return Attention(
         config.hidden_size,
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
-        tp=options.tp,
-        dtype=options.dtype,
+        options,
         scale=config.attention_scale,
         window=config.layers[index].window,
         softcap=config.attention_softcap,
@@ -135,22 +128,12 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
         qk_norm=config.qk_norm,
         norm_eps=config.norm_eps,
         query_scaling=config.query_scaling,
-        backend=options.attention_backend,
     )
 
 
 def _mlp(config: DecoderConfig, index: int, options: BuildOptions) -> GatedMLP | MLP | MoE:
     if config.layers[index].sparse:
         assert config.moe is not None
-        return MoE(
-            config.hidden_size,
-            config.moe,
-            config.hidden_act,
-            tp=options.tp,
-            dtype=options.dtype,
-            expert_parallel=options.expert_parallel,
-        )
+        return MoE(config.hidden_size, config.moe, config.hidden_act, options)
     kind = GatedMLP if config.gated_mlp else MLP
-    return kind(
-        config.hidden_size, config.intermediate_size, config.hidden_act, options.tp, options.dtype, config.mlp_bias
-    )
+    return kind(config.hidden_size, config.intermediate_size, config.hidden_act, options, config.mlp_bias)

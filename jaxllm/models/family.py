@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.models.config import DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.options import BuildOptions
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
@@ -29,6 +31,7 @@ class Family:
             it makes one architecture of several families, one of them has `from_gguf` and reads the files of all.
         from_hf: config.json's content -> the config. KeyError: a key is missing.
         from_gguf: a GGUF file -> the config.
+        module: what it builds of the config; another than Decoder where its decoder has another shape.
         hf_names, gguf_names: tensors that the standard tables (`models/hf.py`, `models/gguf.py`) name otherwise.
     """
 
@@ -39,5 +42,6 @@ class Family:
     from_hf: Callable[[dict[str, Any]], DecoderConfig]
     gguf_architectures: tuple[str, ...] = ()
     from_gguf: Callable[[Checkpoint], DecoderConfig] | None = None
+    module: Callable[[DecoderConfig, BuildOptions], Decoder] = Decoder
     hf_names: Names = _nothing
     gguf_names: Names = _nothing

@@ -126,7 +126,7 @@ YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def _vector(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
-    return tuple(float(x) for x in checkpoint.read(name))
+    return tuple(float(x) for x in checkpoint.read(name).expand())
 
 
 def gguf_linear(path: str, *names: str, fused: str | None = None) -> dict[str, Pattern]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
-from jaxllm.models.config import BuildOptions, DecoderConfig
+from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.families import (
     deepseek,
@@ -30,6 +30,7 @@ from jaxllm.models.families import (
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import GGUF_NAMES
 from jaxllm.models.hf import hf_names, hf_renaming
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import GGUF_HEAD, class_labels
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import NameMap, expand
@@ -77,7 +78,7 @@ class ModelSpec:
 
     def build(self, options: BuildOptions) -> Decoder:
         """The module, with zero weights; call it under `nnx.eval_shape`."""
-        return Decoder(self.config, options)
+        return self.family.module(self.config, options)
 
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -166,5 +167,5 @@ def _check_quantization(checkpoint: Checkpoint) -> None:
 
 def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
     return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(
-        checkpoint.read(a).view(np.uint8), checkpoint.read(b).view(np.uint8)
+        checkpoint.read(a).data.view(np.uint8), checkpoint.read(b).data.view(np.uint8)
     )

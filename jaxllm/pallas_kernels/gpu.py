@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxllm.pallas_kernels.gpu_decode import decode_attention
 from jaxllm.pallas_kernels.gpu_prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
-from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages, write_pages
 
 
@@ -20,7 +20,7 @@ def paged_attention(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     pages: Pages,
-    meta: AttentionMetadata,
+    meta: StepMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -28,7 +28,7 @@ def paged_attention(
     sinks: Float[Array, "H"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Pages]:
-    """Writes the new keys and values into the pages, then attends; see `pallas_kernels.paged_attention`.
+    """Writes the new keys and values into the pages, then attends; see `kernels.PagedAttention`.
 
     Accumulates in float32; the dots take the query's dtype (bfloat16, float16 or float32), and pages of another dtype
     are cast to it as they are read. `interpret` runs the kernels as XLA operations, on any platform.

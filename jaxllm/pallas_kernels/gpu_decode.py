@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu_tile import AttentionSpec, attend, cdiv, first_key, start_softmax
-from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 
 TARGET_PROGRAMS = 256
@@ -45,7 +45,7 @@ def choose_splits(rows: int, max_context: int, spec: AttentionSpec) -> int:
 def decode_attention(
     q: Float[Array, "R H D"],
     pages: Pages,
-    meta: AttentionMetadata,
+    meta: StepMetadata,
     spec: AttentionSpec,
     sinks: Float[Array, "H"] | None,
     *,

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu_tile import AttentionSpec, attend, cdiv, first_key, start_softmax
-from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 
 MAX_TILE_ROWS = 128
@@ -39,7 +39,7 @@ def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
     return max(16, pl.next_power_of_2(spec.group), wanted)
 
 
-def prefill_tiles(meta: AttentionMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:
+def prefill_tiles(meta: StepMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:
     """Cuts the prefill chunks into tiles of at most `block_q` tokens: rows (sequence, first token, tokens, position).
 
     The first token is an index into the batch, the position is that token's. Tiles left over have 0 tokens.
@@ -67,7 +67,7 @@ def prefill_tiles(meta: AttentionMetadata, tokens: int, block_q: int) -> Int[Arr
 def prefill_attention(
     q: Float[Array, "T H D"],
     pages: Pages,
-    meta: AttentionMetadata,
+    meta: StepMetadata,
     spec: AttentionSpec,
     sinks: Float[Array, "H"] | None,
     *,

@@ -1,4 +1,4 @@
-"""What attention must know about a batch of ragged tokens."""
+"""What every layer is told about a step's batch of ragged tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AttentionMetadata:
+class StepMetadata:
     """One step's batch: `T` tokens of up to `S` sequences laid end to end, then padding.
 
     Decode rows come first: sequences `0 … num_decodes-1` have exactly one query token each, so that token `i` is
@@ -38,6 +38,8 @@ class AttentionMetadata:
     page_table: Int[Array, "S P"]
     num_decodes: Int[Array, ""]
     num_seqs: Int[Array, ""]
+    rotary_lengths: Int[Array, "T"]
+    """How long each token's rotary embedding takes its sequence to be; see `models.layers.rope.rope_angles`."""
     decode_only: bool = field(metadata={"static": True})
     """Static: T == S and every row is a decode (or padding)."""
 

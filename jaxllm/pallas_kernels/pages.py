@@ -9,23 +9,28 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata
 
 Pages = tuple[Shaped[Array, "N K page_size D"], ...]
 """One layer's `(k_pages, v_pages)`, or `(latent_pages,)` where the values are the first channels of the keys.
 
-Of a float type or of its bits (see `storage_dtype`).
+Of a float type or of its bits (see `stored_as_bits`).
 """
 
 
-def storage_dtype(dtype: Any, platform: str) -> np.dtype:
-    """The type that pages of `dtype` are kept in.
+def stored_as_is(dtype: Any) -> np.dtype:
+    """Pages keep floats."""
+    return np.dtype(dtype)
+
+
+def stored_as_bits(dtype: Any) -> np.dtype:
+    """Pages keep the bits of 16-bit floats.
 
     XLA:CPU computes 16-bit floats in float32, even when it only moves them: a scatter would convert the whole buffer
     there and back. Their bits, as integers, are moved as they are.
     """
     dtype = np.dtype(dtype)
-    return np.dtype(np.uint16) if platform == "cpu" and dtype.itemsize == 2 else dtype
+    return np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
 
 
 def to_storage(x: Float[Array, "..."], dtype: Any) -> Shaped[Array, "..."]:
@@ -38,9 +43,7 @@ def from_storage(x: Shaped[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
 
-def write_pages(
-    pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"] | None, meta: AttentionMetadata
-) -> Pages:
+def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"] | None, meta: StepMetadata) -> Pages:
     """Stores token `t`'s key and value in row `positions[t] % page_size` of its page; padding tokens go to page 0.
 
     Latent pages hold keys alone: `v` is None. Updates in place when the pages are donated. What is not finite is

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages, from_storage, write_pages
 
 DECODE_BLOCK = 128
@@ -102,7 +102,7 @@ def paged_attention(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"] | None,
     pages: Pages,
-    meta: AttentionMetadata,
+    meta: StepMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -110,7 +110,13 @@ def paged_attention(
     sinks: Float[Array, "H"] | None = None,
     value_dim: int | None = None,
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """See `pallas_kernels.paged_attention`."""
+    """See `kernels.PagedAttention`.
+
+    Raises:
+        ValueError: `v` and the number of page buffers disagree, or there is a `value_dim` beside `v`.
+    """
+    if v is not None and value_dim is not None:
+        raise ValueError(f"value_dim is {value_dim}, but the values come by themselves, in v")
     tokens, num_heads, dim = q.shape
     num_kv = k.shape[1]
     group = num_heads // num_kv
@@ -155,9 +161,7 @@ def _decode(
     return jnp.where(live[:, None, None, None], out, 0)
 
 
-def _mixed(
-    q: Float[Array, "T K G D"], pages: Pages, meta: AttentionMetadata, options: Options
-) -> Float[Array, "T K G Dv"]:
+def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options: Options) -> Float[Array, "T K G Dv"]:
     """Decode rows in groups, then prefill chunks tile by tile."""
     tokens, num_kv, group, _ = q.shape
     tile = min(PREFILL_TILE, tokens)
@@ -200,7 +204,7 @@ class Tiles(NamedTuple):
     number: jax.Array
 
 
-def _tiles(meta: AttentionMetadata, tile: int) -> Tiles:
+def _tiles(meta: StepMetadata, tile: int) -> Tiles:
     """Cut every prefill chunk into tiles, in the order of their tokens.
 
     Worked example, tile 4, one decode and chunks of 5 and 2 tokens: query_start [0, 1, 6, 8]

@@ -74,3 +74,9 @@ def padded_rows(rows: int, tp: int, multiple: int = 64) -> Layout:
     """One tensor padded with zero rows until every device has the same, whole multiple of rows."""
     unit = multiple * tp
     return Layout((Segment(rows, tp),), tp, pad_to=math.ceil(rows / unit) * unit)
+
+
+def place(layout: Layout | None, tensors: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """The whole parameter in `dtype`; each tensor is cast by itself, so that nothing wider is ever whole."""
+    cast = [tensor.astype(dtype, copy=False) for tensor in tensors]
+    return cast[0] if layout is None else layout.assemble(cast)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
+from jaxllm.quantization.stored import Stored
 
 
 class TensorInfo(NamedTuple):
@@ -32,10 +32,10 @@ class Checkpoint(Protocol):
     generation_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, or as bfloat16/float16 when stored so. Quantized blocks are dequantized.
+    def read(self, name: str) -> Stored:
+        """One tensor as it is stored: a view of the file. To expand it, or not, is the caller's decision.
 
-        Raises CheckpointError when the file is truncated or the type is unknown.
+        Raises CheckpointError when there is no such tensor, or the file is closed.
         """
 
     def close(self) -> None:

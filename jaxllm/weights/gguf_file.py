@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.gguf_blocks import dequantize
+from jaxllm.quantization.stored import GGUF_FLOATS, Stored
 from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.gguf_header import read_header
-
-_PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def generation_config_of(path: Path) -> Path:
@@ -42,18 +39,17 @@ class GGUFCheckpoint:
         self._places = header.tensors
         self._data: np.ndarray | None = np.memmap(path, np.uint8, mode="r")
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor: float32, or float16/bfloat16 where stored so (then a read-only view of the file)."""
+    def read(self, name: str) -> Stored:
+        """One tensor, a read-only view of the file."""
         if self._data is None:
             raise CheckpointError(f"{self.path}: closed")
         if name not in self._places:
             raise CheckpointError(f"{self.path}: no tensor {name!r}")
         shape, dtype, offset, nbytes = self._places[name]
         data = self._data[offset : offset + nbytes].view(np.ndarray)
-        try:
-            return data.view(_PLAIN[dtype]).reshape(shape) if dtype in _PLAIN else dequantize(data, dtype, shape)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: tensor {name!r}: {error}") from None
+        if dtype not in GGUF_FLOATS:
+            return Stored(data, dtype, shape, packed=True)
+        return Stored(data.view(GGUF_FLOATS[dtype]).reshape(shape), dtype, shape)
 
     def close(self) -> None:
         """Let go of the map; arrays already read keep it alive."""

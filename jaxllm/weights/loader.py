@@ -8,8 +8,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jax.sharding import Mesh
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
-from jaxllm.sharding.layout import Layout
+from jaxllm.quantization.weight import Kind, Weight, fuse
+from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes, named_sharding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import NameMap, Source, Sources
@@ -29,14 +31,64 @@ READ_AHEAD = 2
 """Parameters read (and dequantized) while an earlier one is on its way to the device."""
 
 
-class ParamSpec(NamedTuple):
-    """What a model says of one of its parameters: `shape` is global."""
+Value = Weight | Any
+"""What a parameter is: a Weight, or a plain array (norms, biases)."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a model says of one of its parameters: `shape` is global.
+
+    Attributes:
+        kinds: how a weight is kept: one kind, or one for each segment of its layout. Empty: a plain array of `dtype`.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
     axes: Axes
     layout: Layout | None
+    kinds: tuple[Kind, ...] = ()
+
+    @property
+    def runs(self) -> list[tuple[Kind, Layout | None]]:
+        """Neighbouring segments of one kind, which are one weight."""
+        if len(self.kinds) <= 1 or self.layout is None:
+            return [(kind, self.layout) for kind in self.kinds]
+        segments = zip(self.kinds, self.layout.segments, strict=True)
+        runs = [(kind, tuple(s for _, s in run)) for kind, run in groupby(segments, key=lambda pair: pair[0])]
+        return [(kind, replace(self.layout, segments=found)) for kind, found in runs]
+
+    def abstract(self) -> Value:
+        """The parameter as `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            CheckpointError: a shard would part numbers that are stored together.
+        """
+        if not self.kinds:
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        axis = self.layout.axis if self.layout else 0
+        parts = []
+        for kind, layout in self.runs:
+            rows = layout.rows if layout else self.shape[axis]
+            parts.append(kind.abstract((*self.shape[:axis], rows, *self.shape[axis + 1 :])))
+        return fuse(parts)
+
+    def leaves(self) -> list[tuple[jax.ShapeDtypeStruct, Axes]]:
+        """The parameter's arrays and how each is sharded."""
+        value = self.abstract()
+        axes = value.axes(self.axes) if isinstance(value, Weight) else [self.axes]
+        return list(zip(jax.tree.leaves(value), axes, strict=True))
+
+    def check_shards(self, tp: int) -> None:
+        """Raises CheckpointError where dividing the inputs by `tp` would part numbers that are stored together."""
+        inputs = self.shape[-1]
+        for kind in self.kinds if self.axes[-1] is not None else ():
+            if inputs % (tp * kind.block):
+                raise CheckpointError(
+                    f"{self.path}: {inputs} inputs on {tp} devices part a block of {kind.block}; "
+                    f"accepted is a tensor_parallel_size that divides {inputs // kind.block}"
+                )
 
 
 def load_parameters(
@@ -47,8 +99,8 @@ def load_parameters(
     *,
     ignored: Iterable[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[jax.Array, ...]:
-    """Read every parameter of `specs` in order and place it on `mesh`.
+) -> tuple[Value, ...]:
+    """Read every parameter of `specs` in order and place its arrays on `mesh`.
 
     Args:
         names: where each parameter comes from.
@@ -59,20 +111,23 @@ def load_parameters(
         CheckpointError: a tensor is missing, has the wrong shape, or is stored and not used; the message names it.
     """
     chosen = _choose_sources(checkpoint, specs, names, ignored)
-    arrays = []
+    values = []
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="load") as pool:
         ahead = iter(zip(specs, chosen, strict=True))
         pending = deque(pool.submit(_assemble, checkpoint, *pair) for pair in islice(ahead, READ_AHEAD))
         for index, spec in enumerate(specs):
             value = pending.popleft().result()
             pending.extend(pool.submit(_assemble, checkpoint, *pair) for pair in islice(ahead, 1))
-            arrays.append(jax.device_put(value, named_sharding(mesh, spec.axes)))
+            leaves, tree = jax.tree.flatten(value)
+            shardings = [named_sharding(mesh, axes) for _, axes in spec.leaves()]
+            placed = [jax.device_put(leaf, where) for leaf, where in zip(leaves, shardings, strict=True)]
+            values.append(jax.tree.unflatten(tree, placed))
             if on_progress:
                 on_progress(index + 1, len(specs))
-    return tuple(arrays)
+    return tuple(values)
 
 
-def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple[jax.Array, ...]:
+def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple[Value, ...]:
     """Random weights of the right shapes, drawn on the devices; vectors are ones, so that norms stay norms."""
 
     @functools.cache
@@ -84,11 +139,30 @@ def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple
 
         return jax.jit(draw, out_shardings=named_sharding(mesh, axes))  # compiled once for all layers
 
-    keys = jax.random.split(jax.random.key(seed), len(specs))
-    return tuple(drawing(s.shape, s.dtype, s.axes)(key) for s, key in zip(specs, keys, strict=True))
+    values = []
+    for spec, key in zip(specs, jax.random.split(jax.random.key(seed), len(specs)), strict=True):
+        drawn = [drawing(leaf.shape, leaf.dtype, axes)(key) for leaf, axes in spec.leaves()]
+        values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), drawn))
+    return tuple(values)
 
 
-def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> np.ndarray:
+def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> Value:
+    """A parameter in host memory: its tensors laid out for the mesh, each run of segments packed as its kind."""
+    tensors = _read_segments(checkpoint, spec, sources)
+    if not spec.kinds:
+        return place(spec.layout, tensors, spec.dtype)
+    parts = []
+    for kind, layout in spec.runs:
+        if layout is None or len(spec.runs) == 1:
+            mine = tensors
+        else:
+            mine, tensors = tensors[: len(layout.segments)], tensors[len(layout.segments) :]
+        parts.append(kind.pack(mine, layout))
+    return fuse(parts)
+
+
+def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> list[np.ndarray]:
+    """One tensor a segment, or one that holds them all; cut up where the segments are of several kinds."""
     axis = spec.layout.axis if spec.layout else 0
     segments = [s.rows for s in spec.layout.segments] if spec.layout else [spec.shape[0]]
     rows = segments if len(sources) == len(segments) else [sum(segments)]
@@ -98,15 +172,25 @@ def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> np.n
         expected = (*spec.shape[:axis], size, *spec.shape[axis + 1 :])
         if tensor.shape != expected:
             raise CheckpointError(f"{checkpoint.path}: tensor {source.name!r} is {tensor.shape}; expected {expected}")
-        tensors.append(tensor.astype(spec.dtype, copy=False))
-    return spec.layout.assemble(tensors) if spec.layout else tensors[0]
+        tensors.append(tensor)
+    if len(spec.runs) > 1 and len(tensors) == 1:
+        return np.split(tensors[0], np.cumsum(segments)[:-1], axis)
+    return tensors
 
 
 def _read(checkpoint: Checkpoint, source: Source) -> np.ndarray:
-    tensors = [checkpoint.read(name) for name in source.tensors]
+    tensors = [_expanded(checkpoint, name) for name in source.tensors]
     if source.stack:
         tensors = [np.stack(tensors)]
     return tensors[0] if source.transform is None else source.transform(*tensors)
+
+
+def _expanded(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    stored = checkpoint.read(name)
+    try:
+        return stored.expand()
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: tensor {name!r}: {error}") from None
 
 
 def _choose_sources(

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.fp8_blocks import dequantize_fp8
+from jaxllm.quantization.stored import Stored
 from jaxllm.weights.checkpoint import TensorInfo
 
 _DTYPES = {
@@ -37,8 +37,7 @@ class _Place(NamedTuple):
 class SafetensorsCheckpoint:
     """A directory with config.json and safetensors files, whole or sharded; see `Checkpoint`.
 
-    FP8 tensors with a scale a block come as float32, integers as stored. With `weights=False` only config.json must be
-    there.
+    FP8 tensors come with their scales where they have one a block. With `weights=False` only config.json must be there.
     """
 
     format = "safetensors"
@@ -68,8 +67,8 @@ class SafetensorsCheckpoint:
             if name not in self._places or self._places[name].file.name != file:
                 raise CheckpointError(f"{self.path / _INDEX}: names tensor {name!r} in {file}, which does not hold it")
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in its stored dtype, as a read-only view of the file; FP8 blocks are dequantized."""
+    def read(self, name: str) -> Stored:
+        """One tensor, a read-only view of the file."""
         if self._maps is None:
             raise CheckpointError(f"{self.path}: closed")
         if name not in self._places:
@@ -81,8 +80,9 @@ class SafetensorsCheckpoint:
         tensor = self._maps[file][offset : offset + nbytes].view(np.ndarray).view(_DTYPES[dtype]).reshape(shape)
         block = self.config.get("quantization_config", {}).get("weight_block_size")
         if block and dtype == "F8_E4M3":
-            return dequantize_fp8(tensor, self.read(f"{name}_scale_inv"), tuple(block))
-        return tensor
+            scale = self.read(f"{name}_scale_inv").data
+            return Stored(tensor, dtype, shape, scale=scale, scale_block=tuple(block))
+        return Stored(tensor, dtype, shape)
 
     def close(self) -> None:
         """Let go of the maps; arrays already read keep theirs alive."""

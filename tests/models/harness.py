@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.models.abstract import abstract_model
-from jaxllm.models.config import BuildOptions
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
-from jaxllm.pallas_kernels import AttentionMetadata
+from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.quantization.weight import Kind
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 from jaxllm.weights import open_checkpoint
-from jaxllm.weights.loader import load_parameters
+from jaxllm.weights.loader import ParamSpec, load_parameters
 
 PAGE = 8
 TOKENS = 96
@@ -39,30 +40,38 @@ class Harness:
     """Logits of every token run. Sequences have `MAX_LEN` tokens of pages each, handed out in a scrambled order."""
 
     def __init__(
-        self, path: Path, *, tp: int = 1, expert_parallel: bool = False, dtype: Any = jnp.float32, max_len: int = 128
+        self,
+        path: Path,
+        *,
+        tp: int = 1,
+        expert_parallel: bool = False,
+        dtype: Any = jnp.float32,
+        max_len: int = 128,
+        kinds: Callable[[ParamSpec], tuple[Kind, ...]] | None = None,
     ):
         checkpoint = open_checkpoint(path)
         spec = model_spec(checkpoint)
         self.config = spec.config
-        model, params = abstract_model(spec, BuildOptions(dtype, tp, "reference", expert_parallel))
+        model, params = abstract_model(spec, BuildOptions(dtype, tp, expert_parallel=expert_parallel), kinds)
         mesh = build_mesh(tp)
-        self._weights = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
+        loaded = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
+        self._weights = tuple(jax.tree.leaves(loaded))
         checkpoint.close()
         graph, state = nnx.split(model)
         treedef = jax.tree.structure(state)
 
-        def step(weights: Any, pages: Any, tokens: jax.Array, meta: AttentionMetadata, lengths: jax.Array) -> Any:
+        def step(weights: Any, pages: Any, tokens: jax.Array, meta: StepMetadata) -> Any:
             merged = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
-            hidden, pages = merged(tokens, pages, meta, lengths)
+            hidden, pages = merged(tokens, pages, meta)
             return merged.logits(hidden), pages
 
-        weight_specs = tuple(P(*p.axes) for p in params)
+        weight_specs = tuple(P(*axes) for p in params for _, axes in p.leaves())
         page_spec = P(None, TENSOR)
         self._step = jax.jit(
             jax.shard_map(
                 step,
                 mesh=mesh,
-                in_specs=(weight_specs, page_spec, P(), P(), P()),
+                in_specs=(weight_specs, page_spec, P(), P()),
                 out_specs=(P(), page_spec),
                 check_vma=False,
             ),
@@ -97,7 +106,7 @@ class Harness:
             row = end
             query_start[index + 1 :] = row
         decodes = next((i for i, c in enumerate(chunks) if c.end - c.start > 1), len(chunks))
-        meta = AttentionMetadata(
+        meta = StepMetadata(
             positions,
             seq_ids,
             query_start,
@@ -105,9 +114,10 @@ class Harness:
             table,
             np.int32(decodes),
             np.int32(len(chunks)),
+            lengths,
             decode_only=False,
         )
-        logits = self._call(ids, meta, lengths)
+        logits = self._call(ids, meta)
         return [logits[a:b] for a, b in pairwise(query_start[: len(chunks) + 1])]
 
     def decode(self, token: int, position: int, seq: int = 0, length: int = 0) -> np.ndarray:
@@ -116,7 +126,7 @@ class Harness:
         `length` is what length-dependent rotary embeddings go by, where it is more than the tokens so far.
         """
         table = np.stack([self._table[seq], np.zeros(self._columns, np.int32)])
-        meta = AttentionMetadata(
+        meta = StepMetadata(
             np.array([position, 0], np.int32),
             np.array([0, 2], np.int32),
             np.array([0, 1, 1], np.int32),
@@ -124,10 +134,11 @@ class Harness:
             table,
             np.int32(1),
             np.int32(1),
+            np.array([max(length, position + 1), 1], np.int32),
             decode_only=True,
         )
-        return self._call(np.array([token, 0], np.int32), meta, np.array([max(length, position + 1), 1], np.int32))[0]
+        return self._call(np.array([token, 0], np.int32), meta)[0]
 
-    def _call(self, tokens: np.ndarray, meta: Any, lengths: np.ndarray) -> np.ndarray:
-        logits, self._pages = self._step(self._weights, self._pages, tokens, meta, lengths)
+    def _call(self, tokens: np.ndarray, meta: Any) -> np.ndarray:
+        logits, self._pages = self._step(self._weights, self._pages, tokens, meta)
         return np.asarray(logits)

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.models.layers.mla import MLAConfig, MLAttention
 from jaxllm.models.layers.rope import Angles
-from jaxllm.pallas_kernels import AttentionMetadata
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 
 SIZE = 44
@@ -132,7 +133,7 @@ def oracle(case: Case, x: np.ndarray) -> np.ndarray:
     return project("output", np.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1))
 
 
-def metadata(chunks: Sequence[tuple[int, int, int]], tokens: int, table: np.ndarray) -> AttentionMetadata:
+def metadata(chunks: Sequence[tuple[int, int, int]], tokens: int, table: np.ndarray) -> StepMetadata:
     """A step of `chunks`, padded to `tokens` tokens; decode-only steps are padded to that many sequences."""
     decodes = sum(end - start == 1 for _, start, end in chunks)
     decode_only = decodes == len(chunks)
@@ -147,8 +148,16 @@ def metadata(chunks: Sequence[tuple[int, int, int]], tokens: int, table: np.ndar
         context_len[index], rows[index] = end, table[seq]
         row = stop
         query_start[index + 1 :] = row
-    return AttentionMetadata(
-        positions, seq_ids, query_start, context_len, rows, np.int32(decodes), np.int32(len(chunks)), decode_only
+    return StepMetadata(
+        positions,
+        seq_ids,
+        query_start,
+        context_len,
+        rows,
+        np.int32(decodes),
+        np.int32(len(chunks)),
+        positions + 1,
+        decode_only,
     )
 
 
@@ -160,13 +169,11 @@ def run(case: Case, tp: int, dtype: Any = jnp.float32) -> list[np.ndarray]:
             SIZE,
             case.heads,
             c,
-            tp=tp,
-            dtype=dtype,
+            BuildOptions(dtype, tp),
             scale=case.scale,
             norm_eps=EPS,
             qkv_bias=case.bias,
             output_bias=case.bias,
-            backend="reference",
         )
     )
     graph, state = nnx.split(layer)
@@ -177,11 +184,12 @@ def run(case: Case, tp: int, dtype: Any = jnp.float32) -> list[np.ndarray]:
     for path, variable in variables:
         value, abstract = checkpoint.pop(".".join(str(key.key) for key in path)), variable.get_value()
         assert value.shape == abstract.shape
-        weights.append(jnp.asarray(value, abstract.dtype))
+        (leaf,) = jax.tree.leaves(abstract)
+        weights.append(jnp.asarray(value, leaf.dtype))
         specs.append(P(*variable.get_metadata()["axes"]))
     assert not checkpoint, f"no such parameters: {list(checkpoint)}"
 
-    def step(weights: Any, x: jax.Array, pages: Any, meta: AttentionMetadata) -> Any:
+    def step(weights: Any, x: jax.Array, pages: Any, meta: StepMetadata) -> Any:
         angle = meta.positions[:, None] * jnp.asarray(frequencies(c.qk_rope_head_dim), jnp.float32)
         angles = Angles(jnp.cos(angle), jnp.sin(angle), case.interleaved)
         return nnx.merge(graph, jax.tree.unflatten(treedef, weights))(x, angles, pages, meta)

@@ -8,13 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.models.abstract import abstract_model
-from jaxllm.models.config import BuildOptions, DecoderConfig
+from jaxllm.models.config import DecoderConfig
 from jaxllm.models.layers.rope import RopeConfig, inverse_frequencies
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import FAMILIES, model_spec
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
@@ -40,7 +42,7 @@ def parameters(path: Path) -> dict[str, np.ndarray]:
     spec = model_spec(checkpoint)
     _, specs = abstract_model(spec, BuildOptions(dtype=jnp.float32))
     arrays = load_parameters(checkpoint, specs, spec.names, one_device(), ignored=spec.ignored)
-    return {s.path: np.asarray(array) for s, array in zip(specs, arrays, strict=True)}
+    return {s.path: np.asarray(array) for s, array in zip(specs, jax.tree.leaves(arrays), strict=True)}
 
 
 @cache

@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.moe import MoE, MoEConfig, route
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.sharding.mesh import build_mesh
 
 SIZE, EXPERTS, HIDDEN, TOKENS = 16, 16, 24, 13
@@ -199,28 +201,33 @@ def build(
     moe: MoEConfig, tp: int, expert_parallel: bool, dtype: Any
 ) -> tuple[Callable[..., jax.Array], dict[str, nnx.Variable]]:
     """The compiled layer over `tp` devices, as a function of its parameters and inputs, and its abstract parameters."""
-    layer = nnx.eval_shape(lambda: MoE(SIZE, moe, "silu", tp=tp, dtype=dtype, expert_parallel=expert_parallel))
+    layer = nnx.eval_shape(lambda: MoE(SIZE, moe, "silu", BuildOptions(dtype, tp, expert_parallel=expert_parallel)))
     graph, state = nnx.split(layer)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     variables = {".".join(str(key.key) for key in path): variable for path, variable in leaves}
 
-    def forward(values: list[jax.Array], *inputs: jax.Array) -> jax.Array:
+    def forward(values: list[Any], x: jax.Array, meta: StepMetadata) -> jax.Array:
         filled = [variable.replace(value) for variable, value in zip(variables.values(), values, strict=True)]
-        return nnx.merge(graph, jax.tree.unflatten(tree, filled))(*inputs)
+        return nnx.merge(graph, jax.tree.unflatten(tree, filled))(x, meta)
 
     specs = [P(*variable.get_metadata()["axes"]) for variable in variables.values()]
 
-    def over_devices(values: list[jax.Array], *inputs: jax.Array) -> jax.Array:
-        mapped = jax.shard_map(
-            forward, mesh=build_mesh(tp), in_specs=(specs, *(P() for _ in inputs)), out_specs=P(), check_vma=False
-        )
-        return mapped(values, *inputs)
+    def over_devices(values: list[Any], x: jax.Array, meta: StepMetadata) -> jax.Array:
+        mapped = jax.shard_map(forward, mesh=build_mesh(tp), in_specs=(specs, P(), P()), out_specs=P(), check_vma=False)
+        return mapped(values, x, meta)
 
     return jax.jit(over_devices), variables
 
 
 def run(
-    moe: MoEConfig, params: Params, *inputs: Any, tp: int = 1, expert_parallel: bool = False, dtype: Any = jnp.float32
+    moe: MoEConfig,
+    params: Params,
+    x: Any,
+    live: np.ndarray | None = None,
+    *,
+    tp: int = 1,
+    expert_parallel: bool = False,
+    dtype: Any = jnp.float32,
 ) -> np.ndarray:
     """The layer's output over `tp` devices, its parameters laid out as they say themselves."""
     layer, variables = build(moe, tp, expert_parallel, dtype)
@@ -229,9 +236,27 @@ def run(
     for name, variable in variables.items():
         tensors, layout = params[name], variable.get_metadata()["layout"]
         whole = layout.assemble(tensors) if isinstance(tensors, tuple) else tensors
-        assert whole.shape == variable.get_value().shape
-        values.append(jnp.asarray(whole, variable.get_value().dtype))
-    return np.asarray(layer(values, *inputs))
+        abstract = variable.get_value()
+        assert whole.shape == abstract.shape
+        values.append(jax.tree.map(lambda leaf, whole=whole: jnp.asarray(whole, leaf.dtype), abstract))
+    return np.asarray(layer(values, x, metadata(np.ones(len(x), bool) if live is None else live)))
+
+
+def metadata(live: np.ndarray) -> StepMetadata:
+    """A step of one sequence; rows that are not live are padding."""
+    count = len(live)
+    positions, one, zero = np.arange(count, dtype=np.int32), np.int32(1), np.int32(0)
+    return StepMetadata(
+        positions=positions,
+        seq_ids=np.where(live, 0, 1).astype(np.int32),
+        query_start=np.array([0, count], np.int32),
+        context_len=np.array([count], np.int32),
+        page_table=np.zeros((1, 1), np.int32),
+        num_decodes=zero,
+        num_seqs=one,
+        rotary_lengths=positions + 1,
+        decode_only=False,
+    )
 
 
 @pytest.mark.parametrize("name", LAYERS)

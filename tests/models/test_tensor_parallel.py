@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
-from jaxllm.models.config import BuildOptions
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import allowed_degrees
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
 from jaxllm.weights import open_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata
 
 
 def attention_oracle(
@@ -17,7 +17,7 @@ def attention_oracle(
     k: Any,
     v: Any,
     pages: tuple[Any, ...],
-    meta: AttentionMetadata,
+    meta: StepMetadata,
     *,
     scale: float,
     window: int | None = None,
@@ -66,7 +66,7 @@ class RaggedBatch:
     k: Any
     v: Any
     pages: tuple[Any, ...]
-    meta: AttentionMetadata
+    meta: StepMetadata
     value_dim: int | None = None
 
     @property
@@ -125,7 +125,7 @@ def ragged_batch(
         query_start[s] = start
         start += n
 
-    meta = AttentionMetadata(
+    meta = StepMetadata(
         positions=jnp.asarray(positions),
         seq_ids=jnp.asarray(seq_ids),
         query_start=jnp.asarray(query_start),
@@ -133,6 +133,7 @@ def ragged_batch(
         page_table=jnp.asarray(table),
         num_decodes=jnp.int32(len(decodes)),
         num_seqs=jnp.int32(len(chunks)),
+        rotary_lengths=jnp.asarray(positions + 1),
         decode_only=decode_only,
     )
     q, k, v = (jnp.asarray(rng.normal(size=(tokens, n, head_dim)), dtype) for n in (heads, kv_heads, kv_heads))

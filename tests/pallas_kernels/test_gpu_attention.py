@@ -12,7 +12,7 @@ from jaxllm.pallas_kernels import gpu_decode
 from jaxllm.pallas_kernels.gpu import paged_attention
 from jaxllm.pallas_kernels.gpu_prefill import prefill_tiles
 from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
-from jaxllm.pallas_kernels.metadata import AttentionMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import write_pages
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
 
@@ -152,6 +152,7 @@ def specs(*, tokens, seqs, heads, kv_heads, head_dim, page_size, dtype, context=
         array((seqs, context // page_size)),
         array(()),
         array(()),
+        array((tokens,)),
     )
     new = array((tokens, kv_heads, head_dim), dtype)
     pages = (array((1024, kv_heads, page_size, head_dim), dtype),) * 2
@@ -187,7 +188,7 @@ def test_lowers_for_cuda(shape, options, decode_only):
     """Tracing and the Triton lowering run without a GPU; one kernel for a decode-only step, two for a mixed one."""
 
     def attend(q, k, v, pages, arrays, sinks):
-        meta = AttentionMetadata(*arrays, decode_only=decode_only)
+        meta = StepMetadata(*arrays, decode_only=decode_only)
         return paged_attention(q, k, v, pages, meta, scale=0.1, sinks=sinks, **options)
 
     tokens, seqs = (4, 4) if decode_only else (512, 64)

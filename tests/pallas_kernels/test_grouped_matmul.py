@@ -12,13 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import grouped_matmul
-from jaxllm.pallas_kernels.grouped_matmul import GROUPED_MATMUL, choose_grouped_matmul
+from jaxllm.pallas_kernels import choose_kernels
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.quantization.weight import Dense
 
 GROUPS, OUT, IN = 5, 24, 16
 
-multiply = jax.jit(grouped_matmul, static_argnames="backend")
+GROUPED_MATMUL = {"tiles": tiles, "ragged_dot": ragged_dot}
+
+
+@partial(jax.jit, static_argnames="backend")
+def multiply(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, backend: str = "tiles") -> jax.Array:
+    return GROUPED_MATMUL[backend](x, Dense(weight), group_sizes)
 
 
 def operands(rows: int, dtype: Any = jnp.float32, seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -108,7 +113,7 @@ def test_rows_are_not_expanded_over_groups_nor_weights_copied(rows, dtype):
         jax.ShapeDtypeStruct((groups, out, size), dtype),
         jax.ShapeDtypeStruct((groups,), jnp.int32),
     ]
-    compiled = jax.jit(partial(grouped_matmul, backend="tiles")).lower(*shapes).compile()
+    compiled = multiply.lower(*shapes).compile()
     expert = 4 * out * size
     in_and_out = 4 * rows * (size + out)
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * expert + in_and_out
@@ -116,16 +121,15 @@ def test_rows_are_not_expanded_over_groups_nor_weights_copied(rows, dtype):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_lowers_for_every_platform(platform):
-    chosen = choose_grouped_matmul("auto", platform)
+    chosen = choose_kernels("auto", platform).grouped_matmul
     shapes = [
         jax.ShapeDtypeStruct((64, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((8, 256, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((8,), jnp.int32),
     ]
-    lowered = jax.jit(partial(grouped_matmul, backend=chosen)).trace(*shapes).lower(lowering_platforms=(platform,))
+    lowered = (
+        jax.jit(lambda x, weight, sizes: chosen(x, Dense(weight), sizes))
+        .trace(*shapes)
+        .lower(lowering_platforms=(platform,))
+    )
     assert lowered.out_info.shape == (64, 256)
-
-
-def test_an_unknown_backend_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match="'triton'; accepted are auto, tiles, ragged_dot"):
-        choose_grouped_matmul("triton", "cpu")

@@ -50,17 +50,17 @@ def test_metadata_are_plain_values_without_the_vocabulary(small):
 def test_tensors_come_in_numpy_order_and_their_own_type(small, values):
     checkpoint = open_checkpoint(small)
     assert checkpoint.tensors["Q4_0"] == ((6, 64), "Q4_0")
-    np.testing.assert_array_equal(checkpoint.read("plain"), values)
-    np.testing.assert_array_equal(checkpoint.read("half"), values.astype(np.float16), strict=True)
-    np.testing.assert_array_equal(checkpoint.read("brain"), values.astype(ml_dtypes.bfloat16), strict=True)
-    np.testing.assert_allclose(checkpoint.read("Q8_0"), values, atol=0.02)
+    np.testing.assert_array_equal(checkpoint.read("plain").expand(), values)
+    np.testing.assert_array_equal(checkpoint.read("half").expand(), values.astype(np.float16), strict=True)
+    np.testing.assert_array_equal(checkpoint.read("brain").expand(), values.astype(ml_dtypes.bfloat16), strict=True)
+    np.testing.assert_allclose(checkpoint.read("Q8_0").expand(), values, atol=0.02)
     with pytest.raises(CheckpointError, match="no tensor 'nope'"):
         checkpoint.read("nope")
-    kept = checkpoint.read("plain")
+    kept = checkpoint.read("plain").expand()
     checkpoint.close()
     np.testing.assert_array_equal(kept, values)
     with pytest.raises(CheckpointError, match="closed"):
-        checkpoint.read("plain")
+        checkpoint.read("plain").expand()
 
 
 def test_a_directory_with_one_gguf_opens_and_two_are_refused(small):
@@ -143,13 +143,13 @@ def test_smollm2_reads_as_gguf_reads_it():
     for name in ("token_embd.weight", "output_norm.weight", "blk.0.ffn_down.weight", "blk.29.attn_q.weight"):
         tensor = oracle[name]
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1])
-        np.testing.assert_array_equal(checkpoint.read(name), expected, strict=True)
+        np.testing.assert_array_equal(checkpoint.read(name).expand(), expected, strict=True)
 
 
 def test_every_tensor_of_gemma3_is_finite_and_of_its_shape():
     checkpoint = open_checkpoint(real_model("gemma3-270m"))
     assert checkpoint.tensors["token_embd.weight"].shape == (262144, 640)
     for name, info in checkpoint.tensors.items():
-        array = checkpoint.read(name)
+        array = checkpoint.read(name).expand()
         assert array.shape == info.shape and np.isfinite(array).all(), name
         assert array.std() > 0, name

@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import CheckpointError
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.weight import Dense, DenseKind, Fused
 from jaxllm.sharding.layout import Layout, Segment, padded_rows
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 from jaxllm.weights.checkpoint import TensorInfo
@@ -30,10 +32,10 @@ class WatchedCheckpoint:
         self.reads: list[str] = []
         self._lock = threading.Lock()
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> Stored:
         with self._lock:
             self.reads.append(name)
-        return self.arrays[name]
+        return Stored(self.arrays[name], *reversed(self.tensors[name]))
 
     def close(self) -> None:
         pass
@@ -239,3 +241,42 @@ def test_skipped_tensors_are_named_in_the_log(mesh, caplog):
             WatchedCheckpoint(arrays), [norm("norm")], expand({"norm": "norm"}, 1), mesh, ignored=("vision*",)
         )
     assert "2 tensors are not used: vision_tower.a, vision_tower.b" in caplog.text
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("stored", ["split", "fused"])
+def test_segments_of_one_kind_are_one_weight_and_others_stand_by_themselves(mesh, tp, stored):
+    """What a Q4_K_M file needs: q and k of one type, v of another, each laid out over the devices by itself."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(rows, 3)).astype(np.float32) for rows in (8, 4, 4))
+    layout = Layout((Segment(8, tp), Segment(4, tp), Segment(4, 1)), tp)
+    bfloat16 = np.dtype(jax.numpy.bfloat16)
+    kinds = (DenseKind(bfloat16), DenseKind(bfloat16), DenseKind(FLOAT32))
+    spec = ParamSpec("qkv", (layout.rows, 3), bfloat16, (TENSOR, None), layout, kinds)
+    arrays = {"q": q, "k": k, "v": v} if stored == "split" else {"qkv": np.concatenate([q, k, v])}
+    (loaded,) = load_parameters(WatchedCheckpoint(arrays), [spec], expand({"qkv": QKV}, 1), mesh)
+    assert isinstance(loaded, Fused) and loaded.shape == (layout.rows, 3)
+    qk, alone = loaded.parts
+    assert isinstance(qk, Dense) and isinstance(alone, Dense)
+    assert (qk.array.dtype, alone.array.dtype) == (bfloat16, FLOAT32)
+    halves = [np.split(x, tp) for x in (q, k)]
+    expected = np.concatenate([part for device in zip(*halves, strict=True) for part in device])
+    np.testing.assert_array_equal(qk.array, expected.astype(bfloat16))
+    np.testing.assert_array_equal(alone.array, np.concatenate([v] * tp))
+    one = ParamSpec("qkv", (layout.rows, 3), bfloat16, (TENSOR, None), layout, (DenseKind(bfloat16),) * 3)
+    (joined,) = load_parameters(WatchedCheckpoint(arrays), [one], expand({"qkv": QKV}, 1), mesh)
+    assert isinstance(joined, Dense) and joined.array.shape == (layout.rows, 3)
+
+
+class Blocks(DenseKind):
+    block = 32
+
+
+@pytest.mark.parametrize(("inputs", "tp", "refused"), [(128, 4, False), (96, 2, True), (96, 3, False), (64, 4, True)])
+def test_a_shard_must_not_part_what_is_stored_together(inputs, tp, refused):
+    spec = ParamSpec("layers.0.mlp.down.weight", (8, inputs), FLOAT32, (None, TENSOR), None, (Blocks(FLOAT32),))
+    if not refused:
+        spec.check_shards(tp)
+        return
+    with pytest.raises(CheckpointError, match=rf"^layers\.0\.mlp\.down\.weight: {inputs} inputs on {tp} devices"):
+        spec.check_shards(tp)

@@ -31,11 +31,10 @@ from jaxllm.engine.device.packing import (
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
 from jaxllm.engine.device.slots import Slots, SlotUpdate, mask_words, set_slot, slot_shapes
 from jaxllm.models.decoder import Decoder
-from jaxllm.pallas_kernels import AttentionMetadata
-from jaxllm.pallas_kernels.pages import storage_dtype
+from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
 from jaxllm.sharding.mesh import TENSOR
-from jaxllm.weights.loader import ParamSpec
+from jaxllm.weights.loader import ParamSpec, Value
 
 PAGES_SPEC = P(None, TENSOR)
 
@@ -57,6 +56,8 @@ class StepSizes:
     hidden_size: int
     vocab_size: int
     dtype: Any
+    page_dtype: Any
+    """What pages keep floats of `dtype` as."""
 
     @property
     def pages_per_seq(self) -> int:
@@ -82,36 +83,37 @@ class Sampled(NamedTuple):
 class WeightPacking:
     """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
 
-    The packed tuple is that vector, then every other parameter in its own order.
+    The packed tuple is that vector, then every other array of the parameters in its own order.
     """
 
     def __init__(self, specs: Sequence[ParamSpec]):
-        self._specs = specs
+        self._leaves = [leaf for spec in specs for leaf in spec.leaves()]
         self._small = [
-            i for i, s in enumerate(specs) if len(s.shape) == 1 and not any(s.axes) and s.dtype == np.float32
+            i for i, (a, axes) in enumerate(self._leaves) if a.ndim == 1 and not any(axes) and a.dtype == np.float32
         ]
-        self._large = [i for i in range(len(specs)) if i not in set(self._small)]
-        self._offsets = np.cumsum([0, *(specs[i].shape[0] for i in self._small)]).tolist()
+        self._large = [i for i in range(len(self._leaves)) if i not in set(self._small)]
+        self._offsets = np.cumsum([0, *(self._leaves[i][0].shape[0] for i in self._small)]).tolist()
 
     def abstract(self, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and shardings of the packed tuple."""
         vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
-        large = (self._specs[i] for i in self._large)
+        large = (self._leaves[i] for i in self._large)
         return (
             vector,
-            *(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P(*s.axes))) for s in large),
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*axes))) for a, axes in large),
         )
 
-    def pack(self, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """One array a parameter -> the packed tuple."""
-        return (jnp.concatenate([weights[i] for i in self._small]), *(weights[i] for i in self._large))
+    def pack(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
+        """The model's parameters -> the packed tuple."""
+        arrays = jax.tree.leaves(parameters)
+        return (jnp.concatenate([arrays[i] for i in self._small]), *(arrays[i] for i in self._large))
 
     def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
-        """The packed tuple -> one array a parameter; inside a traced function."""
+        """The packed tuple -> every array of the parameters; inside a traced function."""
         vector, large = packed[0], dict(zip(self._large, packed[1:], strict=True))
         ends = zip(self._small, self._offsets, self._offsets[1:], strict=False)
         small = {index: vector[start:end] for index, start, end in ends}
-        return [(small | large)[index] for index in range(len(self._specs))]
+        return [(small | large)[index] for index in range(len(self._leaves))]
 
 
 class StepFunctions:
@@ -127,9 +129,9 @@ class StepFunctions:
         self._weights = self._packing.abstract(mesh)
         self._weight_specs = tuple(a.sharding.spec for a in self._weights)
 
-    def pack_weights(self, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def pack_weights(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
         """The model's parameters as every step takes them."""
-        return self._packing.pack(weights)
+        return self._packing.pack(parameters)
 
     def abstract_state(self) -> DeviceState:
         """Shapes and shardings of the device state."""
@@ -137,7 +139,7 @@ class StepFunctions:
         layer = tuple(
             jax.ShapeDtypeStruct(
                 (s.num_pages, s.page_heads, s.page_size, dim),
-                storage_dtype(s.dtype, jax.default_backend()),
+                s.page_dtype,
                 sharding=NamedSharding(self._mesh, PAGES_SPEC),
             )
             for dim in s.page_dims
@@ -157,7 +159,7 @@ class StepFunctions:
             row = jnp.arange(rows)
             tokens = _known_or_sampled(x["tokens"], slots, x["slot"], x["position"])
             live = row < x["num_decodes"]
-            meta = AttentionMetadata(
+            meta = StepMetadata(
                 positions=x["position"],
                 seq_ids=jnp.where(live, row, rows),
                 query_start=jnp.minimum(jnp.arange(rows + 1), x["num_decodes"]),
@@ -165,10 +167,10 @@ class StepFunctions:
                 page_table=x["page_table"],
                 num_decodes=x["num_decodes"],
                 num_seqs=x["num_decodes"],
+                rotary_lengths=jnp.maximum(x["rotary_len"], x["position"] + 1),
                 decode_only=True,
             )
-            lengths = jnp.maximum(x["rotary_len"], x["position"] + 1)
-            hidden, pages = model(tokens, pages, meta, lengths)
+            hidden, pages = model(tokens, pages, meta)
             slots, out = _choose(model.logits(hidden), x, f, slots, sampled)
             return pages, slots, out
 
@@ -192,7 +194,7 @@ class StepFunctions:
             x = packing.unpack(ints)
             seq = jnp.minimum(x["seq_ids"], x["slot"].shape[0] - 1)
             ids = _known_or_sampled(x["tokens"], slots, x["slot"][seq], x["positions"])
-            meta = AttentionMetadata(
+            meta = StepMetadata(
                 positions=x["positions"],
                 seq_ids=x["seq_ids"],
                 query_start=x["query_start"],
@@ -200,10 +202,10 @@ class StepFunctions:
                 page_table=x["page_table"],
                 num_decodes=x["num_decodes"],
                 num_seqs=x["num_seqs"],
+                rotary_lengths=jnp.maximum(x["rotary_len"][seq], x["positions"] + 1),
                 decode_only=False,
             )
-            lengths = jnp.maximum(x["rotary_len"][seq], x["positions"] + 1)
-            hidden, pages = self._model(weights)(ids, pages, meta, lengths)
+            hidden, pages = self._model(weights)(ids, pages, meta)
             return pages, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
 
         state = self.abstract_state()

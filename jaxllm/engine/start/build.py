@@ -46,7 +46,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
     mesh = build_mesh(config.tensor_parallel_size)
-    blueprint = make_blueprint(config, model_spec(checkpoint), Platform.current())
+    blueprint = make_blueprint(config, model_spec(checkpoint), Platform.of(mesh.devices.flat[0]))
     for line in blueprint.plan.summary().splitlines():
         logger.info(line)
     for note in blueprint.plan.notes:

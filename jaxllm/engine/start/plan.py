@@ -17,10 +17,10 @@ from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.step import StepSizes
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
-from jaxllm.models.config import BuildOptions
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
-from jaxllm.pallas_kernels import choose_attention
+from jaxllm.pallas_kernels import choose_kernels
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
@@ -42,10 +42,14 @@ class Platform:
     @classmethod
     def current(cls) -> Platform:
         """The default JAX platform of this process."""
-        device = jax.devices()[0]
+        return cls.of(jax.devices()[0])
+
+    @classmethod
+    def of(cls, device: jax.Device) -> Platform:
+        """The machine that a mesh's device is one of."""
         memory = compat.device_memory(device)
         limit = None if memory is None else memory[1]
-        return cls(device.platform, len(jax.devices()), limit, psutil.virtual_memory().available)
+        return cls(device.platform, device.client.device_count(), limit, psutil.virtual_memory().available)
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,8 @@ def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) ->
     model_config, tp = spec.config, config.tensor_parallel_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
     dtype = DTYPES[config.dtype]
-    backend = choose_attention(config.attention_backend, platform.name, latent=model_config.mla is not None)
-    options = BuildOptions(dtype, tp, backend, config.enable_expert_parallel)
+    kernels = choose_kernels(config.attention_backend, platform.name, latent=model_config.mla is not None)
+    options = BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
     model, params = abstract_model(spec, options)
 
     on_cpu = platform.memory_limit is None
@@ -152,7 +156,8 @@ def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) ->
         raise ConfigError(
             f"max_model_len is {wanted}; this model's positions end at {model_config.max_position_embeddings}"
         )
-    weight_bytes = sum(math.prod(p.shape) * np.dtype(p.dtype).itemsize // (tp if any(p.axes) else 1) for p in params)
+    leaves = [leaf for param in params for leaf in param.leaves()]
+    weight_bytes = sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in leaves)
     page_heads, page_dims = max(model_config.page_heads, tp), model_config.page_dims
     itemsize = np.dtype(dtype).itemsize
     token_bytes = model_config.num_layers * page_heads // tp * sum(page_dims) * itemsize
@@ -186,13 +191,14 @@ def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) ->
         vocab_size=spec.config.num_outputs,
         hidden_size=model_config.hidden_size,
         dtype=dtype,
+        page_dtype=kernels.page_dtype(dtype),
     )
     plan = EnginePlan(
         model=config.model,
         family=spec.family.name,
         platform=platform.name,
         dtype=np.dtype(dtype).name,
-        attention_backend=backend,
+        attention_backend=kernels.name,
         tensor_parallel_size=tp,
         num_parameters=count_parameters(spec, params if tp == 1 else None),
         weight_bytes=weight_bytes,

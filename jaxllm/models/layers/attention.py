@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
-from jaxllm.pallas_kernels import AttentionMetadata, Pages, paged_attention
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import Pages, StepMetadata
 from jaxllm.sharding.layout import Layout, Segment
 
 QKNorm = Literal["rms", "layer", "layer_per_head"]
@@ -45,9 +46,8 @@ class Attention(nnx.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        options: BuildOptions,
         *,
-        tp: int,
-        dtype: Any,
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
@@ -56,23 +56,24 @@ class Attention(nnx.Module):
         qk_norm: QKNorm | None = None,
         norm_eps: float = 1e-6,
         query_scaling: QueryScaling | None = None,
-        backend: str = "auto",
     ):
+        tp = options.tp
         shards = kv_shards(num_kv_heads, tp)
         kv = Segment(num_kv_heads * head_dim, shards)
-        self.qkv = ColumnLinear(size, Layout((Segment(num_heads * head_dim, tp), kv, kv), tp), dtype, bias)
-        self.output = RowLinear(num_heads * head_dim, size, dtype, output_bias)
+        self.qkv = ColumnLinear(size, Layout((Segment(num_heads * head_dim, tp), kv, kv), tp), options, bias)
+        self.output = RowLinear(num_heads * head_dim, size, options, output_bias)
         self.q_norm = _qk_norm(qk_norm, num_heads, head_dim, norm_eps, tp, tp)
         self.k_norm = _qk_norm(qk_norm, num_kv_heads, head_dim, norm_eps, shards, tp)
+        self.heads, self.kv_heads = num_heads // tp, num_kv_heads // shards
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
         self.softcap = softcap
         self.query_scaling = query_scaling
-        self.backend = backend
+        self.kernels = options.kernels
 
     def __call__(
-        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: AttentionMetadata
+        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], Pages]:
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -81,17 +82,16 @@ class Attention(nnx.Module):
         if self.query_scaling is not None:
             q = self.query_scaling(q, meta.positions)
         with jax.named_scope("paged_attention"):
-            out, pages = paged_attention(
-                q, k, v, pages, meta, scale=self.scale, window=self.window, softcap=self.softcap, backend=self.backend
+            out, pages = self.kernels.attention(
+                q, k, v, pages, meta, scale=self.scale, window=self.window, softcap=self.softcap
             )
         return self.output(out.reshape(x.shape[0], -1)), pages
 
     def _project(self, x: Float[Array, "T E"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[T, H, D]`, keys and values `[T, K, D]`; H and K are this device's own."""
-        heads = self.qkv(x).reshape(x.shape[0], -1, self.head_dim)
-        num_q = self.output.weight.shape[1] // self.head_dim
-        num_kv = (heads.shape[1] - num_q) // 2
-        return heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
+        heads = self.qkv(x).reshape(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
+        return q, k, v
 
 
 def _qk_norm(kind: QKNorm | None, heads: int, head_dim: int, eps: float, shards: int, tp: int) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers.linear import matmul
-from jaxllm.models.layers.params import param
+from jaxllm.models.layers.params import param, weight
+from jaxllm.models.options import BuildOptions
 from jaxllm.sharding.collectives import gather_over_tensor, sum_over_tensor, tensor_rank, tensor_size
 from jaxllm.sharding.layout import padded_rows
 from jaxllm.sharding.mesh import TENSOR
@@ -18,25 +16,27 @@ from jaxllm.sharding.mesh import TENSOR
 class VocabEmbedding(nnx.Module):
     """A `[V, E]` table, padded with zero rows so that every device holds the same number."""
 
-    def __init__(self, vocab_size: int, size: int, tp: int, dtype: Any, bias: bool = False):
-        layout = padded_rows(vocab_size, tp)
-        self.weight = param((layout.rows, size), dtype, (TENSOR, None), layout)
+    def __init__(self, vocab_size: int, size: int, options: BuildOptions, bias: bool = False):
+        layout = padded_rows(vocab_size, options.tp)
+        self.weight = weight((layout.rows, size), options.dtype, (TENSOR, None), layout)
         self.bias = param((layout.rows,), jnp.float32, (TENSOR,), layout) if bias else None
+        self.kernels = options.kernels
         self.vocab_size = vocab_size
 
     def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
         """The embeddings of `tokens`."""
-        table = self.weight[...]
+        table = self.weight.get_value()
         if tensor_size() == 1:
-            return table[tokens]
-        local = tokens - tensor_rank() * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        rows = table[jnp.where(mine, local, 0)]
+            return table.rows(tokens)
+        count = table.shape[0]
+        local = tokens - tensor_rank() * count
+        mine = (local >= 0) & (local < count)
+        rows = table.rows(jnp.where(mine, local, 0))
         return sum_over_tensor(jnp.where(mine[:, None], rows, 0))
 
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """float32 scores of every token of the vocabulary, whole on every device."""
-        logits = matmul(hidden, self.weight[...])
+        logits = self.kernels.linear(hidden, self.weight.get_value())
         if self.bias is not None:
             logits = logits + self.bias[...]
         return gather_over_tensor(logits)[:, : self.vocab_size]

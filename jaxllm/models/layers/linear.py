@@ -2,57 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
-from jaxllm.models.layers.params import param
+from jaxllm.models.layers.params import param, weight
+from jaxllm.models.options import BuildOptions
 from jaxllm.sharding.collectives import sum_over_tensor
 from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import TENSOR
+from jaxllm.sharding.mesh import TENSOR, Axes
 
 
-def matmul(x: Float[Array, "T i"], weight: Float[Array, "o i"]) -> Float[Array, "T o"]:
-    """`x @ weight.T`, accumulated and returned in float32.
+class Linear(nnx.Module):
+    """A product with an `[o, i]` weight, and a bias or none; every device does it whole unless `axes` divide it."""
 
-    A float32 result is also what keeps XLA:CPU on its fast path for bfloat16 weights.
-    """
-    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    return lax.dot_general(
-        x.astype(weight.dtype),
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        options: BuildOptions,
+        bias: bool = False,
+        *,
+        axes: Axes = (None, None),
+        layout: Layout | None = None,
+    ):
+        self.weight = weight((out_features, in_features), options.dtype, axes, layout)
+        self.bias = param((out_features,), jnp.float32, axes[:1], layout) if bias else None
+        self.kernels = options.kernels
+
+    def __call__(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        return self._with_bias(self.partial(x)).astype(x.dtype)
+
+    def partial(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """This device's product alone, in float32: without bias or sum over devices."""
+        return self.kernels.linear(x, self.weight.get_value())
+
+    def _with_bias(self, out: Float[Array, "T o"]) -> Float[Array, "T o"]:
+        return out if self.bias is None else out + self.bias[...]
 
 
-class ColumnLinear(nnx.Module):
+class ColumnLinear(Linear):
     """A product whose output rows are divided over the tensor axis, several checkpoint tensors fused in one weight."""
 
-    def __init__(self, in_features: int, layout: Layout, dtype: Any, bias: bool = False):
-        self.weight = param((layout.rows, in_features), dtype, (TENSOR, None), layout)
-        self.bias = param((layout.rows,), jnp.float32, (TENSOR,), layout) if bias else None
-
-    def __call__(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        out = matmul(x, self.weight[...])
-        if self.bias is not None:
-            out = out + self.bias[...]
-        return out.astype(x.dtype)
+    def __init__(self, in_features: int, layout: Layout, options: BuildOptions, bias: bool = False):
+        super().__init__(in_features, layout.rows, options, bias, axes=(TENSOR, None), layout=layout)
 
 
-class RowLinear(nnx.Module):
+class RowLinear(Linear):
     """A product whose inputs are divided over the tensor axis; the partial results are added in float32."""
 
-    def __init__(self, in_features: int, out_features: int, dtype: Any, bias: bool = False):
-        self.weight = param((out_features, in_features), dtype, (None, TENSOR))
-        self.bias = param((out_features,), jnp.float32) if bias else None
+    def __init__(self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False):
+        super().__init__(in_features, out_features, options, bias, axes=(None, TENSOR))
 
     def __call__(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        out = sum_over_tensor(matmul(x, self.weight[...]))
-        if self.bias is not None:
-            out = out + self.bias[...]
-        return out.astype(x.dtype)
+        return self._with_bias(sum_over_tensor(self.partial(x))).astype(x.dtype)

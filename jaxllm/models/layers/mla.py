@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
-from jaxllm.models.layers.linear import ColumnLinear, RowLinear, matmul
+from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear
 from jaxllm.models.layers.norm import RMSNorm
-from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles, rotate
-from jaxllm.pallas_kernels import AttentionMetadata, Pages, paged_attention
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import Pages, StepMetadata
 from jaxllm.sharding.layout import split_rows
 
 
@@ -47,20 +45,6 @@ class MLAConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-class ReplicatedLinear(nnx.Module):
-    """A product that every device does whole."""
-
-    def __init__(self, in_features: int, out_features: int, dtype: Any, bias: bool = False):
-        self.weight = param((out_features, in_features), dtype)
-        self.bias = param((out_features,), jnp.float32) if bias else None
-
-    def __call__(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        out = matmul(x, self.weight[...])
-        if self.bias is not None:
-            out = out + self.bias[...]
-        return out.astype(x.dtype)
-
-
 class MLAttention(nnx.Module):
     """Attention whose keys and values are expanded from one latent a token, in the absorbed form.
 
@@ -84,42 +68,45 @@ class MLAttention(nnx.Module):
         size: int,
         num_heads: int,
         config: MLAConfig,
+        options: BuildOptions,
         *,
-        tp: int,
-        dtype: Any,
         scale: float,
         norm_eps: float,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        backend: str = "auto",
     ):
         """`qkv_bias` is one on the products that make latents (`q_a`, `kv_a`), `norm_eps` is of the latents' norms."""
-        query_rows = split_rows(num_heads * config.qk_head_dim, tp)
+        query_rows = split_rows(num_heads * config.qk_head_dim, options.tp)
         if config.q_lora_rank is None:
-            self.q = ColumnLinear(size, query_rows, dtype)
+            self.q = ColumnLinear(size, query_rows, options)
         else:
-            self.q_a = ReplicatedLinear(size, config.q_lora_rank, dtype, qkv_bias)
+            self.q_a = Linear(size, config.q_lora_rank, options, qkv_bias)
             self.q_a_norm = RMSNorm(config.q_lora_rank, norm_eps)
-            self.q_b = ColumnLinear(config.q_lora_rank, query_rows, dtype)
-        self.kv_a = ReplicatedLinear(size, config.latent_dim, dtype, qkv_bias)
+            self.q_b = ColumnLinear(config.q_lora_rank, query_rows, options)
+        self.kv_a = Linear(size, config.latent_dim, options, qkv_bias)
         self.kv_a_norm = RMSNorm(config.kv_lora_rank, norm_eps)
-        expanded = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        self.kv_b = ColumnLinear(config.kv_lora_rank, split_rows(expanded, tp), dtype)
-        self.output = RowLinear(num_heads * config.v_head_dim, size, dtype, output_bias)
+        self.expanded = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_b = ColumnLinear(config.kv_lora_rank, split_rows(num_heads * self.expanded, options.tp), options)
+        self.output = RowLinear(num_heads * config.v_head_dim, size, options, output_bias)
+        self.heads = num_heads // options.tp
         self.config = config
         self.scale = scale
-        self.backend = backend
+        self.kernels = options.kernels
 
     def __call__(
-        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: AttentionMetadata
+        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], Pages]:
         config = self.config
-        expand = self.kv_b.weight[...].reshape(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        kv_b, keys, values = (
+            self.kv_b.weight.get_value(),
+            slice(config.qk_nope_head_dim),
+            slice(config.qk_nope_head_dim, None),
+        )
         q_nope, q_rope = jnp.split(self._queries(x), [config.qk_nope_head_dim], axis=-1)
-        absorbed = _by_head(q_nope, expand[:, : config.qk_nope_head_dim], contract=1)
+        absorbed = kv_b.absorb_heads(q_nope, self.expanded, keys)
         q = jnp.concatenate([absorbed, rotate(q_rope, angles)], axis=-1)
         with jax.named_scope("paged_attention"):
-            out, pages = paged_attention(
+            out, pages = self.kernels.attention(
                 q,
                 self._keys(x, angles),
                 None,
@@ -127,32 +114,16 @@ class MLAttention(nnx.Module):
                 meta,
                 scale=self.scale,
                 value_dim=config.kv_lora_rank,
-                backend=self.backend,
             )
-        out = _by_head(out, expand[:, config.qk_nope_head_dim :], contract=2)
+        out = kv_b.expand_heads(out, self.expanded, values)
         return self.output(out.reshape(x.shape[0], -1)), pages
 
     def _queries(self, x: Float[Array, "T E"]) -> Float[Array, "T H D"]:
         """This device's heads, channels without rotation first."""
         q = self.q(x) if self.config.q_lora_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
-        return q.reshape(x.shape[0], -1, self.config.qk_head_dim)
+        return q.reshape(x.shape[0], self.heads, self.config.qk_head_dim)
 
     def _keys(self, x: Float[Array, "T E"], angles: Angles | None) -> Float[Array, "T 1 D"]:
         """What is cached: the normalised latent, then the rotated channels."""
         latent, k_rope = jnp.split(self.kv_a(x)[:, None], [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_norm(latent), rotate(k_rope, angles)], axis=-1)
-
-
-def _by_head(x: Float[Array, "T H i"], weight: Float[Array, "H _ _"], contract: int) -> Float[Array, "T H o"]:
-    """Each head times its own weight, summed in float32 over axis `contract` of the weight; in the dtype of `x`.
-
-    Heads are moved to the front first: XLA:CPU cannot run every bfloat16 product with a batch axis that is not.
-    """
-    out = lax.dot_general(
-        x.swapaxes(0, 1).astype(weight.dtype),
-        weight,
-        (((2,), (contract,)), ((0,), (0,))),
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return out.swapaxes(0, 1).astype(x.dtype)

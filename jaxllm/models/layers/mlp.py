@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -24,27 +25,37 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Activation functions under the names that `hidden_act` and `hidden_activation` use."""
 
 
+def gated(gate_up: Float[Array, "N 2F"], activation: str) -> Float[Array, "N F"]:
+    """`act(gate) * up` of the two side by side, in float32."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
 class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, gate and up in one product (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, size: int, hidden: int, activation: str, tp: int, dtype: Any, bias: bool = False):
-        self.gate_up = ColumnLinear(size, Layout((Segment(hidden, tp), Segment(hidden, tp)), tp), dtype, bias)
-        self.down = RowLinear(hidden, size, dtype, bias)
+    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions, bias: bool = False):
+        half = Segment(hidden, options.tp)
+        self.gate_up = ColumnLinear(size, Layout((half, half), options.tp), options, bias)
+        self.down = RowLinear(hidden, size, options, bias)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        gate, up = jnp.split(self.gate_up(x).astype(jnp.float32), 2, axis=-1)
-        return self.down((ACTIVATIONS[self.activation](gate) * up).astype(x.dtype))
+    def __call__(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T E"]:
+        return self.down(gated(self.gate_up(x), self.activation).astype(x.dtype))
+
+    def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """This device's part of the output, in float32."""
+        return self.down.partial(gated(self.gate_up(x), self.activation))
 
 
 class MLP(nnx.Module):
     """`down(act(up(x)))`."""
 
-    def __init__(self, size: int, hidden: int, activation: str, tp: int, dtype: Any, bias: bool = False):
-        self.up = ColumnLinear(size, split_rows(hidden, tp), dtype, bias)
-        self.down = RowLinear(hidden, size, dtype, bias)
+    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions, bias: bool = False):
+        self.up = ColumnLinear(size, split_rows(hidden, options.tp), options, bias)
+        self.down = RowLinear(hidden, size, options, bias)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def __call__(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T E"]:
         up = self.up(x).astype(jnp.float32)
         return self.down(ACTIVATIONS[self.activation](up).astype(x.dtype))

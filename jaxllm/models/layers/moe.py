@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.layers.linear import matmul
-from jaxllm.models.layers.mlp import ACTIVATIONS, GatedMLP
-from jaxllm.models.layers.params import param
-from jaxllm.pallas_kernels import grouped_matmul
+from jaxllm.models.layers.linear import Linear
+from jaxllm.models.layers.mlp import GatedMLP, gated
+from jaxllm.models.layers.params import param, weight
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank
 from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.sharding.mesh import TENSOR, Axes
@@ -123,29 +124,29 @@ class MoE(nnx.Module):
     Activations are whole on every device, so that both end in one sum over the axis.
     """
 
-    def __init__(
-        self, size: int, config: MoEConfig, activation: str, *, tp: int, dtype: Any, expert_parallel: bool = False
-    ):
-        self.router = Router(size, config)
-        self.experts = Experts(size, config, activation, tp, dtype, expert_parallel)
-        self.shared = GatedMLP(size, config.shared_hidden, activation, tp, dtype) if config.shared_hidden else None
-        self.shared_gate = SharedGate(size, dtype) if config.shared_gate else None
+    def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
+        self.router = Router(size, config, options)
+        self.experts = Experts(size, config, activation, options)
+        self.shared = GatedMLP(size, config.shared_hidden, activation, options) if config.shared_hidden else None
+        self.shared_gate = Linear(size, 1, options) if config.shared_gate else None
         self.config = config
-        self.activation = activation
 
-    def __call__(self, x: Float[Array, "T E"], live: Bool[Array, "T"] | None = None) -> Float[Array, "T E"]:
-        """The layer's output. Rows that are not `live` (padding) visit no expert, so that they cost no weights."""
+    def __call__(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T E"]:
+        """The layer's output. Padding visits no expert, so that it costs no weights."""
         with jax.named_scope("router"):
             weights, experts = self.router(x)
         with jax.named_scope("experts"):
-            out = self._routed(x, weights, experts, live)
+            out = self._routed(x, weights, experts, meta.live)
         if self.shared is not None:
             with jax.named_scope("shared_experts"):
-                out = out + self._shared(x, self.shared)
+                shared = self.shared.partial(x)
+                out = out + (
+                    shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate.partial(x))
+                )
         return sum_over_tensor(out).astype(x.dtype)
 
     def _routed(
-        self, x: Float[Array, "T E"], weights: jax.Array, experts: jax.Array, live: jax.Array | None
+        self, x: Float[Array, "T E"], weights: jax.Array, experts: jax.Array, live: jax.Array
     ) -> Float[Array, "T E"]:
         """This device's part of the experts' weighted sum, in float32.
 
@@ -157,13 +158,11 @@ class MoE(nnx.Module):
             sizes    [1, 2]
         """
         num_tokens, top_k = experts.shape
-        here = self.experts.gate_up.weight.shape[0]
+        here = self.experts.here
         group = experts.reshape(-1)
         if here < self.config.num_experts:
             group = group - tensor_rank() * here
-        elsewhere = (group < 0) | (group >= here)
-        if live is not None:
-            elsewhere |= ~jnp.repeat(live, top_k)
+        elsewhere = (group < 0) | (group >= here) | ~jnp.repeat(live, top_k)
         group = jnp.where(elsewhere, here, group)
         order = jnp.argsort(group, stable=True)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
@@ -172,69 +171,52 @@ class MoE(nnx.Module):
         out = out.at[place].get(mode="promise_in_bounds").reshape(num_tokens, top_k, -1)
         return (out * weights[:, :, None]).sum(axis=1)
 
-    def _shared(self, x: Float[Array, "T E"], mlp: GatedMLP) -> Float[Array, "T E"]:
-        """This device's part of the shared MLP, in float32: GatedMLP without its own sum over the axis."""
-        out = matmul(_gated(mlp.gate_up(x), self.activation), mlp.down.weight[...])
-        return out if self.shared_gate is None else out * self.shared_gate(x)
-
 
 class Router(nnx.Module):
     """Logits of all experts and the choice among them, in float32 on every device."""
 
-    def __init__(self, size: int, config: MoEConfig):
-        self.weight = param((config.num_experts, size), jnp.float32)
+    def __init__(self, size: int, config: MoEConfig, options: BuildOptions):
+        self.weight = weight((config.num_experts, size), jnp.float32)
         self.correction_bias = param((config.num_experts,), jnp.float32) if config.correction_bias else None
         self.config = config
+        self.kernels = options.kernels
 
     def __call__(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
         bias = None if self.correction_bias is None else self.correction_bias[...]
-        return route(matmul(x, self.weight[...]), self.config, bias)
-
-
-class SharedGate(nnx.Module):
-    """How much of the shared experts each token takes, between 0 and 1."""
-
-    def __init__(self, size: int, dtype: Any):
-        self.weight = param((1, size), dtype)
-
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T 1"]:
-        return jax.nn.sigmoid(matmul(x, self.weight[...]))
+        return route(self.kernels.linear(x, self.weight.get_value()), self.config, bias)
 
 
 class Experts(nnx.Module):
     """The gated MLPs of all experts, on rows sorted by expert."""
 
-    def __init__(self, size: int, config: MoEConfig, activation: str, tp: int, dtype: Any, expert_parallel: bool):
-        pieces = 1 if expert_parallel else tp
+    def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
+        pieces = 1 if options.expert_parallel else options.tp
         segment = Segment(config.hidden, pieces)
         layout = Layout((segment, segment), pieces, axis=1)
+        whole = options.expert_parallel
         self.gate_up = ExpertLinear(
             (config.num_experts, layout.rows, size),
-            dtype,
-            (TENSOR, None, None) if expert_parallel else (None, TENSOR, None),
+            (TENSOR, None, None) if whole else (None, TENSOR, None),
+            options,
             layout,
         )
         self.down = ExpertLinear(
-            (config.num_experts, size, config.hidden),
-            dtype,
-            (TENSOR, None, None) if expert_parallel else (None, None, TENSOR),
+            (config.num_experts, size, config.hidden), (TENSOR, None, None) if whole else (None, None, TENSOR), options
         )
         self.activation = activation
+        self.here = config.num_experts // options.tp if whole else config.num_experts
+        """How many of the experts a device has, or has a part of."""
 
     def __call__(self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"]) -> Float[Array, "N E"]:
-        return self.down(_gated(self.gate_up(rows, group_sizes), self.activation), group_sizes)
+        return self.down(gated(self.gate_up(rows, group_sizes), self.activation), group_sizes)
 
 
 class ExpertLinear(nnx.Module):
     """One `[o, i]` weight for each expert."""
 
-    def __init__(self, shape: tuple[int, int, int], dtype: Any, axes: Axes, layout: Layout | None = None):
-        self.weight = param(shape, dtype, axes, layout)
+    def __init__(self, shape: tuple[int, int, int], axes: Axes, options: BuildOptions, layout: Layout | None = None):
+        self.weight = weight(shape, options.dtype, axes, layout)
+        self.kernels = options.kernels
 
     def __call__(self, rows: Float[Array, "N i"], group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
-        return grouped_matmul(rows, self.weight[...], group_sizes)
-
-
-def _gated(gate_up: Float[Array, "N 2F"], activation: str) -> Float[Array, "N F"]:
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return ACTIVATIONS[activation](gate) * up
+        return self.kernels.grouped_matmul(rows, self.weight.get_value(), group_sizes)

@@ -7,13 +7,19 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxllm.quantization.weight import Dense
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import Axes
 
 
 def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
-    """A parameter of the global `shape`, replicated unless `axes` names a mesh axis; `layout` describes its axis 0.
+    """A plain array of the global `shape`, replicated unless `axes` names a mesh axis; `layout` describes its axis 0.
 
     The axes are our own metadata: NNX's `sharding` would ask for a mesh while shapes are only being evaluated.
     """
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes or (None,) * len(shape), layout=layout)
+
+
+def weight(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
+    """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded."""
+    return nnx.Param(Dense(jnp.zeros(shape, dtype)), axes=axes or (None,) * len(shape), layout=layout)

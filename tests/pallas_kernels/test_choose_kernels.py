@@ -1,12 +1,14 @@
-"""Which implementation a backend's name means, on which platform and over which pages."""
+"""Which kernels a backend's name means, on which platform and over which pages."""
 
 from __future__ import annotations
 
-import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import choose_attention, paged_attention
+from jaxllm.pallas_kernels import REFERENCE, choose_kernels
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from tests.pallas_kernels.oracle import ragged_batch
 
 
@@ -15,6 +17,7 @@ from tests.pallas_kernels.oracle import ragged_batch
     [
         ("auto", "cpu", False, "reference"),
         ("auto", "gpu", False, "gpu"),
+        ("auto", "tpu", False, "reference"),
         ("auto", "a platform of next year", False, "reference"),
         ("gpu", "gpu", False, "gpu"),
         ("reference", "gpu", False, "reference"),
@@ -24,7 +27,15 @@ from tests.pallas_kernels.oracle import ragged_batch
     ],
 )
 def test_choice(backend, platform, latent, chosen):
-    assert choose_attention(backend, platform, latent=latent) == chosen
+    assert choose_kernels(backend, platform, latent=latent).name == chosen
+
+
+def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
+    assert choose_kernels("auto", "cpu").grouped_matmul is tiles
+    assert choose_kernels("auto", "cpu").page_dtype(jnp.bfloat16) == np.uint16
+    for backend in ("auto", "reference", "gpu"):
+        assert choose_kernels(backend, "gpu").grouped_matmul is ragged_dot
+        assert choose_kernels(backend, "gpu").page_dtype(jnp.bfloat16) == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -37,28 +48,20 @@ def test_choice(backend, platform, latent, chosen):
 )
 def test_refusal_is_one_line_with_what_would_do(backend, platform, latent, words):
     with pytest.raises(ConfigError) as error:
-        choose_attention(backend, platform, latent=latent)
+        choose_kernels(backend, platform, latent=latent)
     message = str(error.value)
     assert "\n" not in message
     for word in words:
         assert word in message
 
 
-def test_latent_pages_are_refused_a_gpu_kernel(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    batch = ragged_batch(decodes=(3, 4), heads=2, kv_heads=1, head_dim=24, value_dim=16)
-    with pytest.raises(ConfigError, match="latent attention"):
-        paged_attention(batch.q, batch.k, None, batch.pages, batch.meta, scale=1.0, value_dim=16, backend="gpu")
-    out, _ = paged_attention(batch.q, batch.k, None, batch.pages, batch.meta, scale=1.0, value_dim=16)
-    assert out.shape == (2, 2, 16)
-
-
 def test_pages_and_values_must_agree():
     latent = ragged_batch(decodes=(3, 4), kv_heads=1, value_dim=16)
     plain = ragged_batch(decodes=(3, 4))
+    attend = REFERENCE.attention
     with pytest.raises(ValueError, match="value_dim is 16"):
-        paged_attention(plain.q, plain.k, plain.v, plain.pages, plain.meta, scale=1.0, value_dim=16)
+        attend(plain.q, plain.k, plain.v, plain.pages, plain.meta, scale=1.0, value_dim=16)
     with pytest.raises(ValueError):
-        paged_attention(plain.q, plain.k, None, plain.pages, plain.meta, scale=1.0, value_dim=16)
+        attend(plain.q, plain.k, None, plain.pages, plain.meta, scale=1.0, value_dim=16)
     with pytest.raises(ValueError):
-        paged_attention(latent.q, latent.k, latent.k, latent.pages, latent.meta, scale=1.0)
+        attend(latent.q, latent.k, latent.k, latent.pages, latent.meta, scale=1.0)

@@ -1,0 +1,129 @@
+"""The operations that a platform may run in its own way, as one record, and the choice of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxllm.errors import ConfigError
+from jaxllm.pallas_kernels import reference
+from jaxllm.pallas_kernels.grouped_matmul import Matrix, ragged_dot, tiles
+from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.pages import Pages, stored_as_bits, stored_as_is
+
+
+class PagedAttention(Protocol):
+    """Write new keys and values into their pages, then attend to everything each token may see.
+
+    Args:
+        q, k, v: the new tokens' queries `[T, H, D]`, keys and values `[T, K, D]`; query head `h` uses KV head
+            `h // (H // K)`. Without `v` the values are the first `value_dim` channels of the keys, which is how latent
+            attention caches them.
+        pages: `(k_pages, v_pages)`, or `(latent_pages,)` without `v`; each `[N, K, page_size, D]`, updated in place
+            when donated.
+        meta: which token belongs where.
+        scale: factor on the logits.
+        window: a token at position `i` sees positions `j` with `i - window < j <= i`.
+        softcap: logits become `softcap * tanh(logits / softcap)`.
+        sinks: `[H]`, one more logit a head that takes softmax mass and has no value.
+        value_dim: with latent pages, how many channels of a key are its value; all of them if not given.
+
+    Returns:
+        The attention output `[T, H, Dv]` in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"] | None,
+        pages: Pages,
+        meta: StepMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Float[Array, "H"] | None = None,
+        value_dim: int | None = None,
+    ) -> tuple[Float[Array, "T H Dv"], Pages]: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs a model's products and attention: chosen once, with the plan, and handed to every layer.
+
+    Attributes:
+        name: of the attention, for people.
+        linear: `(x [T, i], weight [o, i]) -> [T, o]`, float32.
+        grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
+        page_dtype: the type that pages of a float type are kept in.
+    """
+
+    name: str
+    attention: PagedAttention
+    linear: Callable[[jax.Array, Any], jax.Array]
+    grouped_matmul: Callable[[jax.Array, Any, jax.Array], jax.Array]
+    page_dtype: Callable[[Any], np.dtype]
+
+
+def linear(x: Float[Array, "T i"], weight: Matrix) -> Float[Array, "T o"]:
+    """The weight's own product."""
+    return weight.matmul(x)
+
+
+def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
+    from jaxllm.pallas_kernels.gpu import paged_attention  # Pallas takes half a second to import
+
+    return paged_attention(*args, **options)
+
+
+REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, stored_as_bits)
+"""Plain XLA, as CPUs like it, and the oracle of the others."""
+
+COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is)
+"""Plain XLA, as accelerators like it."""
+
+GPU = replace(COMPILED, name="gpu", attention=_gpu_attention)
+"""Pallas, through its Triton lowering."""
+
+PLATFORM_KERNELS: dict[str, tuple[Kernels, ...]] = {
+    "cpu": (REFERENCE,),
+    "gpu": (GPU, COMPILED),
+    "cuda": (GPU, COMPILED),
+    "tpu": (COMPILED,),
+}
+"""The sets of each platform, the best first; a platform not listed takes the reference."""
+
+NAMES = ("reference", "gpu")
+
+LATENT = ("reference",)
+"""Attention that serves latent pages. The GPU kernels do not: their tiles hold all channels of a key, padded to a power
+of two, and a DeepSeek latent of 576 channels would pad to 1024."""
+
+
+def choose_kernels(attention_backend: str, platform: str, *, latent: bool = False) -> Kernels:
+    """The kernels that `--attention-backend attention_backend` means on `platform`, over `latent` pages or plain ones.
+
+    Raises:
+        ConfigError: the backend is unknown, cannot run there, or does not serve latent pages.
+    """
+    here = {kernels.name: kernels for kernels in PLATFORM_KERNELS.get(platform, (REFERENCE,))}
+    if attention_backend == "auto":
+        return next(kernels for name, kernels in here.items() if name in LATENT or not latent)
+    if attention_backend not in NAMES:
+        raise ConfigError(f"attention_backend is {attention_backend!r}; accepted are auto, {', '.join(NAMES)}")
+    if attention_backend not in here:
+        raise ConfigError(
+            f"attention_backend is {attention_backend!r}, which needs a GPU; this machine runs on {platform}"
+        )
+    if latent and attention_backend not in LATENT:
+        raise ConfigError(
+            f"attention_backend is {attention_backend!r}, which does not serve latent attention (MLA); "
+            f"this model accepts auto, {', '.join(LATENT)}"
+        )
+    return here[attention_backend]

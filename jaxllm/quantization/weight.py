@@ -1,0 +1,185 @@
+"""What a layer multiplies by: a matrix, however its numbers are kept."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.sharding.layout import Layout, place
+from jaxllm.sharding.mesh import Axes
+
+
+class Weight(ABC):
+    """A matrix `[o, i]`, or a stack of them `[X, o, i]`, stored as checkpoints have them: outputs first.
+
+    A kind of weight is a registered pytree of its arrays. Inside `shard_map` they are one device's part, and so is
+    `shape`. The products here are the reference of every kind: they expand it; a kind or a kernel may do better.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, not of what it is stored in."""
+
+    @abstractmethod
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        """The matrix as floats."""
+
+    @abstractmethod
+    def axes(self, axes: Axes) -> list[Axes]:
+        """The mesh axes of each array, in pytree order, where those of the matrix are `axes`."""
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """`x @ self.T`, accumulated and returned in float32."""
+        return _matmul(x, self.dequantize())
+
+    def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
+        """The rows `ids` of a matrix: embeddings."""
+        return self.dequantize()[ids]
+
+    def select(self, index: Int[Array, ""]) -> Weight:
+        """One matrix of a stack; reads no other."""
+        return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), self)
+
+    def expand_heads(self, x: Float[Array, "T H i"], per_head: int, rows: slice) -> Float[Array, "T H o"]:
+        """Each head's `x` times that head's rows; every `per_head` rows of the matrix are a head's. In `x`'s dtype."""
+        return _by_head(x, self._heads(per_head, rows), contract=2)
+
+    def absorb_heads(self, x: Float[Array, "T H o"], per_head: int, rows: slice) -> Float[Array, "T H i"]:
+        """The transpose of `expand_heads`: from a head's rows back to the matrix's inputs."""
+        return _by_head(x, self._heads(per_head, rows), contract=1)
+
+    def _heads(self, per_head: int, rows: slice) -> Float[Array, "H o i"]:
+        matrix = self.dequantize()
+        return matrix.reshape(-1, per_head, matrix.shape[-1])[:, rows]
+
+
+class Kind(Protocol):
+    """A way of keeping weights.
+
+    Attributes:
+        block: how many neighbouring inputs are stored together; a shard must not part them.
+    """
+
+    @property
+    def block(self) -> int: ...
+
+    def abstract(self, shape: tuple[int, ...]) -> Weight:
+        """A weight of `shape` whose arrays are `jax.ShapeDtypeStruct`."""
+
+    def pack(self, tensors: Sequence[np.ndarray], layout: Layout | None) -> Weight:
+        """Checkpoint tensors `[*stack, o, i]`, laid out for the mesh and kept this way, in host memory."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dense(Weight):
+    """Every number by itself."""
+
+    array: Any
+    """`[*stack, o, i]` floats."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        return self.array
+
+    def axes(self, axes: Axes) -> list[Axes]:
+        return [axes]
+
+    def select(self, index: Int[Array, ""]) -> Dense:
+        """One matrix of a stack.
+
+        XLA:CPU slices 16-bit floats in float32, and would widen the whole stack, once, before a loop over it. So their
+        bits are sliced as integers, and the barrier ties that to the loop, out of which it would be moved as well.
+        """
+        stack = self.array
+        if stack.dtype.itemsize != 2:
+            return Dense(lax.dynamic_index_in_dim(stack, index, keepdims=False))
+        stack, index = lax.optimization_barrier((stack, index))
+        bits = lax.dynamic_index_in_dim(lax.bitcast_convert_type(stack, jnp.uint16), index, keepdims=False)
+        return Dense(lax.bitcast_convert_type(bits, stack.dtype))
+
+
+@dataclass(frozen=True)
+class DenseKind:
+    """Floats of one type."""
+
+    dtype: np.dtype
+    block: ClassVar[int] = 1
+
+    def abstract(self, shape: tuple[int, ...]) -> Dense:
+        return Dense(jax.ShapeDtypeStruct(shape, self.dtype))
+
+    def pack(self, tensors: Sequence[np.ndarray], layout: Layout | None) -> Dense:
+        return Dense(place(layout, tensors, self.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Fused(Weight):
+    """Weights of different kinds above one another: one product made of several checkpoint tensors."""
+
+    parts: tuple[Weight, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, _, inputs = self.parts[0].shape
+        return (*stack, sum(part.shape[-2] for part in self.parts), inputs)
+
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        return jnp.concatenate([part.dequantize().astype(jnp.float32) for part in self.parts], axis=-2)
+
+    def axes(self, axes: Axes) -> list[Axes]:
+        return [leaf for part in self.parts for leaf in part.axes(axes)]
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        return jnp.concatenate([part.matmul(x) for part in self.parts], axis=-1)
+
+    def select(self, index: Int[Array, ""]) -> Fused:
+        return Fused(tuple(part.select(index) for part in self.parts))
+
+
+def fuse(parts: list[Weight]) -> Weight:
+    """One weight of several; of one it is that one."""
+    return parts[0] if len(parts) == 1 else Fused(tuple(parts))
+
+
+def _matmul(x: Float[Array, "T i"], matrix: Float[Array, "o i"]) -> Float[Array, "T o"]:
+    """A float32 result is also what keeps XLA:CPU on its fast path for bfloat16."""
+    return lax.dot_general(
+        x.astype(matrix.dtype),
+        matrix,
+        (((1,), (1,)), ((), ())),
+        precision=_precision(matrix),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: int) -> Float[Array, "T H m"]:
+    """Each head times its own matrix, summed in float32 over axis `contract` of it.
+
+    Heads are moved to the front first: XLA:CPU cannot run every bfloat16 product with a batch axis that is not.
+    """
+    out = lax.dot_general(
+        x.swapaxes(0, 1).astype(matrix.dtype),
+        matrix,
+        (((2,), (contract,)), ((0,), (0,))),
+        precision=_precision(matrix),
+        preferred_element_type=jnp.float32,
+    )
+    return out.swapaxes(0, 1).astype(x.dtype)
+
+
+def _precision(matrix: jax.Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
