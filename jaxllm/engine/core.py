@@ -15,8 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.device.executables import Key
 from jaxllm.engine.device.handle import Handle, Score, on_host
+from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta

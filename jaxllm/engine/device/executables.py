@@ -7,29 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxllm import compat
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
+from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kind, Variant
 from jaxllm.engine.device.step import StepFunctions
 
 logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 2
-
-
-class Key(NamedTuple):
-    """Which step function, padded to which size.
-
-    `variant`: "greedy", "sampled" or (heads only) "masked"; "top" or "whole" for scores.
-    """
-
-    kind: str
-    size: int = 0
-    variant: str = ""
-
-    def __str__(self) -> str:
-        return "-".join(str(part) for part in self if part)
 
 
 class Executables:
@@ -43,7 +30,11 @@ class Executables:
     def __init__(self, functions: StepFunctions, buckets: Buckets, *, eager: bool = False):
         """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed."""
         self._functions = functions
-        self._sizes = {"decode": buckets.decode, "backbone": buckets.prefill, "head": buckets.head}
+        self._sizes: dict[Kind, tuple[int, ...]] = {
+            "decode": buckets.decode,
+            "backbone": buckets.prefill,
+            "head": buckets.head,
+        }
         self._buckets = buckets
         self._eager = eager
         self._urgent = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
@@ -81,15 +72,16 @@ class Executables:
         """
         b = self._buckets
         lone = [
-            Key("decode", b.decode[0], "greedy"),
+            Key("decode", b.decode[0]),
             Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
         ]
-        any_request = [Key("head", b.head[-1], "sampled"), Key("decode", b.decode[-1], "sampled"), Key("set_slot")]
+        any_request = [Key("head", b.head[-1], SAMPLED), Key("decode", b.decode[-1], SAMPLED), Key("set_slot")]
         rest = [Key("backbone", n) for n in b.prefill]
-        for variant in ("greedy", "sampled"):
+        for variant in (PLAIN, SAMPLED):
             rest += [Key("decode", n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]
-        rest += [Key("head", n, "masked") for n in b.head]
-        last = [Key("score", self.most_rows, "top"), Key("pool"), Key("token_logits", self.most_rows)]
+        rest += [Key("head", n, MASKED) for n in b.head]
+        rows = self.most_rows
+        last = [Key("score", rows), Key("pool"), Key("token_logits", rows), Key("score_all", rows)]
         return list(dict.fromkeys([*self.covering_keys(), *lone, *any_request, *rest, *last]))
 
     def covering_keys(self) -> list[Key]:
@@ -97,8 +89,8 @@ class Executables:
         b = self._buckets
         return [
             Key("backbone", b.prefill[-1]),
-            Key("head", b.head[-1], "greedy"),
-            Key("decode", b.decode[-1], "greedy"),
+            Key("head", b.head[-1]),
+            Key("decode", b.decode[-1]),
         ]
 
     def begin(self) -> None:
@@ -124,12 +116,13 @@ class Executables:
                 if not future.cancelled():
                     future.result()
 
-    def covering(self, kind: str, needed: int, variant: str = "") -> tuple[Key, Callable[..., Any]]:
-        """The smallest ready executable for `needed` rows or tokens; "sampled" covers "greedy" as well."""
+    def covering(self, kind: Kind, needed: int, variant: Variant = PLAIN) -> tuple[Key, Callable[..., Any]]:
+        """The smallest ready executable for `needed` rows or tokens that covers `variant`."""
         sizes = self._sizes[kind]
         exact = Key(kind, smallest_covering(sizes, needed), variant)
+        covering = [v for v in VARIANTS[kind] if v.covers(variant)]
         for size in sizes if not self._eager else ():
-            for candidate in self._covering_variants(kind, variant):
+            for candidate in covering:
                 key = Key(kind, size, candidate)
                 if size >= needed and self._ready(key):
                     return key, self._futures[key].result()
@@ -156,10 +149,6 @@ class Executables:
         for pool in (self._behind, self._urgent):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    @staticmethod
-    def _covering_variants(kind: str, variant: str) -> Iterable[str]:
-        return (variant, "sampled") if variant == "greedy" else (variant,)
-
     def _ready(self, key: Key) -> bool:
         future = self._futures.get(key)
         return future is not None and future.done() and not future.cancelled() and future.exception() is None
@@ -172,10 +161,11 @@ class Executables:
         began = time.perf_counter()
         f = self._functions
         builders: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
-            "decode": lambda: f.decode(key.size, key.variant == "sampled"),
+            "decode": lambda: f.decode(key.size, key.variant),
             "backbone": lambda: f.backbone(key.size),
-            "head": lambda: f.head(key.size, key.variant != "greedy", key.variant == "masked"),
-            "score": lambda: f.score(key.size, key.variant == "whole"),
+            "head": lambda: f.head(key.size, key.variant),
+            "score": lambda: f.score(key.size),
+            "score_all": lambda: f.score_all(key.size),
             "pool": f.pool,
             "token_logits": lambda: f.token_logits(key.size),
             "set_slot": f.set_slot,

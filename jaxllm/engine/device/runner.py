@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.device.executables import Executables, Key
+from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.handle import Handle, Pooled, PooledRow, SampledRow, Score
+from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
 from jaxllm.engine.device.packing import (
     SAMPLING_FLOATS,
     SAMPLING_INTS,
@@ -63,10 +64,12 @@ class Runner:
     def missing(self, request: Request) -> list[Key]:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
         keys = []
+        size = self.executables.most_rows
         if request.params.structured_outputs is not None:
-            keys.append(Key("head", self.executables.most_rows, "masked"))
+            keys.append(Key("head", size, MASKED))
+        if request.params.prompt_logprobs is not None:
+            keys.append(_scoring_key(request, size))
         if request.pooling is not None:
-            size = self.executables.most_rows
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
         return self.executables.missing(keys)
 
@@ -95,7 +98,7 @@ class Runner:
         requests = [chunk.request for chunk in batch.chunks]
         count = len(requests)
         key, step = self.executables.covering("decode", count, _variant(requests))
-        packing = decode_packing(key.size, self._sizes.pages_per_seq, key.variant == "sampled")
+        packing = decode_packing(key.size, self._sizes.pages_per_seq, key.variant.sampled)
         ints, floats = np.zeros(packing.ints.size, np.int32), np.zeros(packing.floats.size, np.float32)
         x = packing.ints.views(ints)
         slots = self._slot_rows(requests, key.size)
@@ -106,7 +109,7 @@ class Runner:
         x["slot"][:] = slots
         x["rotary_len"][:] = self._rotary_len[slots]
         x["page_table"][:count] = self._page_table[slots[:count]]
-        if key.variant == "sampled":
+        if key.variant.sampled:
             self._pack_sampling(x, packing.floats.views(floats), slots)
         self._count(key, count)
         self._pages, self._slots, sampled = step(self._weights, self._pages, self._slots, ints, floats)
@@ -164,17 +167,18 @@ class Runner:
     def _head(self, rows: list[SampledRow], fill: Callable[[list[Request], np.ndarray], None] | None = None) -> Sampled:
         requests = [row.request for row in rows]
         count = len(rows)
-        key, step = self.executables.covering("head", count, _variant(requests) if fill is None else "masked")
-        packing = head_packing(
-            key.size, key.variant != "greedy", mask_words(self._vocab_size) if key.variant == "masked" else 0
-        )
+        key, step = self.executables.covering("head", count, _variant(requests) if fill is None else MASKED)
+        words = mask_words(self._vocab_size) if key.variant.masked else 0
+        packing = head_packing(key.size, key.variant.sampled, words)
         ints, floats = np.zeros(packing.ints.size, np.int32), np.zeros(packing.floats.size, np.float32)
         x = packing.ints.views(ints)
         x["hidden_row"][:count] = [row.row for row in rows]
         x["position"][:count] = [row.position for row in rows]
         x["slot"][:] = self._slot_rows(requests, key.size)
-        if key.variant != "greedy":
+        if key.variant.sampled:
             self._pack_sampling(x, packing.floats.views(floats), x["slot"])
+        if key.variant.masked:
+            x["mask"][...] = -1
         if fill is not None:
             fill(requests, x["mask"][:count])
         self._count(key, count)
@@ -184,12 +188,11 @@ class Runner:
     def _score(self, chunk: Chunk, row: int) -> list[Score]:
         """Log-probabilities of the prompt tokens that follow a chunk's tokens."""
         request = chunk.request
-        whole = request.params.prompt_logprobs == -1
         last = min(chunk.start + chunk.length, request.num_prompt - 1)
         size = self.executables.most_rows
         packing = score_packing(size)
         scores = []
-        step = self.executables.get(Key("score", size, "whole" if whole else "top"))
+        step = self.executables.get(_scoring_key(request, size))
         for start in range(chunk.start, last, size):
             positions = range(start + 1, min(start + size, last) + 1)
             targets = request.token_ids[positions.start : positions.stop]
@@ -324,8 +327,12 @@ def _copy_to_host(handle: Handle) -> None:
         array.copy_to_host_async()
 
 
-def _variant(requests: list[Request]) -> str:
-    return "greedy" if all(request.params.greedy for request in requests) else "sampled"
+def _variant(requests: list[Request]) -> Variant:
+    return PLAIN if all(request.params.greedy for request in requests) else SAMPLED
+
+
+def _scoring_key(request: Request, size: int) -> Key:
+    return Key("score_all" if request.params.prompt_logprobs == -1 else "score", size)
 
 
 def _token_or_device(chunk: Chunk) -> int:

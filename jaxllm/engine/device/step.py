@@ -2,8 +2,8 @@
 
 A decode-only step is one of them, `decode`. A step with prefill in it is `backbone`, which leaves the hidden states in
 a buffer of fixed size, and then `head` for the rows that sample; so there are as many shapes as decode, prefill and
-head buckets together, not their product. Decode and head come in variants: argmax alone, or everything a request may
-ask of the sampler; and head with a mask besides, which a grammar fills while the backbone runs.
+head buckets together, not their product. Decode and head come in variants; a mask, which a grammar fills while the
+backbone runs, is the head's alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.packing import (
     backbone_packing,
     decode_packing,
@@ -149,9 +150,9 @@ class StepFunctions:
         hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
         return DeviceState((layer,) * s.num_layers, slots, hidden)
 
-    def decode(self, rows: int, sampled: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, pages, slots, ints, floats) -> (pages, slots, Sampled)`: one token for each of `rows` rows."""
-        packing = decode_packing(rows, self._sizes.pages_per_seq, sampled)
+        packing = decode_packing(rows, self._sizes.pages_per_seq, variant.sampled)
 
         def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array, floats: jax.Array) -> Any:
             model = self._model(weights)
@@ -171,7 +172,7 @@ class StepFunctions:
                 decode_only=True,
             )
             hidden, pages = model(tokens, pages, meta)
-            slots, out = _choose(model.logits(hidden), x, f, slots, sampled)
+            slots, out = _choose(model.logits(hidden), x, f, slots, variant)
             return pages, slots, out
 
         state = self.abstract_state()
@@ -213,14 +214,14 @@ class StepFunctions:
         specs = (self._weight_specs, PAGES_SPEC, P(), P(), P())
         return self._jit(step, specs, (PAGES_SPEC, P()), donate=(1, 3)), args
 
-    def head(self, rows: int, sampled: bool, masked: bool = False) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def head(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, slots, hidden, ints, floats) -> (slots, Sampled)`: a token for each of `rows` hidden states."""
-        packing = head_packing(rows, sampled, mask_words(self._sizes.vocab_size) if masked else 0)
+        packing = head_packing(rows, variant.sampled, mask_words(self._sizes.vocab_size) if variant.masked else 0)
 
         def step(weights: Any, slots: Slots, hidden: jax.Array, ints: jax.Array, floats: jax.Array) -> Any:
             x, f = packing.ints.unpack(ints), packing.floats.unpack(floats)
             logits = self._model(weights).logits(hidden[x["hidden_row"]])
-            return _choose(logits, x, f, slots, sampled)
+            return _choose(logits, x, f, slots, variant)
 
         state = self.abstract_state()
         args = (
@@ -232,17 +233,13 @@ class StepFunctions:
         )
         return self._jit(step, (self._weight_specs, P(), P(), P(), P()), (P(), P()), donate=(1,)), args
 
-    def score(self, rows: int, whole: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, hidden, ints) -> Logprobs` of given tokens; with `whole`, log-probabilities of the vocabulary."""
-        packing = score_packing(rows)
+    def score(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, hidden, ints) -> Logprobs` of given tokens."""
+        return self._scoring(rows, token_logprobs)
 
-        def step(weights: Any, hidden: jax.Array, ints: jax.Array) -> Any:
-            x = packing.unpack(ints)
-            logits = self._model(weights).logits(hidden[x["hidden_row"]])
-            return jax.nn.log_softmax(logits) if whole else token_logprobs(logits, x["target"])
-
-        args = (self._weights, self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
-        return self._jit(step, (self._weight_specs, P(), P()), P(), donate=()), args
+    def score_all(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, hidden, ints) -> [R, V]`: log-probabilities of the whole vocabulary."""
+        return self._scoring(rows, lambda logits, _: jax.nn.log_softmax(logits))
 
     def pool(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(hidden, ints) -> [max_num_seqs, E]` float32: the sums of the hidden states that belong together."""
@@ -274,6 +271,16 @@ class StepFunctions:
         update = SlotUpdate(self._replicated((), jnp.int32), *(self._replicated(a.shape[1:], a.dtype) for a in slots))
         return self._jit(set_slot, (P(), P()), P(), donate=(0,)), (slots, update)
 
+    def _scoring(self, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        packing = score_packing(rows)
+
+        def step(weights: Any, hidden: jax.Array, ints: jax.Array) -> Any:
+            x = packing.unpack(ints)
+            return score(self._model(weights).logits(hidden[x["hidden_row"]]), x["target"])
+
+        args = (self._weights, self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
+        return self._jit(step, (self._weight_specs, P(), P()), P(), donate=()), args
+
     def _model(self, weights: tuple[jax.Array, ...]) -> Decoder:
         return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, self._packing.unpack(weights)))
 
@@ -291,10 +298,10 @@ def _known_or_sampled(tokens: jax.Array, slots: Slots, slot: jax.Array, position
 
 
 def _choose(
-    logits: jax.Array, x: dict[str, jax.Array], f: dict[str, jax.Array], slots: Slots, sampled: bool
+    logits: jax.Array, x: dict[str, jax.Array], f: dict[str, jax.Array], slots: Slots, variant: Variant
 ) -> tuple[Slots, Sampled]:
     """Sample, and leave the tokens where the next step will look for them."""
-    if sampled:
+    if variant.sampled:
         rows = SamplingRows(**{name: (x | f)[name] for name in SamplingRows._fields})
         tokens, logprobs = sample(logits, rows, slots, x.get("mask"))
     else:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import EngineConfig
+from jaxllm.engine.device.keys import PLAIN, SAMPLED
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.plan import Platform, make_blueprint
 from jaxllm.models.registry import model_spec
@@ -30,8 +31,8 @@ def functions(request, tmp_path_factory):
 @pytest.mark.parametrize("step", ["decode", "sampled", "backbone"])
 def test_donated_pages_are_not_copied(functions, step):
     build = {
-        "decode": lambda: functions.decode(4, False),
-        "sampled": lambda: functions.decode(4, True),
+        "decode": lambda: functions.decode(4, PLAIN),
+        "sampled": lambda: functions.decode(4, SAMPLED),
         "backbone": lambda: functions.backbone(32),
     }
     function, args = build[step]()
