@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.device.handle import Handle, Score, on_host
+from jaxllm.engine.device.handle import Handle, Result, Score, on_host
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
@@ -207,13 +207,13 @@ class EngineCore:
                 _store_scores(score)
         logprobs = handle.logprobs()
         deltas = self._read_pooled(handle)
-        for row, (request, token) in enumerate(zip(handle.requests, handle.tokens(), strict=True)):
-            if request.status is Status.FINISHED:
+        for result in handle.results():
+            if result.request.status is Status.FINISHED:
                 continue  # it ended while this step was already under way
             try:
-                deltas.append(self._accept(request, token, logprobs, row))
+                deltas.append(self._accept(result, logprobs))
             except Exception as error:
-                deltas.append(self._fail(request, error))
+                deltas.append(self._fail(result.request, error))
         return deltas
 
     def _fail(self, request: Request, error: BaseException) -> TokenDelta:
@@ -246,50 +246,63 @@ class EngineCore:
             first_scheduled_time=request.first_scheduled_time,
         )
 
-    def _accept(self, request: Request, token: int, logprobs: Logprobs | None, row: int) -> TokenDelta:
-        first = request.num_output == 0
-        self._scheduler.accept(request, token)
-        self._generation_tokens += 1
-        delta = TokenDelta(request_id=request.request_id, token_ids=[token])
-        if first:
+    def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
+        """What a step gave one request becomes tokens of it, up to a stop."""
+        request = result.request
+        delta = TokenDelta(request_id=request.request_id, token_ids=[])
+        if request.num_output == 0:
             self._prompt_tokens += request.num_prompt
             delta.num_cached_tokens = max(request.num_cached, 0)
             delta.prompt_logprobs = request.prompt_logprobs
             delta.first_scheduled_time = request.first_scheduled_time
+        num_sampled = len(result.tokens)
+        self._take(request, result.tokens, delta)
         if request.params.logprobs is not None and logprobs is not None:
-            delta.logprobs = [_row_logprobs(logprobs, row, token, request.params.logprobs)]
-        self._detokenize_and_stop(request, token, delta)
+            delta.logprobs = [
+                _row_logprobs(logprobs, row, token, request.params.logprobs)
+                for row, token in enumerate(delta.token_ids, result.row)
+            ]
         if request.constraint is not None and delta.finish_reason is None:
-            self._follow_grammar(request, request.constraint, token, delta)
+            num_sampled += self._follow_grammar(request, request.constraint, delta)
+        self._scheduler.accept(request, delta.token_ids, num_sampled)
+        self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._forget(request)
         return delta
 
-    def _follow_grammar(self, request: Request, constraint: Constraint, token: int, delta: TokenDelta) -> None:
-        """Move on in the grammar, over the tokens that it forces too; it may be complete then."""
-        constraint.accept(token)
+    def _take(self, request: Request, tokens: Sequence[int], delta: TokenDelta) -> None:
+        """Add tokens and their text to `delta`, up to and with the one that ends the request."""
+        for token in tokens:
+            delta.token_ids.append(token)
+            self._detokenize_and_stop(request, token, len(request.token_ids) + len(delta.token_ids), delta)
+            if delta.finish_reason is not None:
+                return
+
+    def _follow_grammar(self, request: Request, constraint: Constraint, delta: TokenDelta) -> int:
+        """Move on in the grammar, over the tokens that it forces too; it may be complete then.
+
+        Returns how many rows of the step under way are not sampled for that.
+        """
+        for token in delta.token_ids:
+            constraint.accept(token)
         forced = constraint.forced() if request.fast_forwards else []
         if len(forced) <= len(self._scheduler.running):
             forced = []  # a step with a chunk in it takes longer, for everyone: more than sampling these would
-        if forced and self._pending is not None and self._pending.withdraw(request):
-            request.num_inflight -= 1
-        for following in forced:
-            constraint.accept(following)
-            self._scheduler.extend(request, following)
-            self._generation_tokens += 1
-            delta.token_ids.append(following)
-            self._detokenize_and_stop(request, following, delta)
-            if delta.finish_reason is not None:
-                return
-        if constraint.complete:
+        withdrawn = self._pending.withdraw(request) if forced and self._pending is not None else 0
+        for token in forced:
+            constraint.accept(token)
+        self._take(request, forced, delta)
+        if constraint.complete and delta.finish_reason is None:
             detokenizer = self._detokenizers.get(request.request_id)
             delta.finish_reason = "stop"
             delta.text += detokenizer.flush() if detokenizer is not None else ""
+        return withdrawn
 
-    def _detokenize_and_stop(self, request: Request, token: int, delta: TokenDelta) -> None:
+    def _detokenize_and_stop(self, request: Request, token: int, length: int, delta: TokenDelta) -> None:
+        """`length` is that of prompt and tokens up to this one."""
         params = request.params
         detokenizer = self._detokenizers.get(request.request_id)
-        enough = request.num_output >= params.min_tokens
+        enough = length - request.num_prompt >= params.min_tokens
         is_eos = token in self._eos and not params.ignore_eos
         if enough and (is_eos or token in params.stop_token_ids):
             delta.finish_reason = "stop"
@@ -304,7 +317,7 @@ class EngineCore:
             if stop is not None:
                 delta.finish_reason, delta.stop_reason = "stop", stop
                 return
-        if len(request.token_ids) >= request.max_total:
+        if length >= request.max_total:
             delta.finish_reason = "length"
             if detokenizer is not None:
                 delta.text += detokenizer.flush()

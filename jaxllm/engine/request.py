@@ -52,6 +52,8 @@ class Request:
     status: Status = Status.WAITING
     num_inflight: int = 0
     num_computed: int = 0
+    num_admitted: int = 0
+    """Where its first chunk since it was last admitted begins: behind the pages found in the prefix cache."""
     num_cached: int = -1
     """Prompt tokens found in the prefix cache when first admitted; -1 before that."""
     pages: list[int] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -15,12 +16,12 @@ from jaxllm.models.config import LengthRule
 
 @dataclass
 class Chunk:
-    """Tokens `start … start + length - 1` of one request; `samples` when the last one's logits choose a new token."""
+    """Tokens `start … start + length - 1` of one request; the logits of the last `num_sampled` choose new tokens."""
 
     request: Request
     start: int
     length: int
-    samples: bool
+    num_sampled: int
 
 
 @dataclass
@@ -39,12 +40,12 @@ class Batch:
     @property
     def decode_only(self) -> bool:
         """Every chunk is one token that samples: one executable does it all."""
-        return all(chunk.length == 1 and chunk.samples and chunk.request.pooling is None for chunk in self.chunks)
+        return all(chunk.length == 1 and chunk.num_sampled and chunk.request.pooling is None for chunk in self.chunks)
 
     @property
     def constrained(self) -> bool:
         """Some token is sampled that a grammar must allow."""
-        return any(chunk.samples and chunk.request.constraint is not None for chunk in self.chunks)
+        return any(chunk.num_sampled and chunk.request.constraint is not None for chunk in self.chunks)
 
 
 @dataclass
@@ -129,14 +130,13 @@ class Scheduler:
         batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)
         return batch
 
-    def accept(self, request: Request, token: int) -> None:
-        """A sampled token has reached the host."""
-        request.num_inflight -= 1
-        self.extend(request, token)
+    def accept(self, request: Request, tokens: Sequence[int], num_sampled: int) -> None:
+        """`tokens` follow those that the host has seen, and `num_sampled` are no longer in flight.
 
-    def extend(self, request: Request, token: int) -> None:
-        """A token follows those that the host has seen."""
-        request.token_ids.append(token)
+        They may be fewer (a stop among them, a draft refused, a row withdrawn) or more (a grammar forces what follows).
+        """
+        request.num_inflight -= num_sampled
+        request.token_ids += tokens
         if request.status is Status.RUNNING:
             self._register_full_pages(request)
 
@@ -203,7 +203,7 @@ class Scheduler:
                 self.stats.prefix_queries += request.num_prompt
                 self.stats.prefix_hits += start
             request.pages = cached + pages
-            request.num_computed = start
+            request.num_computed = request.num_admitted = start
             request.num_registered, request.prefix_node = len(cached), node
             request.slot = self._free_slots.pop()
             request.status = Status.RUNNING
@@ -222,10 +222,10 @@ class Scheduler:
 
     def _run(self, request: Request, length: int, batch: Batch) -> None:
         start = request.num_computed
-        samples = start + length == request.num_total
-        batch.chunks.append(Chunk(request, start, length, samples))
+        num_sampled = int(start + length == request.num_total)
+        batch.chunks.append(Chunk(request, start, length, num_sampled))
         request.num_computed += length
-        request.num_inflight += samples
+        request.num_inflight += num_sampled
         self._register_full_pages(request)
 
     def _register_full_pages(self, request: Request) -> None:

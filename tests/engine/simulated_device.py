@@ -1,4 +1,4 @@
-"""A device for the scheduler's tests, whose pages and slots hold tokens.
+"""A device whose pages and slots hold tokens, and the engine core on top of it.
 
 What is sampled depends on the whole context read through the pages, so that a page which is shared, lost or overwritten
 wrongly shows as a wrong token.
@@ -7,17 +7,24 @@ wrongly shows as a wrong token.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
-from jaxllm.engine.request import Request
+import numpy as np
+
+from jaxllm.engine.device.handle import Handle, SampledRow
+from jaxllm.engine.device.step import Sampled
+from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch
 
 VOCAB = 3
 
 
-def next_token(tokens: Sequence[int], salt: str | None) -> int:
+def next_token(tokens: Sequence[int], salt: str | None, allowed: Sequence[int] = range(VOCAB)) -> int:
     """The model: any change in the context may change the token."""
-    return zlib.crc32(repr((list(tokens), salt)).encode()) % VOCAB
+    return allowed[zlib.crc32(repr((list(tokens), salt)).encode()) % len(allowed)]
 
 
 def alone(prompt: Sequence[int], salt: str | None, max_total: int, stop: int | None) -> list[int]:
@@ -30,15 +37,39 @@ def alone(prompt: Sequence[int], salt: str | None, max_total: int, stop: int | N
     return tokens
 
 
-class SimulatedDevice:
+@dataclass
+class SimulatedHandle(Handle):
+    """A step that is done at once; `contexts` are what its rows read in the pages."""
+
+    contexts: dict[int, list[int]] = field(default_factory=dict)
+
+    def wait(self) -> float:
+        return 0.0
+
+
+class SimulatedRunner:
+    """Takes the place of Runner. `log` says in which order halves of steps were run."""
+
     def __init__(self, num_pages: int, page_size: int):
         self.page_size = page_size
+        self.executables = SimpleNamespace(
+            compiles_foreseen=0, compiles_unforeseen=0, compile_seconds=0.0, compiles_pending=0, close=lambda: None
+        )
+        self.scheduled_tokens: dict[str, int] = {}
+        self.padded_tokens: dict[str, int] = {}
+        self.batches: list[Batch] = []
+        self.log: list[str] = []
         self._pages: list[list[tuple[int, int, str | None] | None]] = [[None] * page_size for _ in range(num_pages)]
         self._sampled: dict[tuple[int, int], int] = {}
         """(slot, position) -> token."""
 
-    def run(self, batch: Batch) -> list[tuple[Request, int]]:
-        """Every chunk is written before anything is read, as in a layer; returns the tokens sampled."""
+    def missing(self, request: Request) -> list[Any]:
+        return []
+
+    def dispatch(self, batch: Batch) -> SimulatedHandle:
+        """Every chunk is written before anything is read, as in a layer."""
+        self.batches.append(batch)
+        self.log.append("backbone")
         for chunk in batch.chunks:
             request = chunk.request
             for position in range(chunk.start, chunk.start + chunk.length):
@@ -46,19 +77,42 @@ class SimulatedDevice:
                 token = request.token_ids[position] if known else self._sampled[request.slot, position]
                 page, row = divmod(position, self.page_size)
                 self._pages[request.pages[page]][row] = (position, token, request.cache_salt)
-        return [
-            (chunk.request, self._sample(chunk.request, chunk.start + chunk.length))
-            for chunk in batch.chunks
-            if chunk.samples
+        rows = [
+            SampledRow(chunk.request, i, chunk.start + chunk.length - 1)
+            for i, chunk in enumerate(batch.chunks)
+            if chunk.num_sampled
         ]
+        contexts = {row.row: self._read(row.request, row.position + 1) for row in rows}
+        handle = SimulatedHandle(contexts=contexts)
+        if batch.constrained:
+            handle.waiting = rows
+        else:
+            self._sample(handle, rows)
+        return handle
 
-    def _sample(self, request: Request, context: int) -> int:
+    def sample_waiting(self, handle: SimulatedHandle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
+        """The second half; the mask has one bit a token."""
+        rows = [row for row in handle.waiting if row.request.status is Status.RUNNING]
+        handle.waiting = []
+        if rows:
+            mask = np.zeros((len(rows), 1), np.int32)
+            fill([row.request for row in rows], mask)
+            self._sample(handle, rows, mask[:, 0])
+
+    def _sample(self, handle: SimulatedHandle, rows: list[SampledRow], mask: np.ndarray | None = None) -> None:
+        self.log.append("head")
+        tokens = []
+        for i, row in enumerate(rows):
+            allowed = [t for t in range(VOCAB) if mask is None or mask[i] >> t & 1]
+            tokens.append(next_token(handle.contexts[row.row], row.request.cache_salt, allowed))
+            self._sampled[row.request.slot, row.position + 1] = tokens[-1]
+        handle.rows, handle.sampled = rows, Sampled(np.array(tokens), None)  # type: ignore[arg-type]
+
+    def _read(self, request: Request, context: int) -> list[int]:
         tokens = []
         for position in range(context):
             page, row = divmod(position, self.page_size)
             held = self._pages[request.pages[page]][row]
             assert held is not None and held[0] == position and held[2] == request.cache_salt, "a foreign page was read"
             tokens.append(held[1])
-        token = next_token(tokens, request.cache_salt)
-        self._sampled[request.slot, context] = token
-        return token
+        return tokens

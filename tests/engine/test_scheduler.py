@@ -6,17 +6,19 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
 from jaxllm.requests.sampling import SamplingParams
-from tests.engine.simulated_device import SimulatedDevice, alone
+from tests.engine.simulated_device import SimulatedRunner, alone
 
 PREFIX = [1, 0, 2, 2, 0, 1, 1, 2, 0, 0, 1, 2]
 
 
 class Driver:
-    """Scheduler, pool and a simulated device, with the engine's order of things; every step is checked."""
+    """The engine core with a simulated device under it; every step is checked."""
 
     def __init__(
         self,
@@ -31,55 +33,69 @@ class Driver:
         self.pool = PagePool(num_pages, page_size, caching)
         self.max_model_len = (num_pages - 1) * page_size
         self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.max_model_len)
-        self.device = SimulatedDevice(num_pages, page_size)
+        self.runner = SimulatedRunner(num_pages, page_size)
+        self.core = EngineCore(self.scheduler, self.pool, self.runner, None, [] if stop is None else [stop])  # type: ignore[arg-type]
         self.stop = stop
         self.requests: list[Request] = []
+        self.tokens: dict[str, list[int]] = {}
+        """Prompt and what the deltas said."""
         self.done: dict[str, list[int]] = {}
         self.scored: dict[str, set[int]] = {}
-        self.pending: list[tuple[Request, int]] | None = None
 
     def add(
         self, prompt: list[int], *, max_tokens: int = 4, priority: int = 0, salt: str | None = None, score: bool = False
     ) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if score else None)
         number = len(self.requests)
-        request = Request(
-            f"r{number}", list(prompt), len(prompt), params, float(number), priority, salt,
-            max_total=min(len(prompt) + max_tokens, self.max_model_len),
-        )  # fmt: skip
-        request.prefix_node = salt
+        self.core.add(
+            EngineRequest(
+                request_id=f"r{number}",
+                prompt_token_ids=list(prompt),
+                sampling_params=SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if score else None),
+                arrival_time=float(number),
+                priority=priority,
+                cache_salt=salt,
+            )
+        )
+        request = next(r for r in self.scheduler.waiting if r.request_id == f"r{number}")
         self.requests.append(request)
+        self.tokens[request.request_id] = list(prompt)
         self.scored[request.request_id] = set()
-        self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
-        self.scheduler.finish(request)
+        self.core.abort([request.request_id])
 
     def step(self) -> Batch:
-        """Schedule and run one step, then read the one before it."""
+        """One turn of the engine: a step is scheduled and dispatched, then the one before it is read."""
         ran_before = list(self.scheduler.running)
         preemptions = self.scheduler.stats.preemptions
-        batch = self.scheduler.schedule()
-        self.check(batch, ran_before)
-        if self.scheduler.stats.preemptions > preemptions:
-            assert not batch.admitted, "the preempted would come straight back"
-        sampled = self.device.run(batch) if batch.chunks else None
-        previous, self.pending = self.pending, sampled
-        for request, token in previous or ():
-            if request.status is Status.FINISHED:
-                continue
-            self.scheduler.accept(request, token)
-            if token == self.stop or len(request.token_ids) == request.max_total:
-                self.done[request.request_id] = list(request.token_ids)
-                self.scheduler.finish(request)
+        schedule, batches = self.scheduler.schedule, []
+
+        def checked() -> Batch:
+            batch = schedule()
+            self.check(batch, ran_before)
+            if self.scheduler.stats.preemptions > preemptions:
+                assert not batch.admitted, "the preempted would come straight back"
+            batches.append(batch)
+            return batch
+
+        self.scheduler.schedule = checked  # type: ignore[method-assign]
+        try:
+            deltas = self.core.turn()
+        finally:
+            self.scheduler.schedule = schedule  # type: ignore[method-assign]
+        for delta in deltas:
+            assert delta.error is None, delta.error
+            self.tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                self.done[delta.request_id] = self.tokens[delta.request_id]
         self.pool.check([r.pages for r in self.scheduler.running])
-        return batch
+        return batches[0]
 
     def finish(self) -> None:
         """Run everything to its end; then nothing may be held."""
         turns = 0
-        while self.scheduler.num_unfinished or self.pending is not None:
+        while self.core.has_work:
             self.step()
             turns += 1
             assert turns < 2000, "the scheduler makes no progress"
@@ -117,10 +133,10 @@ class Driver:
             assert request in running and chunk.length >= 1
             assert end == request.num_computed, "chunks of a request follow one another"
             assert end < request.max_total, "the last token is never run: nothing would be sampled from it"
-            in_flight = request.num_inflight - chunk.samples
+            in_flight = request.num_inflight - chunk.num_sampled
             assert in_flight in (0, 1)
             total = len(request.token_ids) + in_flight
-            assert end <= total and chunk.samples == (end == total)
+            assert end <= total and chunk.num_sampled == (end == total)
             assert len(request.pages) == self.pool.pages_for(end)
             if request.params.prompt_logprobs is not None:
                 self.scored[request.request_id] |= set(range(chunk.start, end))
@@ -238,12 +254,12 @@ def test_long_prompts_are_chunked_beside_decodes():
     driver.add([1, 2, 0], max_tokens=20)
     driver.step()
     driver.add(PREFIX * 2, max_tokens=2)
-    sizes = [[(c.request.request_id, c.length, c.samples) for c in driver.step().chunks] for _ in range(4)]
+    sizes = [[(c.request.request_id, c.length, c.num_sampled) for c in driver.step().chunks] for _ in range(4)]
     assert sizes == [
-        [("r0", 1, True), ("r1", 7, False)],
-        [("r0", 1, True), ("r1", 7, False)],
-        [("r0", 1, True), ("r1", 7, False)],
-        [("r0", 1, True), ("r1", 3, True)],
+        [("r0", 1, 1), ("r1", 7, 0)],
+        [("r0", 1, 1), ("r1", 7, 0)],
+        [("r0", 1, 1), ("r1", 7, 0)],
+        [("r0", 1, 1), ("r1", 3, 1)],
     ]
 
 

@@ -75,7 +75,7 @@ class Executables:
             Key("decode", b.decode[0]),
             Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
         ]
-        any_request = [Key("head", b.head[-1], SAMPLED), Key("decode", b.decode[-1], SAMPLED), Key("set_slot")]
+        any_request = [Key("head", b.head[-1], SAMPLED), Key("decode", b.decode[-1], SAMPLED), Key("adjust")]
         rest = [Key("backbone", n) for n in b.prefill]
         for variant in (PLAIN, SAMPLED):
             rest += [Key("decode", n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]
@@ -91,6 +91,7 @@ class Executables:
             Key("backbone", b.prefill[-1]),
             Key("head", b.head[-1]),
             Key("decode", b.decode[-1]),
+            Key("admit"),
         ]
 
     def begin(self) -> None:
@@ -168,7 +169,8 @@ class Executables:
             "score_all": lambda: f.score_all(key.size),
             "pool": f.pool,
             "token_logits": lambda: f.token_logits(key.size),
-            "set_slot": f.set_slot,
+            "admit": f.admit,
+            "adjust": f.adjust,
         }
         function, args = builders[key.kind]()
         compiled = function.lower(*args).compile()  # type: ignore[attr-defined]

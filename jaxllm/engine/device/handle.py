@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -41,21 +42,29 @@ class Pooled(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """A row of the hidden buffer that a token is sampled from."""
+    """A token to be sampled: from which row of hidden states, and behind which position of its sequence."""
 
     request: Request
     row: int
     position: int
 
 
+class Result(NamedTuple):
+    """The tokens that a step gave one request; the first of them is row `row` of what was sampled."""
+
+    request: Request
+    row: int
+    tokens: list[int]
+
+
 @dataclass
 class Handle:
-    """A dispatched step. `requests[i]` gets row i of `sampled`.
+    """A dispatched step. Row i of `sampled` is `rows[i]`'s; rows of one request follow one another.
 
     Where a grammar has a say, `waiting` holds the rows that are still to be sampled, once their masks are known.
     """
 
-    requests: list[Request] = field(default_factory=list)
+    rows: list[SampledRow] = field(default_factory=list)
     sampled: Sampled | None = None
     scores: list[Score] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
@@ -72,16 +81,20 @@ class Handle:
         """Everything the step hands to the host."""
         return jax.tree.leaves((self.sampled, [s.result for s in self.scores], [p.result for p in self.pooled]))
 
-    def withdraw(self, request: Request) -> bool:
-        """Don't sample for `request`; False where it has no row that waits."""
+    def withdraw(self, request: Request) -> int:
+        """Don't sample for `request`; returns how many rows of it waited."""
         kept = [row for row in self.waiting if row.request is not request]
-        found = len(kept) < len(self.waiting)
+        withdrawn = len(self.waiting) - len(kept)
         self.waiting = kept
-        return found
+        return withdrawn
 
-    def tokens(self) -> list[int]:
-        """The sampled tokens, one a request."""
-        return [] if self.sampled is None else np.asarray(self.sampled.tokens)[: len(self.requests)].tolist()
+    def results(self) -> list[Result]:
+        """What was sampled, request by request."""
+        if self.sampled is None:
+            return []
+        tokens = np.asarray(self.sampled.tokens)[: len(self.rows)].tolist()
+        groups = [[*group] for _, group in groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].request))]
+        return [Result(self.rows[at[0]].request, at[0], [tokens[i] for i in at]) for at in groups]
 
     def logprobs(self) -> Logprobs | None:
         """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""

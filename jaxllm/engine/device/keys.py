@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-Kind = Literal["decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "set_slot"]
+Kind = Literal["decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust"]
 """The methods of StepFunctions."""
 
 

@@ -1,4 +1,4 @@
-"""One int32 and one float32 vector carry a step's whole input: what is in them, and where."""
+"""One int32 vector carries a step's whole input: what is in it, and where."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-
-SAMPLING_INTS = ("top_k", "seed", "prompt_len", "blocked_until", "adjust", "logprobs", "window")
-SAMPLING_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
 class Field(NamedTuple):
@@ -43,51 +40,52 @@ class Packing:
         return {name: vector[f.offset : f.end].reshape(f.shape) for name, f in self.fields.items()}
 
     def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
-        """The arrays inside a traced function; an empty shape becomes a scalar."""
-        return {name: vector[f.offset : f.end].reshape(f.shape) for name, f in self.fields.items()}
+        """The arrays inside a traced function; an empty shape becomes a scalar. Of many vectors, many of each."""
+        lead = vector.shape[:-1]
+        return {name: vector[..., f.offset : f.end].reshape((*lead, *f.shape)) for name, f in self.fields.items()}
 
 
-class StepPacking(NamedTuple):
-    """The two vectors of one kind of step."""
-
-    ints: Packing
-    floats: Packing
-
-
-def _sampling(rows: int, sampled: bool) -> tuple[dict, dict]:
-    if not sampled:
-        return {}, {}
-    ints = {name: (rows, 2) if name == "seed" else (rows,) for name in SAMPLING_INTS}
-    return ints, {name: (rows,) for name in SAMPLING_FLOATS}
+SETTING_INTS = Packing(
+    rotary_len=(), top_k=(), seed=(2,), prompt_len=(), blocked_until=(), adjust=(), logprobs=(), window=()
+)
+SETTING_FLOATS = Packing(temperature=(), top_p=(), min_p=(), presence=(), frequency=(), repetition=())
+"""What a request's slot is told once, when it is admitted."""
 
 
 @cache
-def decode_packing(rows: int, pages_per_seq: int, sampled: bool) -> StepPacking:
-    """`rows` sequences of one token each. A token of -1 is read from the slot's history."""
-    ints, floats = _sampling(rows, sampled)
-    table = {"page_table": (rows, pages_per_seq)}
-    base = {"num_decodes": (), "tokens": (rows,), "position": (rows,), "slot": (rows,), "rotary_len": (rows,)}
-    return StepPacking(Packing(**base, **ints, **table), Packing(**floats))
+def admit_packing(pages_per_seq: int) -> Packing:
+    """A request's slot: where it begins, its pages so far, and its settings (`SETTING_FLOATS` go by themselves)."""
+    return Packing(slot=(), position=(), page_table=(pages_per_seq,), settings=(SETTING_INTS.size,))
 
 
 @cache
-def backbone_packing(tokens: int, max_num_seqs: int, pages_per_seq: int) -> Packing:
-    """`tokens` tokens of up to `min(tokens, max_num_seqs)` sequences."""
+def decode_packing(rows: int) -> Packing:
+    """`rows` sequences of one token each. A token of -1 is read from the slot's history.
+
+    `new_page` is the page that a sequence's token is the first of; 0 where it goes on in one that its slot knows.
+    """
+    return Packing(num_decodes=(), tokens=(rows,), slot=(rows,), new_page=(rows,))
+
+
+@cache
+def backbone_packing(tokens: int, max_num_seqs: int, page_size: int) -> Packing:
+    """`tokens` tokens of up to `min(tokens, max_num_seqs)` sequences.
+
+    `new_pages` are (slot, place in its page table, page) of what sequences have gained since their last step; what is
+    left over says so to the slot that belongs to nobody.
+    """
     seqs = min(tokens, max_num_seqs)
     return Packing(
-        num_decodes=(), num_seqs=(), tokens=(tokens,), positions=(tokens,), seq_ids=(tokens,),
-        query_start=(seqs + 1,), context_len=(seqs,), slot=(seqs,), rotary_len=(seqs,),
-        page_table=(seqs, pages_per_seq),
+        num_decodes=(), num_seqs=(), tokens=(tokens,), query_start=(seqs + 1,), slot=(seqs,),
+        new_pages=(seqs + tokens // page_size, 3),
     )  # fmt: skip
 
 
 @cache
-def head_packing(rows: int, sampled: bool, mask_words: int = 0) -> StepPacking:
+def head_packing(rows: int, mask_words: int = 0) -> Packing:
     """`rows` rows of the backbone's hidden states that sample a token, behind a mask where `mask_words` is given."""
-    ints, floats = _sampling(rows, sampled)
-    if mask_words:
-        ints["mask"] = (rows, mask_words)
-    return StepPacking(Packing(hidden_row=(rows,), position=(rows,), slot=(rows,), **ints), Packing(**floats))
+    mask = {"mask": (rows, mask_words)} if mask_words else {}
+    return Packing(hidden_row=(rows,), position=(rows,), slot=(rows,), **mask)
 
 
 @cache

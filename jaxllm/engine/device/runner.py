@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.engine.device.admission import adjustments, admission
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.handle import Handle, Pooled, PooledRow, SampledRow, Score
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
 from jaxllm.engine.device.packing import (
-    SAMPLING_FLOATS,
-    SAMPLING_INTS,
     backbone_packing,
     decode_packing,
     head_packing,
@@ -22,20 +20,15 @@ from jaxllm.engine.device.packing import (
     pool_packing,
     score_packing,
 )
-from jaxllm.engine.device.slots import MAX_BLOCKED, SlotUpdate, mask_words
+from jaxllm.engine.device.slots import mask_words
 from jaxllm.engine.device.step import DeviceState, Sampled, StepSizes
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Chunk
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
-from jaxllm.requests.sampling import MAX_LOGIT_BIAS
-from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
-
-_ALL = 2**30
-"""More tokens than any context has."""
 
 
 class Runner:
-    """The only owner of device state. Arrays by slot mirror on the host what each step must be told."""
+    """The only owner of device state. What a slot was told is not sent again: a step carries only what changed."""
 
     def __init__(
         self,
@@ -52,12 +45,10 @@ class Runner:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._pages, self._slots, self._hidden = _zeros(abstract)
-        slots = sizes.max_num_seqs + 1
-        self._page_table = np.zeros((slots, sizes.pages_per_seq), np.int32)
-        self._num_pages = [0] * slots
-        self._rotary_len = np.zeros(slots, np.int32)
-        self._ints = {n: np.zeros((slots, 2) if n == "seed" else slots, np.int32) for n in SAMPLING_INTS}
-        self._floats = {n: np.zeros(slots, np.float32) for n in SAMPLING_FLOATS}
+        self._nobody = sizes.max_num_seqs
+        """The slot that padding reads and writes."""
+        self._known_pages = [0] * sizes.max_num_seqs
+        """How many of its sequence's pages each slot has been told."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
 
@@ -77,8 +68,6 @@ class Runner:
         """Enqueue the step for `batch` without waiting for anything."""
         for request in batch.admitted:
             self._admit(request)
-        for chunk in batch.chunks:
-            self._note_pages(chunk.request)
         handle = self._decode(batch) if batch.decode_only and not batch.constrained else self._prefill(batch)
         _copy_to_host(handle)
         return handle
@@ -88,48 +77,42 @@ class Runner:
 
         Requests that have ended meanwhile are left out.
         """
-        rows = [row for row in handle.waiting if row.request.status is Status.RUNNING]
-        handle.waiting, handle.requests = [], [row.request for row in rows]
-        if rows:
-            handle.sampled = self._head(rows, fill)
+        handle.rows = [row for row in handle.waiting if row.request.status is Status.RUNNING]
+        handle.waiting = []
+        if handle.rows:
+            handle.sampled = self._head(handle.rows, fill)
             _copy_to_host(handle)
 
     def _decode(self, batch: Batch) -> Handle:
-        requests = [chunk.request for chunk in batch.chunks]
-        count = len(requests)
-        key, step = self.executables.covering("decode", count, _variant(requests))
-        packing = decode_packing(key.size, self._sizes.pages_per_seq, key.variant.sampled)
-        ints, floats = np.zeros(packing.ints.size, np.int32), np.zeros(packing.floats.size, np.float32)
-        x = packing.ints.views(ints)
-        slots = self._slot_rows(requests, key.size)
+        rows = [SampledRow(chunk.request, i, chunk.start) for i, chunk in enumerate(batch.chunks)]
+        count = len(rows)
+        key, step = self.executables.covering("decode", count, _variant(rows))
+        packing = decode_packing(key.size)
+        ints = np.zeros(packing.size, np.int32)
+        x = packing.views(ints)
         x["num_decodes"][...] = count
-        x["tokens"][:] = 0
         x["tokens"][:count] = [_token_or_device(chunk) for chunk in batch.chunks]
-        x["position"][:count] = [chunk.start for chunk in batch.chunks]
-        x["slot"][:] = slots
-        x["rotary_len"][:] = self._rotary_len[slots]
-        x["page_table"][:count] = self._page_table[slots[:count]]
-        if key.variant.sampled:
-            self._pack_sampling(x, packing.floats.views(floats), slots)
+        x["slot"][:] = self._slot_rows(rows, key.size)
+        x["new_page"][:count] = [self._new_page(chunk.request) for chunk in batch.chunks]
         self._count(key, count)
-        self._pages, self._slots, sampled = step(self._weights, self._pages, self._slots, ints, floats)
-        return Handle(requests, sampled)
+        self._pages, self._slots, sampled = step(self._weights, self._pages, self._slots, ints)
+        return Handle(rows, sampled)
 
     def _prefill(self, batch: Batch) -> Handle:
         key, step = self.executables.covering("backbone", batch.num_tokens)
         ints = self._pack_backbone(batch, key.size)
         self._count(key, batch.num_tokens)
-        self._pages, self._hidden = step(self._weights, self._pages, self._slots, self._hidden, ints)
+        self._pages, self._slots, self._hidden = step(self._weights, self._pages, self._slots, self._hidden, ints)
         rows: list[SampledRow] = []
         pooling: list[tuple[Chunk, int]] = []
         scores: list[Score] = []
         row = 0
         for chunk in batch.chunks:
-            last = row + chunk.length - 1
             if chunk.request.pooling is not None:
                 pooling.append((chunk, row))
-            elif chunk.samples:
-                rows.append(SampledRow(chunk.request, last, chunk.start + chunk.length - 1))
+            else:
+                last = range(chunk.length - chunk.num_sampled, chunk.length)
+                rows += [SampledRow(chunk.request, row + i, chunk.start + i) for i in last]
             if chunk.request.params.prompt_logprobs is not None:
                 scores += self._score(chunk, row)
             row += chunk.length
@@ -137,52 +120,41 @@ class Runner:
         if batch.constrained:
             handle.waiting = rows
         elif rows:
-            handle.requests, handle.sampled = [row.request for row in rows], self._head(rows)
+            handle.rows, handle.sampled = rows, self._head(rows)
         return handle
 
     def _pack_backbone(self, batch: Batch, size: int) -> np.ndarray:
-        packing = backbone_packing(size, self._sizes.max_num_seqs, self._sizes.pages_per_seq)
+        packing = backbone_packing(size, self._sizes.max_num_seqs, self._sizes.page_size)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
-        count = len(batch.chunks)
-        slots = self._slot_rows([chunk.request for chunk in batch.chunks], x["slot"].shape[0])
         x["num_decodes"][...] = batch.num_decodes
-        x["num_seqs"][...] = count
-        x["seq_ids"][:] = x["slot"].shape[0]
-        x["slot"][:] = slots
-        x["rotary_len"][:] = self._rotary_len[slots]
-        x["page_table"][:count] = self._page_table[slots[:count]]
+        x["num_seqs"][...] = len(batch.chunks)
+        x["slot"][:] = self._slot_rows(batch.chunks, x["slot"].shape[0])
+        gained = [page for chunk in batch.chunks for page in self._new_pages(chunk.request)]
+        x["new_pages"][:, 0] = self._nobody
+        x["new_pages"][: len(gained)] = np.reshape(gained, (-1, 3))
         row = 0
         for index, chunk in enumerate(batch.chunks):
             end = row + chunk.length
             known = chunk.request.token_ids[chunk.start : chunk.start + chunk.length]
             x["tokens"][row:end] = known if len(known) == chunk.length else [*known, -1]
-            x["positions"][row:end] = np.arange(chunk.start, chunk.start + chunk.length)
-            x["seq_ids"][row:end] = index
-            x["context_len"][index] = chunk.start + chunk.length
             row = end
             x["query_start"][index + 1 :] = row
         return ints
 
     def _head(self, rows: list[SampledRow], fill: Callable[[list[Request], np.ndarray], None] | None = None) -> Sampled:
-        requests = [row.request for row in rows]
         count = len(rows)
-        key, step = self.executables.covering("head", count, _variant(requests) if fill is None else MASKED)
-        words = mask_words(self._vocab_size) if key.variant.masked else 0
-        packing = head_packing(key.size, key.variant.sampled, words)
-        ints, floats = np.zeros(packing.ints.size, np.int32), np.zeros(packing.floats.size, np.float32)
-        x = packing.ints.views(ints)
+        key, step = self.executables.covering("head", count, _variant(rows) if fill is None else MASKED)
+        packing = head_packing(key.size, mask_words(self._vocab_size) if key.variant.masked else 0)
+        ints = np.zeros(packing.size, np.int32)
+        x = packing.views(ints)
         x["hidden_row"][:count] = [row.row for row in rows]
         x["position"][:count] = [row.position for row in rows]
-        x["slot"][:] = self._slot_rows(requests, key.size)
-        if key.variant.sampled:
-            self._pack_sampling(x, packing.floats.views(floats), x["slot"])
-        if key.variant.masked:
-            x["mask"][...] = -1
+        x["slot"][:] = self._slot_rows(rows, key.size)
         if fill is not None:
-            fill(requests, x["mask"][:count])
+            fill([row.request for row in rows], x["mask"][:count])
         self._count(key, count)
-        self._slots, sampled = step(self._weights, self._slots, self._hidden, ints, floats)
+        self._slots, sampled = step(self._weights, self._slots, self._hidden, ints)
         return sampled
 
     def _score(self, chunk: Chunk, row: int) -> list[Score]:
@@ -214,12 +186,12 @@ class Runner:
             request, end = chunk.request, row + chunk.length
             kind = request.pooling.kind  # type: ignore[union-attr]
             if kind == "mean":
-                sums.append((PooledRow(request, size, chunk.start == 0, chunk.samples), slice(row, end)))
+                sums.append((PooledRow(request, size, chunk.start == 0, chunk.num_sampled > 0), slice(row, end)))
             elif kind == "cls" and chunk.start == 0:
                 sums.append((PooledRow(request, size, True, True), slice(row, row + 1)))
-            elif kind == "last" and chunk.samples:
+            elif kind == "last" and chunk.num_sampled:
                 sums.append((PooledRow(request, size, True, True), slice(end - 1, end)))
-            elif kind == "logits" and chunk.samples:
+            elif kind == "logits" and chunk.num_sampled:
                 logits.append((request, end - 1))
         return [*self._sums(sums), *self._token_logits(logits)]
 
@@ -257,64 +229,30 @@ class Runner:
         return found
 
     def _admit(self, request: Request) -> None:
-        """Fill a slot's rows; its history and biases go to the device only where the sampler will read them."""
-        slot, p = request.slot, request.params
-        self._num_pages[slot] = 0
-        self._page_table[slot] = 0
-        self._rotary_len[slot] = request.rotary_len
-        seed = np.array([request.seed & (2**64 - 1)], np.uint64).view(np.int32)
-        values: dict[str, Any] = {
-            "top_k": min(p.top_k, self._vocab_size), "seed": seed, "prompt_len": request.num_prompt,
-            "blocked_until": request.num_prompt + p.min_tokens, "adjust": p.adjusts_logits,
-            "logprobs": p.logprobs is not None, "window": _ALL if p.repeat_last_n is None else p.repeat_last_n,
-            "temperature": p.temperature, "top_p": p.top_p, "min_p": p.min_p,
-            "presence": p.presence_penalty, "frequency": p.frequency_penalty, "repetition": p.repetition_penalty,
-        }  # fmt: skip
-        for name, rows in (*self._ints.items(), *self._floats.items()):
-            rows[slot] = values[name]
+        """Tell a slot all about its request; what adjusts logits goes to the device only where the sampler reads it."""
+        self._known_pages[request.slot] = len(request.pages)
+        ints, floats = admission(request, self._sizes.pages_per_seq, self._vocab_size)
+        self._slots = self.executables.get(Key("admit"))(self._slots, ints, floats)
         if request.needs_history:
-            step = self.executables.get(Key("set_slot"))
-            self._slots = step(self._slots, self._slot_update(request))
+            rows = adjustments(request, self._sizes.max_model_len, self._vocab_size, self._eos)
+            self._slots = self.executables.get(Key("adjust"))(self._slots, rows)
 
-    def _slot_update(self, request: Request) -> SlotUpdate:
-        history = np.zeros(self._sizes.max_model_len + 1, np.int32)
-        history[: len(request.token_ids)] = request.token_ids
-        ids = np.full(MAX_LOGIT_BIAS, self._vocab_size, np.int32)
-        values = np.zeros(MAX_LOGIT_BIAS, np.float32)
-        bias = request.params.logit_bias
-        ids[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
-        blocked = np.full(MAX_BLOCKED, self._vocab_size, np.int32)
-        stops = [*request.params.stop_token_ids, *(() if request.params.ignore_eos else self._eos)]
-        blocked[: len(stops)] = stops
-        allowed = np.full(mask_words(self._vocab_size), -1, np.int32)
-        if request.params.allowed_token_ids is not None:
-            bits = np.zeros(allowed.size * 32, bool)
-            bits[list(request.params.allowed_token_ids)] = True
-            allowed = np.packbits(bits, bitorder="little").view(np.int32)
-        bad_words = np.full((MAX_SPELLINGS, MAX_SPELLING_LENGTH), -1, np.int32)
-        bad_words[:, -1] = self._vocab_size
-        for row, tokens in zip(bad_words, request.bad_words, strict=False):
-            row[-len(tokens) :] = tokens
-        return SlotUpdate(np.int32(request.slot), history, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]
+    def _new_pages(self, request: Request) -> list[tuple[int, int, int]]:
+        """(slot, place, page) of the pages that a request has gained since its slot was last told."""
+        known, pages = self._known_pages[request.slot], request.pages
+        self._known_pages[request.slot] = len(pages)
+        return [(request.slot, place, pages[place]) for place in range(known, len(pages))]
 
-    def _note_pages(self, request: Request) -> None:
-        """Copy the pages a request has gained into its row of the page table."""
-        known, pages = self._num_pages[request.slot], request.pages
-        if len(pages) > known:
-            self._page_table[request.slot, known : len(pages)] = pages[known:]
-            self._num_pages[request.slot] = len(pages)
+    def _new_page(self, request: Request) -> int:
+        """The page that a decoding request has gained, 0 where it has gained none."""
+        gained = self._new_pages(request)
+        return gained[0][2] if gained else 0
 
-    def _slot_rows(self, requests: list[Request], size: int) -> np.ndarray:
-        """Each request's slot, then the slot that belongs to nobody."""
-        slots = np.full(size, self._sizes.max_num_seqs, np.int32)
-        slots[: len(requests)] = [request.slot for request in requests]
+    def _slot_rows(self, rows: Sequence[SampledRow | Chunk], size: int) -> np.ndarray:
+        """The slot of each row's request, then the one that belongs to nobody."""
+        slots = np.full(size, self._nobody, np.int32)
+        slots[: len(rows)] = [row.request.slot for row in rows]
         return slots
-
-    def _pack_sampling(self, x: dict[str, np.ndarray], f: dict[str, np.ndarray], slots: np.ndarray) -> None:
-        for name, rows in self._ints.items():
-            x[name][...] = rows[slots]
-        for name, values in self._floats.items():
-            f[name][...] = values[slots]
 
     def _count(self, key: Key, used: int) -> None:
         name = f"{key.kind}-{key.size}"
@@ -327,8 +265,8 @@ def _copy_to_host(handle: Handle) -> None:
         array.copy_to_host_async()
 
 
-def _variant(requests: list[Request]) -> Variant:
-    return PLAIN if all(request.params.greedy for request in requests) else SAMPLED
+def _variant(rows: list[SampledRow]) -> Variant:
+    return PLAIN if all(row.request.params.greedy for row in rows) else SAMPLED
 
 
 def _scoring_key(request: Request, size: int) -> Key:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 
@@ -26,12 +27,19 @@ def mask_words(vocab_size: int) -> int:
 class Slots(NamedTuple):
     """Per-sequence state, one row a slot; the last row belongs to nobody and takes what padding writes.
 
+    A step reads here what it was told before: it is sent only what changed. `position` is the next token's to be run,
+    `page_table[slot, i]` the page of positions `i * page_size` and on, `settings_*` what packing.py lays out.
+
     `history[slot, p]` is the token at position `p`. A step writes the tokens it samples, so that the next step can be
     dispatched before the host has seen them; a prompt is written only for requests that need their whole history
     (penalties). `L` is the longest context plus one.
     """
 
     history: Int[Array, "slots L"]
+    position: Int[Array, "slots"]
+    page_table: Int[Array, "slots P"]
+    setting_ints: Int[Array, "slots I"]
+    setting_floats: Float[Array, "slots F"]
     bias_ids: Int[Array, "slots B"]
     """Token ids of logit_bias; padded with the vocabulary's size, which nothing matches."""
     bias_values: Float[Array, "slots B"]
@@ -44,8 +52,8 @@ class Slots(NamedTuple):
     row is the vocabulary's size."""
 
 
-class SlotUpdate(NamedTuple):
-    """One slot's rows, written when a request that needs them is admitted."""
+class Adjustments(NamedTuple):
+    """One slot's rows that only some requests need: those whose logits are adjusted."""
 
     slot: Int[Array, ""]
     history: Int[Array, "L"]
@@ -56,7 +64,7 @@ class SlotUpdate(NamedTuple):
     bad_words: Int[Array, "W 16"]
 
 
-def slot_shapes(num_slots: int, max_model_len: int, vocab_size: int) -> Slots:
+def slot_shapes(num_slots: int, max_model_len: int, pages_per_seq: int, vocab_size: int) -> Slots:
     """Abstract arrays for `num_slots` sequences."""
 
     def shape(*row: int, dtype: Any = jnp.int32) -> Any:
@@ -64,6 +72,10 @@ def slot_shapes(num_slots: int, max_model_len: int, vocab_size: int) -> Slots:
 
     return Slots(
         history=shape(max_model_len + 1),
+        position=shape(),
+        page_table=shape(pages_per_seq),
+        setting_ints=shape(SETTING_INTS.size),
+        setting_floats=shape(SETTING_FLOATS.size, dtype=jnp.float32),
         bias_ids=shape(MAX_LOGIT_BIAS),
         bias_values=shape(MAX_LOGIT_BIAS, dtype=jnp.float32),
         blocked_ids=shape(MAX_BLOCKED),
@@ -72,10 +84,26 @@ def slot_shapes(num_slots: int, max_model_len: int, vocab_size: int) -> Slots:
     )
 
 
-def set_slot(slots: Slots, update: SlotUpdate) -> Slots:
-    """Overwrite one slot."""
+def admit(slots: Slots, ints: Int[Array, "n"], floats: Float[Array, "F"]) -> Slots:
+    """A request takes its slot; `ints` as `admit_packing` lays them out."""
+    x = admit_packing(slots.page_table.shape[1]).unpack(ints)
+    rows = {"position": x["position"], "page_table": x["page_table"], "setting_ints": x["settings"]}
+    return _put(slots, x["slot"], **rows, setting_floats=floats)
 
-    def put(rows: jax.Array, row: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(rows, row[None], (update.slot, *(0 for _ in row.shape)))
 
-    return Slots(*(put(rows, row) for rows, row in zip(slots, update[1:], strict=True)))
+def adjust(slots: Slots, adjustments: Adjustments) -> Slots:
+    """What adjusts the logits of the request that took the slot."""
+    return _put(slots, adjustments.slot, **{k: v for k, v in adjustments._asdict().items() if k != "slot"})
+
+
+def settings(slots: Slots, slot: Int[Array, "R"]) -> dict[str, jax.Array]:
+    """The settings of each of `R` slots, by name."""
+    ints, floats = slots.setting_ints[slot], slots.setting_floats[slot]
+    return SETTING_INTS.unpack(ints) | SETTING_FLOATS.unpack(floats)
+
+
+def _put(slots: Slots, slot: Int[Array, ""], **rows: jax.Array) -> Slots:
+    def put(old: jax.Array, row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(old, row[None], (slot, *(0 for _ in row.shape)))
+
+    return slots._replace(**{name: put(getattr(slots, name), row) for name, row in rows.items()})

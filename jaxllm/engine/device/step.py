@@ -20,19 +20,20 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch
 from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.packing import (
+    SETTING_FLOATS,
+    admit_packing,
     backbone_packing,
     decode_packing,
     head_packing,
     logits_packing,
     pool_packing,
-    score_packing,
 )
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
-from jaxllm.engine.device.slots import Slots, SlotUpdate, mask_words, set_slot, slot_shapes
+from jaxllm.engine.device.slots import Adjustments, Slots, adjust, admit, mask_words, settings, slot_shapes
 from jaxllm.models.decoder import Decoder
-from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
 from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec, Value
@@ -145,93 +146,53 @@ class StepFunctions:
             )
             for dim in s.page_dims
         )
-        shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.vocab_size)
+        shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.pages_per_seq, s.vocab_size)
         slots = Slots(*(self._replicated(a.shape, a.dtype) for a in shapes))
         hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
         return DeviceState((layer,) * s.num_layers, slots, hidden)
 
     def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, pages, slots, ints, floats) -> (pages, slots, Sampled)`: one token for each of `rows` rows."""
-        packing = decode_packing(rows, self._sizes.pages_per_seq, variant.sampled)
+        """`(weights, pages, slots, ints) -> (pages, slots, Sampled)`: one token for each of `rows` rows."""
+        packing, page_size = decode_packing(rows), self._sizes.page_size
 
-        def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array, floats: jax.Array) -> Any:
-            model = self._model(weights)
-            x, f = packing.ints.unpack(ints), packing.floats.unpack(floats)
-            row = jnp.arange(rows)
-            tokens = _known_or_sampled(x["tokens"], slots, x["slot"], x["position"])
-            live = row < x["num_decodes"]
-            meta = StepMetadata(
-                positions=x["position"],
-                seq_ids=jnp.where(live, row, rows),
-                query_start=jnp.minimum(jnp.arange(rows + 1), x["num_decodes"]),
-                context_len=jnp.where(live, x["position"] + 1, 0),
-                page_table=x["page_table"],
-                num_decodes=x["num_decodes"],
-                num_seqs=x["num_decodes"],
-                rotary_lengths=jnp.maximum(x["rotary_len"], x["position"] + 1),
-                decode_only=True,
-            )
+        def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array) -> Any:
+            model, x = self._model(weights), packing.unpack(ints)
+            tokens, meta, slots = decode_batch(x, slots, page_size)
             hidden, pages = model(tokens, pages, meta)
-            slots, out = _choose(model.logits(hidden), x, f, slots, variant)
+            slots, out = _choose(model.logits(hidden), x | {"position": meta.positions}, slots, variant)
             return pages, slots, out
 
         state = self.abstract_state()
-        args = (
-            self._weights,
-            state.pages,
-            state.slots,
-            self._replicated((packing.ints.size,), jnp.int32),
-            self._replicated((packing.floats.size,), jnp.float32),
-        )
-        specs = (self._weight_specs, PAGES_SPEC, P(), P(), P())
+        args = (self._weights, state.pages, state.slots, self._replicated((packing.size,), jnp.int32))
+        specs = (self._weight_specs, PAGES_SPEC, P(), P())
         return self._jit(step, specs, (PAGES_SPEC, P(), P()), donate=(1, 2)), args
 
     def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, pages, slots, hidden, ints) -> (pages, hidden)`: `tokens` tokens up to the last norm."""
-        sizes = self._sizes
-        packing = backbone_packing(tokens, sizes.max_num_seqs, sizes.pages_per_seq)
+        """`(weights, pages, slots, hidden, ints) -> (pages, slots, hidden)`: `tokens` tokens up to the last norm."""
+        packing = backbone_packing(tokens, self._sizes.max_num_seqs, self._sizes.page_size)
 
         def step(weights: Any, pages: Any, slots: Slots, buffer: jax.Array, ints: jax.Array) -> Any:
-            x = packing.unpack(ints)
-            seq = jnp.minimum(x["seq_ids"], x["slot"].shape[0] - 1)
-            ids = _known_or_sampled(x["tokens"], slots, x["slot"][seq], x["positions"])
-            meta = StepMetadata(
-                positions=x["positions"],
-                seq_ids=x["seq_ids"],
-                query_start=x["query_start"],
-                context_len=x["context_len"],
-                page_table=x["page_table"],
-                num_decodes=x["num_decodes"],
-                num_seqs=x["num_seqs"],
-                rotary_lengths=jnp.maximum(x["rotary_len"][seq], x["positions"] + 1),
-                decode_only=False,
-            )
+            ids, meta, slots = mixed_batch(packing.unpack(ints), slots)
             hidden, pages = self._model(weights)(ids, pages, meta)
-            return pages, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
+            return pages, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
 
         state = self.abstract_state()
         args = (self._weights, state.pages, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
         specs = (self._weight_specs, PAGES_SPEC, P(), P(), P())
-        return self._jit(step, specs, (PAGES_SPEC, P()), donate=(1, 3)), args
+        return self._jit(step, specs, (PAGES_SPEC, P(), P()), donate=(1, 2, 3)), args
 
     def head(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, slots, hidden, ints, floats) -> (slots, Sampled)`: a token for each of `rows` hidden states."""
-        packing = head_packing(rows, variant.sampled, mask_words(self._sizes.vocab_size) if variant.masked else 0)
+        """`(weights, slots, hidden, ints) -> (slots, Sampled)`: a token for each of `rows` hidden states."""
+        packing = head_packing(rows, mask_words(self._sizes.vocab_size) if variant.masked else 0)
 
-        def step(weights: Any, slots: Slots, hidden: jax.Array, ints: jax.Array, floats: jax.Array) -> Any:
-            x, f = packing.ints.unpack(ints), packing.floats.unpack(floats)
+        def step(weights: Any, slots: Slots, hidden: jax.Array, ints: jax.Array) -> Any:
+            x = packing.unpack(ints)
             logits = self._model(weights).logits(hidden[x["hidden_row"]])
-            return _choose(logits, x, f, slots, variant)
+            return _choose(logits, x, slots, variant)
 
         state = self.abstract_state()
-        args = (
-            self._weights,
-            state.slots,
-            state.hidden,
-            self._replicated((packing.ints.size,), jnp.int32),
-            self._replicated((packing.floats.size,), jnp.float32),
-        )
-        return self._jit(step, (self._weight_specs, P(), P(), P(), P()), (P(), P()), donate=(1,)), args
+        args = (self._weights, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
+        return self._jit(step, (self._weight_specs, P(), P(), P()), (P(), P()), donate=(1,)), args
 
     def score(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, hidden, ints) -> Logprobs` of given tokens."""
@@ -265,11 +226,22 @@ class StepFunctions:
         args = (self._weights, self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
         return self._jit(step, (self._weight_specs, P(), P()), P(), donate=()), args
 
-    def set_slot(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(slots, SlotUpdate) -> slots`."""
+    def admit(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(slots, ints, floats) -> slots`: a request takes its slot."""
+        packing = admit_packing(self._sizes.pages_per_seq)
+        ints = self._replicated((packing.size,), jnp.int32)
+        floats = self._replicated((SETTING_FLOATS.size,), jnp.float32)
+        return self._jit(admit, (P(), P(), P()), P(), donate=(0,)), (self.abstract_state().slots, ints, floats)
+
+    def adjust(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(slots, Adjustments) -> slots`."""
         slots = self.abstract_state().slots
-        update = SlotUpdate(self._replicated((), jnp.int32), *(self._replicated(a.shape[1:], a.dtype) for a in slots))
-        return self._jit(set_slot, (P(), P()), P(), donate=(0,)), (slots, update)
+        rows = {name: getattr(slots, name) for name in Adjustments._fields if name != "slot"}
+        update = Adjustments(
+            slot=self._replicated((), jnp.int32),
+            **{name: self._replicated(a.shape[1:], a.dtype) for name, a in rows.items()},
+        )
+        return self._jit(adjust, (P(), P()), P(), donate=(0,)), (slots, update)
 
     def _scoring(self, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         packing = score_packing(rows)
@@ -292,17 +264,11 @@ class StepFunctions:
         return jax.jit(mapped, donate_argnums=donate)
 
 
-def _known_or_sampled(tokens: jax.Array, slots: Slots, slot: jax.Array, position: jax.Array) -> jax.Array:
-    """Tokens the host sent, and for each -1 the one that an earlier step left in the slot's history."""
-    return jnp.where(tokens >= 0, tokens, slots.history[slot, position])
-
-
-def _choose(
-    logits: jax.Array, x: dict[str, jax.Array], f: dict[str, jax.Array], slots: Slots, variant: Variant
-) -> tuple[Slots, Sampled]:
+def _choose(logits: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:
     """Sample, and leave the tokens where the next step will look for them."""
     if variant.sampled:
-        rows = SamplingRows(**{name: (x | f)[name] for name in SamplingRows._fields})
+        asked = settings(slots, x["slot"]) | {"slot": x["slot"], "position": x["position"]}
+        rows = SamplingRows(**{name: asked[name] for name in SamplingRows._fields})
         tokens, logprobs = sample(logits, rows, slots, x.get("mask"))
     else:
         tokens, logprobs = greedy(logits), None

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 
 from jaxllm.engine.device.packing import (
-    SAMPLING_FLOATS,
-    SAMPLING_INTS,
+    SETTING_FLOATS,
+    SETTING_INTS,
     Packing,
+    admit_packing,
     backbone_packing,
     decode_packing,
     head_packing,
@@ -44,30 +45,45 @@ def test_any_shapes_round_trip(shapes):
     round_trip(Packing(**shapes), np.int32)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(
-    "make", [lambda s: decode_packing(4, 3, s), lambda s: head_packing(2, s)], ids=["decode", "head"]
-)
-def test_steps_that_sample_round_trip(make, sampled):
-    packing = make(sampled)
-    round_trip(packing.ints, np.int32)
-    round_trip(packing.floats, np.float32)
-    assert (packing.floats.size > 0) == sampled
-    if sampled:
-        names = {*packing.ints.fields, *packing.floats.fields}
-        assert set(SamplingRows._fields) <= names
-        assert {*SAMPLING_INTS, *SAMPLING_FLOATS} <= names
-        assert packing.ints.fields["seed"].shape[1:] == (2,)
+    "packing",
+    [
+        decode_packing(4), head_packing(2), head_packing(2, 9), backbone_packing(16, 4, 8), score_packing(8),
+        admit_packing(3), SETTING_INTS,
+    ],
+)  # fmt: skip
+def test_steps_round_trip(packing):
+    round_trip(packing, np.int32)
 
 
-def test_steps_that_do_not_sample_round_trip():
-    round_trip(backbone_packing(16, 4, 3), np.int32)
-    round_trip(score_packing(8), np.int32)
+def test_a_slot_is_told_everything_the_sampler_asks_for():
+    names = {*SETTING_INTS.fields, *SETTING_FLOATS.fields, "slot", "position"}
+    assert set(SamplingRows._fields) <= names
+    assert SETTING_INTS.fields["seed"].shape == (2,)
+
+
+def test_rows_of_many_slots_unpack_together():
+    packing = Packing(a=(), b=(2,))
+    unpacked = packing.unpack(np.arange(12).reshape(4, 3))  # type: ignore[arg-type]
+    assert unpacked["a"].tolist() == [0, 3, 6, 9]
+    assert unpacked["b"].tolist() == [[1, 2], [4, 5], [7, 8], [10, 11]]
+
+
+def test_what_a_decode_sends_does_not_grow_with_the_context():
+    """256 rows of 128k tokens: 3 KB, where page tables would be 8 MB."""
+    assert 4 * decode_packing(256).size < 4096
 
 
 def test_a_small_backbone_has_no_more_sequences_than_tokens():
-    assert backbone_packing(16, 256, 3).fields["page_table"].shape == (16, 3)
-    assert backbone_packing(512, 256, 3).fields["page_table"].shape == (256, 3)
+    assert backbone_packing(16, 256, 8).fields["slot"].shape == (16,)
+    assert backbone_packing(512, 256, 8).fields["slot"].shape == (256,)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=8), st.sampled_from([1, 8, 16]))
+def test_a_backbone_has_room_for_every_page_that_its_chunks_may_gain(chunks, page_size):
+    tokens = sum(length for _, length in chunks)
+    gained = sum(-(-(begin + length) // page_size) - -(-begin // page_size) for begin, length in chunks)
+    assert gained <= backbone_packing(tokens, len(chunks), page_size).fields["new_pages"].shape[0]
 
 
 def test_worked_example_of_the_docstring():

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.engine.device import sampler
 from jaxllm.engine.device.sampler import SamplingRows
-from jaxllm.engine.device.slots import MAX_BLOCKED, Slots, mask_words
+from jaxllm.engine.device.slots import MAX_BLOCKED, Slots, mask_words, slot_shapes
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS
 from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 
@@ -236,7 +236,13 @@ def make_slots(
     for slot, spellings in enumerate(bad_words or []):
         for row, spelling in enumerate(spellings):
             words[slot, row, -len(spelling) :] = spelling
-    return Slots(*(jnp.asarray(a) for a in (tokens, ids, values, held, bits, words)))
+    rows = {
+        "history": tokens, "bias_ids": ids, "bias_values": values, "blocked_ids": held, "allowed": bits,
+        "bad_words": words,
+    }  # fmt: skip
+    shapes = slot_shapes(count, LENGTH - 1, 1, VOCAB)
+    empty = Slots(*(jnp.zeros(a.shape, a.dtype) for a in shapes))
+    return empty._replace(**{name: jnp.asarray(a) for name, a in rows.items()})
 
 
 adjust_logits = jax.jit(sampler.adjust_logits)

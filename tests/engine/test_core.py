@@ -1,0 +1,193 @@
+"""The engine core by itself: what it does with the tokens of a step, with half-steps, and with what fails."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.device.handle import Handle, SampledRow
+from jaxllm.engine.device.step import Sampled
+from jaxllm.engine.front.messages import EngineRequest, TokenDelta
+from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.request import Request, Status
+from jaxllm.engine.scheduler import Scheduler
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.structured_outputs import StructuredOutputs
+from tests.engine.simulated_device import VOCAB, SimulatedRunner, alone, next_token
+
+GRAMMAR = StructuredOutputs(regex="ignored: ScriptedGrammars decides")
+
+
+class Script:
+    """A grammar that is a list: None where any token may come, otherwise the one that must."""
+
+    def __init__(self, script: list[int | None], log: list[str]):
+        self.script, self.at, self.log = script, 0, log
+        self.active, self.opening = True, None
+
+    @property
+    def complete(self) -> bool:
+        return self.at == len(self.script)
+
+    def accept(self, token: int) -> None:
+        assert self.script[self.at] in (None, token), "a token that the grammar does not allow"
+        self.at += 1
+        self.log.append("accept")
+
+    def forced(self) -> list[int]:
+        rest = self.script[self.at :]
+        end = next((i for i, token in enumerate(rest) if token is None), len(rest))
+        return [token for token in rest[:end] if token is not None]
+
+
+class ScriptedGrammars:
+    def __init__(self, script: list[int | None], log: list[str]):
+        self.script, self.log = script, log
+
+    def build(self, outputs: StructuredOutputs) -> Script:
+        return Script(self.script, self.log)
+
+    def fill(self, constraints: list[Script | None], mask: np.ndarray) -> None:
+        self.log.append("fill")
+        mask[...] = -1
+        for row, constraint in zip(mask, constraints, strict=True):
+            if constraint is not None and constraint.script[constraint.at] is not None:
+                row[0] = 1 << constraint.script[constraint.at]
+
+
+class Engine:
+    def __init__(self, script: list[int | None] | None = None, *, eos: int | None = None, max_num_seqs: int = 4):
+        self.pool = PagePool(40, 4)
+        self.scheduler = Scheduler(self.pool, max_num_seqs, 32, 100)
+        self.runner = SimulatedRunner(40, 4)
+        grammars: Any = ScriptedGrammars(script or [], self.runner.log)
+        eos_ids = [] if eos is None else [eos]
+        self.core = EngineCore(self.scheduler, self.pool, self.runner, None, eos_ids, grammars=grammars)  # type: ignore[arg-type]
+
+    def add(self, name: str, prompt: list[int], **params: Any) -> None:
+        message = EngineRequest(
+            request_id=name, prompt_token_ids=prompt, sampling_params=SamplingParams(**params), arrival_time=time.time()
+        )
+        self.core.add(message)
+
+    def request(self, name: str) -> Request:
+        return next(r for r in (*self.scheduler.running, *self.scheduler.waiting) if r.request_id == name)
+
+    def prepared(self) -> None:
+        """Wait for grammars that are built on a thread."""
+        end = time.monotonic() + 20
+        while self.core._prepared.empty():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def run(self) -> dict[str, list[TokenDelta]]:
+        found: dict[str, list[TokenDelta]] = {}
+        while self.core.has_work:
+            for delta in self.core.turn():
+                found.setdefault(delta.request_id, []).append(delta)
+        assert self.pool.num_free == self.pool.num_pages - 1
+        return found
+
+
+def tokens_of(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_rows_of_one_request_are_one_result():
+    a, b = (Request(name, [1], 1, SamplingParams(), 0.0) for name in "ab")
+    rows = [SampledRow(a, 0, 0), SampledRow(b, 1, 0), SampledRow(b, 2, 1), SampledRow(b, 3, 2)]
+    handle = Handle(rows, Sampled(np.array([5, 6, 7, 8, 99, 99]), None))  # type: ignore[arg-type]
+    assert [(r.request.request_id, r.row, r.tokens) for r in handle.results()] == [("a", 0, [5]), ("b", 1, [6, 7, 8])]
+
+
+@pytest.mark.parametrize("tokens", [[], [4], [4, 5, 6, 7, 8, 9]])
+def test_a_step_may_give_fewer_tokens_than_were_in_flight_or_more(tokens):
+    engine = Engine()
+    engine.add("a", [1, 2, 3, 4, 5], max_tokens=20)
+    request = engine.request("a")
+    engine.scheduler.schedule()
+    request.num_inflight += 2  # as a step that verifies two draft tokens would
+    engine.scheduler.accept(request, tokens, 3)
+    assert request.num_inflight == 0
+    assert request.token_ids == [1, 2, 3, 4, 5, *tokens]
+    assert request.num_registered == 1, "only what was run is shared"
+    chunk = engine.scheduler.schedule().chunks[0] if tokens else None
+    assert chunk is None or (chunk.start, chunk.length, chunk.num_sampled) == (5, len(tokens), 1)
+
+
+def test_a_stop_cuts_what_follows_it():
+    """The grammar forces tokens behind the end-of-sequence token: they are not the answer's."""
+    engine = Engine([None, 2, 2, 0, 1, 1, 1], eos=0)
+    engine.add("a", [1, 2], max_tokens=20, structured_outputs=GRAMMAR, min_tokens=2)
+    engine.prepared()
+    deltas = engine.run()["a"]
+    assert tokens_of(deltas)[1:] == [2, 2, 0]
+    assert deltas[-1].finish_reason == "stop"
+
+
+def test_the_length_counts_forced_tokens_one_by_one():
+    engine = Engine([None, 2, 2, 0, 1, 1, 1])
+    engine.add("a", [1, 2], max_tokens=4, structured_outputs=GRAMMAR)
+    engine.prepared()
+    deltas = engine.run()["a"]
+    assert len(tokens_of(deltas)) == 4 and deltas[-1].finish_reason == "length"
+
+
+def test_masks_are_filled_while_the_backbone_runs_from_the_tokens_of_the_step_before():
+    engine = Engine([None, None, None])
+    engine.add("a", [1, 2], max_tokens=20, structured_outputs=GRAMMAR)
+    engine.prepared()
+    engine.run()
+    log = engine.runner.log
+    # The step that runs when the grammar turns out complete is one too many, and is not sampled.
+    assert log == ["backbone", "fill", "head", *["backbone", "accept", "fill", "head"] * 2, "backbone", "accept"]
+
+
+def test_forced_tokens_take_one_step_and_withdraw_the_row_under_way():
+    script: list[int | None] = [None, 1, 2, 0, 1, None]
+    engine = Engine(script)
+    engine.add("a", [1, 2], max_tokens=20, structured_outputs=GRAMMAR)
+    engine.prepared()
+    deltas = engine.run()["a"]
+    assert [len(d.token_ids) for d in deltas] == [5, 1]
+    assert tokens_of(deltas)[1:5] == [1, 2, 0, 1]
+    assert engine.core.stats().generation_tokens == 6
+
+
+def test_withdrawing_leaves_the_others_their_rows():
+    script: list[int | None] = [None, 1, 2, 0, 1, None]
+    engine = Engine(script)
+    engine.add("free", [2, 2, 1], max_tokens=9)
+    engine.add("a", [1, 2], max_tokens=20, structured_outputs=GRAMMAR)
+    engine.prepared()
+    found = engine.run()
+    assert tokens_of(found["a"])[1:5] == [1, 2, 0, 1]
+    assert [2, 2, 1, *tokens_of(found["free"])] == alone([2, 2, 1], None, 12, None)
+
+
+def test_what_fails_while_a_request_is_read_fails_it_alone():
+    wrong = (next_token([1, 2], None) + 1) % VOCAB
+    engine = Engine([wrong, None])
+    engine.core._grammars.fill = lambda constraints, mask: mask.fill(-1)  # type: ignore[union-attr] # allows anything
+    engine.add("free", [2, 2, 1], max_tokens=9)
+    engine.add("a", [1, 2], max_tokens=20, structured_outputs=GRAMMAR)
+    engine.prepared()
+    found = engine.run()
+    assert [2, 2, 1, *tokens_of(found["free"])] == alone([2, 2, 1], None, 12, None)
+    (last,) = found["a"]
+    assert last.finish_reason == "error" and "does not allow" in (last.error or "")
+
+
+def test_a_request_that_ended_takes_nothing_from_the_step_under_way():
+    engine = Engine()
+    engine.add("a", [1, 2, 0], max_tokens=50)
+    for _ in range(3):
+        engine.core.turn()
+    request = engine.request("a")
+    engine.core.abort(["a", "nobody"])
+    assert request.status is Status.FINISHED
+    assert engine.run() == {}
