@@ -5,8 +5,12 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from jaxtyping import install_import_hook
 
-from jaxllm import compat
+CHECKED = ("engine.device", "models", "pallas_kernels", "quantization", "sharding", "weights")
+install_import_hook([f"jaxllm.{name}" for name in CHECKED], "beartype.beartype")  # the shapes in signatures hold
+
+from jaxllm import compat  # noqa: E402
 
 hypothesis.settings.register_profile("jaxllm", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("jaxllm")

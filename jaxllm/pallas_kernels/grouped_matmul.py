@@ -9,7 +9,7 @@ are nobody's: they come out zero, whatever they hold.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ MIN_TILE, MAX_TILE = 2, 64
 """Fewest and most rows that are multiplied at a time: XLA:CPU leaves its fast path for a single row."""
 
 
+@runtime_checkable
 class Matrix(Protocol):
     """What kernels ask of a weight: a matrix `[o, i]`, or a stack of them; see `quantization.weight`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages, stored_as_bits, stored_as_is
 
 
+@runtime_checkable
 class PagedAttention(Protocol):
     """Write new keys and values into their pages, then attend to everything each token may see.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ class Weight(ABC):
         return matrix.reshape(-1, per_head, matrix.shape[-1])[:, rows]
 
 
+@runtime_checkable
 class Kind(Protocol):
     """A way of keeping weights.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxllm.quantization.stored import Stored
 
@@ -15,6 +15,7 @@ class TensorInfo(NamedTuple):
     dtype: str
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """An opened checkpoint: cheap to open, tensors are read one at a time.
 
