@@ -61,6 +61,7 @@ class EngineCore:
         """Called on another thread when a request has become ready to be scheduled: wakes the loop."""
         self._seeds = random.Random(seed)
         self._requests: dict[str, Request] = {}
+        self._failed: list[TokenDelta] = []
         self._detokenizers: dict[str, Detokenizer] = {}
         self._pending: Handle | None = None
         self._steps = 0
@@ -72,7 +73,12 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """There is something to schedule or a step to read."""
-        return self._pending is not None or self._scheduler.num_unfinished > 0 or not self._prepared.empty()
+        return (
+            self._pending is not None
+            or self._scheduler.num_unfinished > 0
+            or bool(self._failed)
+            or not self._prepared.empty()
+        )
 
     @property
     def load(self) -> tuple[int, int]:
@@ -80,10 +86,18 @@ class EngineCore:
         return len(self._scheduler.running), len(self._scheduler.waiting)
 
     def add(self, message: EngineRequest) -> None:
-        """Queue a request that a front door has validated."""
+        """Queue a request that a front door has validated. One that cannot be run fails alone, at the next turn."""
         request = Request.from_message(message, self._scheduler.max_model_len, self._seeds.getrandbits(64))
-        request.prefix_node = request.cache_salt
+        self._requests[request.request_id] = request
+        try:
+            self._begin(request)
+        except Exception as error:
+            self._failed.append(self._fail(request, error))
+
+    def _begin(self, request: Request) -> None:
         params = request.params
+        request.status = Status.PREPARING
+        request.prefix_node = request.cache_salt
         if self._tokenizer is not None and params.bad_words:
             request.bad_words = spellings(self._tokenizer, params.bad_words)
         if self._tokenizer is not None and params.detokenize and request.pooling is None:
@@ -97,11 +111,12 @@ class EngineCore:
             )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * request.num_prompt
-        self._requests[request.request_id] = request
+        self._runner.prepare(request)
         missing = self._runner.missing(request)
         if missing or params.structured_outputs is not None:
             self._prepare(request, missing)
         else:
+            request.status = Status.WAITING
             self._scheduler.add(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -164,7 +179,6 @@ class EngineCore:
 
     def _prepare(self, request: Request, missing: list[Key]) -> None:
         """Get ready on a thread what only this request waits for: its grammar, executables that few requests need."""
-        request.status = Status.PREPARING
 
         def prepare() -> Constraint | None:
             for key in missing:
@@ -183,7 +197,7 @@ class EngineCore:
 
     def _start_prepared(self) -> list[TokenDelta]:
         """Queue the requests for which all is ready; the deltas are of those for which something failed."""
-        failed = []
+        failed, self._failed = self._failed, []
         while not self._prepared.empty():
             request, future = self._prepared.get()
             if request.status is not Status.PREPARING:

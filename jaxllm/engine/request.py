@@ -15,6 +15,7 @@ from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxllm.engine.device.admission import Settings
     from jaxllm.engine.grammar import Constraint
 
 
@@ -71,6 +72,8 @@ class Request:
     """What of it has reached the host."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that spell bad_words."""
+    settings: Settings | None = None
+    """What its slot will be told of it."""
 
     @classmethod
     def from_message(cls, message: EngineRequest, max_model_len: int, seed: int) -> Request:

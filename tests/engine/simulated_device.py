@@ -63,6 +63,9 @@ class SimulatedRunner:
         self._sampled: dict[tuple[int, int], int] = {}
         """(slot, position) -> token."""
 
+    def prepare(self, request: Request) -> None:
+        pass
+
     def missing(self, request: Request) -> list[Any]:
         return []
 

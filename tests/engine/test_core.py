@@ -191,3 +191,20 @@ def test_a_request_that_ended_takes_nothing_from_the_step_under_way():
     engine.core.abort(["a", "nobody"])
     assert request.status is Status.FINISHED
     assert engine.run() == {}
+
+
+def test_a_request_that_cannot_be_begun_fails_alone():
+    engine = Engine()
+
+    def prepare(request: Request) -> None:
+        if request.request_id == "bad":
+            raise OverflowError("Python integer 2147483648 out of bounds for int32")
+
+    engine.runner.prepare = prepare  # type: ignore[method-assign]
+    engine.add("good", [2, 2, 1], max_tokens=3)
+    engine.add("bad", [1, 2], max_tokens=3)
+    found = engine.run()
+    assert [2, 2, 1, *tokens_of(found["good"])] == alone([2, 2, 1], None, 6, None)
+    assert [(d.finish_reason, d.error) for d in found["bad"]] == [
+        ("error", "OverflowError: Python integer 2147483648 out of bounds for int32")
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,36 +17,62 @@ _ALL = 2**30
 """More tokens than any context has."""
 
 
-def admission(request: Request, pages_per_seq: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slot's position, pages and settings: one int32 and one float32 vector."""
+class Settings(NamedTuple):
+    """A request's own, made when it is added: a value that does not fit fails there, and fails it alone."""
+
+    ints: np.ndarray
+    floats: np.ndarray
+    adjustments: Adjustments | None
+    """Only where the sampler reads them; their slot and history are filled in when the request takes its slot."""
+
+
+def settings_of(request: Request, max_model_len: int, vocab_size: int, eos_token_ids: Sequence[int]) -> Settings:
+    """Everything about a request that does not depend on when it runs.
+
+    Raises:
+        OverflowError, ValueError: a value does not fit where the device keeps it.
+    """
+    p = request.params
+    ints, floats = np.zeros(SETTING_INTS.size, np.int32), np.zeros(SETTING_FLOATS.size, np.float32)
+    values = {
+        "top_k": min(p.top_k, vocab_size), "prompt_len": request.num_prompt, "adjust": p.adjusts_logits,
+        "seed": np.array([request.seed & (2**64 - 1)], np.uint64).view(np.int32),
+        "blocked_until": request.num_prompt + p.min_tokens, "logprobs": p.logprobs is not None,
+        "window": _ALL if p.repeat_last_n is None else p.repeat_last_n, "temperature": p.temperature,
+        "top_p": p.top_p, "min_p": p.min_p, "presence": p.presence_penalty, "frequency": p.frequency_penalty,
+        "repetition": p.repetition_penalty,
+    }  # fmt: skip
+    views = SETTING_INTS.views(ints) | SETTING_FLOATS.views(floats)
+    for name, value in values.items():
+        views[name][...] = value
+    adjusts = _adjustments(request, max_model_len, vocab_size, eos_token_ids) if request.needs_history else None
+    return Settings(ints, floats, adjusts)
+
+
+def admission(request: Request, settings: Settings, pages_per_seq: int) -> np.ndarray:
+    """The int32 vector of a request that takes its slot: where it begins, its pages so far, and its settings."""
     packing = admit_packing(pages_per_seq)
-    ints, floats = np.zeros(packing.size, np.int32), np.zeros(SETTING_FLOATS.size, np.float32)
-    x, p = packing.views(ints), request.params
+    ints = np.zeros(packing.size, np.int32)
+    x = packing.views(ints)
     x["slot"][...] = request.slot
     x["position"][...] = request.num_admitted
     x["page_table"][: len(request.pages)] = request.pages
-    values = {
-        "rotary_len": request.rotary_len, "top_k": min(p.top_k, vocab_size),
-        "seed": np.array([request.seed & (2**64 - 1)], np.uint64).view(np.int32), "prompt_len": request.num_prompt,
-        "blocked_until": request.num_prompt + p.min_tokens, "adjust": p.adjusts_logits,
-        "logprobs": p.logprobs is not None, "window": _ALL if p.repeat_last_n is None else p.repeat_last_n,
-    }  # fmt: skip
-    for name, view in SETTING_INTS.views(x["settings"]).items():
-        view[...] = values[name]
-    values = {
-        "temperature": p.temperature, "top_p": p.top_p, "min_p": p.min_p, "presence": p.presence_penalty,
-        "frequency": p.frequency_penalty, "repetition": p.repetition_penalty,
-    }  # fmt: skip
-    for name, view in SETTING_FLOATS.views(floats).items():
-        view[...] = values[name]
-    return ints, floats
+    x["settings"][:] = settings.ints
+    SETTING_INTS.views(x["settings"])["rotary_len"][...] = request.rotary_len
+    return ints
 
 
-def adjustments(request: Request, max_model_len: int, vocab_size: int, eos_token_ids: Sequence[int]) -> Adjustments:
-    """What adjusts the request's logits: its tokens so far, biases, and which tokens it may not or may only give."""
+def adjustments(request: Request, settings: Settings) -> Adjustments:
+    """What adjusts the logits of a request that takes its slot, behind the tokens it has by now."""
+    assert settings.adjustments is not None
+    history = settings.adjustments.history
+    history[: len(request.token_ids)] = request.token_ids
+    return settings.adjustments._replace(slot=np.int32(request.slot))  # type: ignore[arg-type]
+
+
+def _adjustments(request: Request, max_model_len: int, vocab_size: int, eos_token_ids: Sequence[int]) -> Adjustments:
     p = request.params
     history = np.zeros(max_model_len + 1, np.int32)
-    history[: len(request.token_ids)] = request.token_ids
     ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
     values = np.zeros(MAX_LOGIT_BIAS, np.float32)
     ids[: len(p.logit_bias)], values[: len(p.logit_bias)] = list(p.logit_bias), list(p.logit_bias.values())
@@ -61,4 +88,4 @@ def adjustments(request: Request, max_model_len: int, vocab_size: int, eos_token
     bad_words[:, -1] = vocab_size
     for row, tokens in zip(bad_words, request.bad_words, strict=False):
         row[-len(tokens) :] = tokens
-    return Adjustments(np.int32(request.slot), history, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]
+    return Adjustments(np.int32(-1), history, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.device.admission import adjustments, admission
+from jaxllm.engine.device.admission import adjustments, admission, settings_of
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.handle import Handle, Pooled, PooledRow, SampledRow, Score
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
@@ -51,6 +51,10 @@ class Runner:
         """How many of its sequence's pages each slot has been told."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
+
+    def prepare(self, request: Request) -> None:
+        """Lay out what the request's slot will be told. What raises here concerns nobody else."""
+        request.settings = settings_of(request, self._sizes.max_model_len, self._vocab_size, self._eos)
 
     def missing(self, request: Request) -> list[Key]:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
@@ -231,11 +235,12 @@ class Runner:
     def _admit(self, request: Request) -> None:
         """Tell a slot all about its request; what adjusts logits goes to the device only where the sampler reads it."""
         self._known_pages[request.slot] = len(request.pages)
-        ints, floats = admission(request, self._sizes.pages_per_seq, self._vocab_size)
-        self._slots = self.executables.get(Key("admit"))(self._slots, ints, floats)
-        if request.needs_history:
-            rows = adjustments(request, self._sizes.max_model_len, self._vocab_size, self._eos)
-            self._slots = self.executables.get(Key("adjust"))(self._slots, rows)
+        settings = request.settings
+        assert settings is not None, "prepare() comes before dispatch()"
+        ints = admission(request, settings, self._sizes.pages_per_seq)
+        self._slots = self.executables.get(Key("admit"))(self._slots, ints, settings.floats)
+        if settings.adjustments is not None:
+            self._slots = self.executables.get(Key("adjust"))(self._slots, adjustments(request, settings))
 
     def _new_pages(self, request: Request) -> list[tuple[int, int, int]]:
         """(slot, place, page) of the pages that a request has gained since its slot was last told."""
