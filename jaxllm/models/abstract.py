@@ -46,5 +46,5 @@ def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:
     value, metadata = variable.get_value(), variable.get_metadata()
     if not isinstance(value, Weight):
         return ParamSpec(path, value.shape, np.dtype(value.dtype), metadata["axes"], metadata["layout"])
-    dtype = np.dtype(value.dequantize().dtype)
+    dtype = np.dtype(jax.tree.leaves(value)[0].dtype)
     return ParamSpec(path, value.shape, dtype, metadata["axes"], metadata["layout"], (DenseKind(dtype),))
