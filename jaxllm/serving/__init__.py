@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server: routes, protocol types, streaming, metrics."""
+"""The HTTP server: one room for each API it speaks, and what they share."""

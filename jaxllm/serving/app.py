@@ -12,28 +12,22 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.batch.runner import Batches
-from jaxllm.serving.errors import install_error_handlers
+from jaxllm.serving import health
+from jaxllm.serving.anthropic import routes as anthropic
+from jaxllm.serving.batches import files
+from jaxllm.serving.batches import routes as batches
+from jaxllm.serving.batches.runner import Batches
+from jaxllm.serving.http.errors import install_error_handlers
+from jaxllm.serving.http.openapi import install_openapi
+from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.metrics import build_registry
-from jaxllm.serving.openapi import install_openapi
-from jaxllm.serving.responses_api.service import Responses
-from jaxllm.serving.routes import (
-    anthropic,
-    batches,
-    chat,
-    completions,
-    conversations,
-    embeddings,
-    files,
-    health,
-    models,
-    responses,
-    scoring,
-    tokenize,
-)
-from jaxllm.serving.scoring import score_method
+from jaxllm.serving.openai import chat, completions, models, tokenize
+from jaxllm.serving.pooling import embeddings, scoring
+from jaxllm.serving.pooling.pairs import score_method
+from jaxllm.serving.responses import conversations
+from jaxllm.serving.responses import routes as responses
+from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.streaming import ClientDisconnected
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM

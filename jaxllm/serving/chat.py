@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.generation import Choice, Generation
+from jaxllm.serving.http.request_model import Usage
+from jaxllm.serving.openai.chat_request import ChatRequest
+from jaxllm.serving.openai.logprobs import Step, numbered
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.parser import ParsedCall, join_events
 from jaxllm.serving.prompts import ChatPrompt, chat_prompt, render_own_template
-from jaxllm.serving.protocol.chat import ChatRequest
-from jaxllm.serving.protocol.common import Usage
-from jaxllm.serving.protocol.logprobs import Step, numbered
 from jaxllm.serving.state import ServerState
 
 

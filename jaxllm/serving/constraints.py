@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
+from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.parsing.formats import OutputFormats
 from jaxllm.serving.parsing.grammar import tool_constraint
-from jaxllm.serving.protocol.chat import ChatRequest
 
 
 def answer_constraint(

@@ -15,11 +15,11 @@ import msgspec
 from jaxllm.engine.front.beam_search import BeamSearchParams, beam_search
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.serving.errors import APIError
+from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.request_model import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxllm.serving.metrics import SequenceTimer
-from jaxllm.serving.protocol.common import CompletionTokensDetails, PromptTokensDetails, Usage
-from jaxllm.serving.protocol.logprobs import Step
-from jaxllm.serving.protocol.sampling import GenerationRequest
+from jaxllm.serving.openai.logprobs import Step
+from jaxllm.serving.openai.sampling import GenerationRequest
 from jaxllm.serving.state import ServerState
 
 OPENING_SECONDS = 0.1

@@ -10,15 +10,15 @@ from typing import Any
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.constraints import answer_constraint, compiled
-from jaxllm.serving.errors import APIError
 from jaxllm.serving.generation import Prompt
+from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.openai.chat_request import ChatRequest
+from jaxllm.serving.openai.completion_types import DEFAULT_MAX_TOKENS, CompletionRequest
+from jaxllm.serving.openai.messages import Message, TemplateFields
+from jaxllm.serving.openai.tokenize_types import TokenizeRequest
+from jaxllm.serving.openai.tools import Tool
 from jaxllm.serving.parsing.formats import OutputFormats, opens_reasoning
 from jaxllm.serving.parsing.parser import OutputParser
-from jaxllm.serving.protocol.chat import ChatRequest
-from jaxllm.serving.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from jaxllm.serving.protocol.messages import Message, TemplateFields
-from jaxllm.serving.protocol.tokenize import TokenizeRequest
-from jaxllm.serving.protocol.tools import Tool
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
 from jaxllm.text import chat_template

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from jaxllm.config import ServeConfig
 from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError
-from jaxllm.serving.errors import APIError, unavailable
+from jaxllm.serving.http.errors import APIError, unavailable
 from jaxllm.serving.metrics import RequestMetrics
 from jaxllm.serving.parsing.formats import OutputFormats, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens
@@ -24,7 +24,7 @@ from jaxllm.serving.template_process import TemplateProcesses
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
     from jaxllm.serving.generation import Generation
-    from jaxllm.serving.pooling import PoolingBatch
+    from jaxllm.serving.pooling.run import PoolingBatch
     from jaxllm.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")

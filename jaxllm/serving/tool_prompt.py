@@ -9,8 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from jaxllm.serving.openai.tools import Tool
 from jaxllm.serving.parsing.formats import ToolFormat
-from jaxllm.serving.protocol.tools import Tool
 
 _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its arguments:
 {functions}

@@ -16,7 +16,7 @@ from fastapi.routing import iter_route_contexts
 from jaxllm.config import ServeConfig
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.serving.app import create_app
-from jaxllm.serving.protocol.common import RequestModel
+from jaxllm.serving.http.request_model import RequestModel
 from tests.serving.fake_engine import FakeEngine
 
 INERT = "Accepted, without effect"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.serving.anthropic.request import MessagesRequest
 from jaxllm.serving.anthropic.translate import chat_messages, chat_request
-from jaxllm.serving.protocol.anthropic.request import MessagesRequest
-from jaxllm.serving.protocol.completions import CompletionRequest
+from jaxllm.serving.openai.completion_types import CompletionRequest
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import BOS, ByteTokenizer, FakeEngine
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pydantic_core
 
-from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.protocol.anthropic.response import (
+from jaxllm.serving.anthropic.response import (
     BlockDelta,
     ContentBlock,
     ContentBlockDelta,
@@ -25,6 +24,7 @@ from jaxllm.serving.protocol.anthropic.response import (
     ThinkingDelta,
     ToolUseBlock,
 )
+from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 
 
 class BlockBuilder:

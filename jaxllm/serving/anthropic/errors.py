@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from fastapi import Request, Response
 
-from jaxllm.serving.errors import APIError
-from jaxllm.serving.protocol.anthropic.response import AnthropicError, AnthropicErrorResponse
-from jaxllm.serving.route import JSONRoute, bearer_key
+from jaxllm.serving.anthropic.response import AnthropicError, AnthropicErrorResponse
+from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.route import JSONRoute, bearer_key
 
 OVERLOADED = 529
 

@@ -10,10 +10,8 @@ from msgspec import UNSET
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.anthropic.blocks import BlockBuilder
 from jaxllm.serving.anthropic.errors import error_response
-from jaxllm.serving.chat import ChatPiece, ChatTurn
-from jaxllm.serving.errors import APIError, unavailable
-from jaxllm.serving.protocol.anthropic.request import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
-from jaxllm.serving.protocol.anthropic.response import (
+from jaxllm.serving.anthropic.request import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
+from jaxllm.serving.anthropic.response import (
     AnthropicMessage,
     MessageDelta,
     MessageEnd,
@@ -24,8 +22,10 @@ from jaxllm.serving.protocol.anthropic.response import (
     StopReason,
     ThinkingTokensDetails,
 )
-from jaxllm.serving.protocol.common import ignored_fields
-from jaxllm.serving.streaming import ChunkWriter
+from jaxllm.serving.chat import ChatPiece, ChatTurn
+from jaxllm.serving.http.errors import APIError, unavailable
+from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.http.streaming import ChunkWriter
 
 _encode = msgspec.json.Encoder().encode
 

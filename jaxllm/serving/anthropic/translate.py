@@ -8,8 +8,8 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from jaxllm.serving.protocol.anthropic.content import ToolResultBlockParam, ToolUseBlockParam, Turn
-from jaxllm.serving.protocol.anthropic.request import (
+from jaxllm.serving.anthropic.content import ToolResultBlockParam, ToolUseBlockParam, Turn
+from jaxllm.serving.anthropic.request import (
     CountTokensRequest,
     MessagesRequest,
     ThinkingDisabled,
@@ -20,7 +20,7 @@ from jaxllm.serving.protocol.anthropic.request import (
     ToolChoiceTool,
     ToolParam,
 )
-from jaxllm.serving.protocol.chat import ChatRequest
+from jaxllm.serving.openai.chat_request import ChatRequest
 
 ERROR_PREFIX = "Error: "
 

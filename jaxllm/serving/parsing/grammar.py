@@ -14,9 +14,9 @@ from typing import Any
 import tokenizers
 
 from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.serving.openai.tools import FunctionDefinition, Tool
 from jaxllm.serving.parsing.formats import Layout, OutputFormats
 from jaxllm.serving.parsing.notations import value_types
-from jaxllm.serving.protocol.tools import FunctionDefinition, Tool
 
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import msgspec
 
+from jaxllm.serving.openai.tools import Tool
 from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.formats import CallSyntax, OutputFormats, ReasoningFormat
@@ -22,7 +23,6 @@ from jaxllm.serving.parsing.source import (
     possible_start,
     skip_space,
 )
-from jaxllm.serving.protocol.tools import Tool
 
 
 class OutputParser:

@@ -12,8 +12,7 @@ from sqlalchemy import JSON, BigInteger, String, Text, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from jaxllm.serving.errors import APIError, shown
-from jaxllm.serving.protocol.batches import (
+from jaxllm.serving.batches.batch_types import (
     COMPLETION_WINDOWS,
     Batch,
     BatchErrors,
@@ -25,6 +24,7 @@ from jaxllm.serving.protocol.batches import (
     OutputTokensDetails,
     RequestCounts,
 )
+from jaxllm.serving.http.errors import APIError, shown
 from jaxllm.serving.store.database import Base, Database
 from jaxllm.serving.store.pages import Numbered, page_of
 

@@ -10,9 +10,9 @@ from sqlalchemy import ForeignKey, LargeBinary, String, UniqueConstraint, delete
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from jaxllm.serving.errors import APIError
-from jaxllm.serving.protocol.responses.items import Item, new_id
-from jaxllm.serving.protocol.responses.objects import Conversation
+from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.responses.items import Item, new_id
+from jaxllm.serving.responses.objects import Conversation
 from jaxllm.serving.store.database import Base, Database
 
 _item_decoder = msgspec.json.Decoder(Item)

@@ -13,8 +13,8 @@ from typing import BinaryIO
 from sqlalchemy import BigInteger, ColumnElement, String, Text, delete, or_, select
 from sqlalchemy.orm import Mapped, mapped_column
 
-from jaxllm.serving.errors import APIError, shown
-from jaxllm.serving.protocol.files import FileList, FileListQuery, FileObject
+from jaxllm.serving.batches.file_types import FileList, FileListQuery, FileObject
+from jaxllm.serving.http.errors import APIError, shown
 from jaxllm.serving.store.database import Base, Database
 from jaxllm.serving.store.pages import Numbered, page_of
 

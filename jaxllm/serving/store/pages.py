@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, String, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from jaxllm.serving.errors import APIError, shown
+from jaxllm.serving.http.errors import APIError, shown
 
 
 class Numbered:

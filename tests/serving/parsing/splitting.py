@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jaxllm.serving.openai.tools import Tool
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput, join_events
-from jaxllm.serving.protocol.tools import Tool
 
 WEATHER = {
     "type": "object",

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from jaxllm.serving.openai.tools import FunctionDefinition, Tool
 from jaxllm.serving.parsing.formats import detect_formats, opens_reasoning
 from jaxllm.serving.parsing.parser import OutputParser
-from jaxllm.serving.protocol.tools import FunctionDefinition, Tool
 from tests.serving.parsing.splitting import parse_pieces, parse_whole, seen
 
 fixtures = pytest.importorskip("canitoolcall.fixtures")

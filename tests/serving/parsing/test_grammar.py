@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
+from jaxllm.serving.openai.tools import Tool
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, OutputFormats, ToolFormat, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput
-from jaxllm.serving.protocol.tools import Tool
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model
 from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, tool

@@ -1,0 +1,120 @@
+"""What a batch keeps on disk while it runs: its input, and every result so far, appended as it comes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from filelock import FileLock
+
+from jaxllm.serving.batches.batch_types import LineResult
+from jaxllm.serving.store.files import link_or_copy
+
+_result_decoder = msgspec.json.Decoder(LineResult)
+_body_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass
+class Tally:
+    """Sums over the results of a batch, under the names of BatchRow's columns."""
+
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def add(self, result: LineResult) -> None:
+        if not succeeded(result):
+            self.failed += 1
+            return
+        assert result.response is not None
+        self.completed += 1
+        usage = _body_decoder.decode(result.response.body).get("usage") or {}
+        self.input_tokens += _count(usage, "prompt_tokens", "input_tokens")
+        self.output_tokens += _count(usage, "completion_tokens", "output_tokens")
+        for name, detail in (("prompt", "input"), ("completion", "output")):
+            details = usage.get(f"{name}_tokens_details") or usage.get(f"{detail}_tokens_details") or {}
+            self.cached_tokens += _count(details, "cached_tokens")
+            self.reasoning_tokens += _count(details, "reasoning_tokens")
+
+
+@dataclass
+class Progress:
+    """What the journal holds: the lines that are done, and their sums."""
+
+    done: set[str] = field(default_factory=set)
+    tally: Tally = field(default_factory=Tally)
+
+
+class Journal:
+    """A directory `batches/ID`. A result is there when `append` returns, whatever happens to the machine then.
+
+    Blocking: every method but the lock's belongs on a thread.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self.input = directory / "input.jsonl"
+        self.output = directory / "output.jsonl"
+        self.errors = directory / "errors.jsonl"
+
+    def begin(self, input_file: Path) -> None:
+        """Keep the input, so that deleting the uploaded file does not touch the batch."""
+        link_or_copy(input_file, self.input)
+
+    @property
+    def exists(self) -> bool:
+        return self._directory.is_dir()
+
+    def lock(self) -> FileLock:
+        """Held by the one server that runs the batch; the system releases it when that server dies."""
+        return FileLock(self._directory / "lock", blocking=False)
+
+    def append(self, results: Iterable[LineResult]) -> None:
+        """Write answers to the output, everything else to the errors."""
+        lines: dict[Path, list[bytes]] = {self.output: [], self.errors: []}
+        for result in results:
+            path = self.output if succeeded(result) else self.errors
+            lines[path].append(msgspec.json.encode(result) + b"\n")
+        for path, encoded in lines.items():
+            if encoded:
+                with path.open("ab") as file:
+                    file.write(b"".join(encoded))
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def recover(self) -> Progress:
+        """Read the results back, cutting off a line that a crash left half written."""
+        progress = Progress()
+        for path in (self.output, self.errors):
+            if not path.exists():
+                continue
+            whole = 0
+            with path.open("r+b") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    whole += len(line)
+                    result = _result_decoder.decode(line)
+                    progress.done.add(result.custom_id)
+                    progress.tally.add(result)
+                file.truncate(whole)
+        return progress
+
+    def remove(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def succeeded(result: LineResult) -> bool:
+    return result.response is not None and result.response.status_code < 400
+
+
+def _count(usage: dict[str, Any], *names: str) -> int:
+    return next((usage[name] for name in names if usage.get(name)), 0)

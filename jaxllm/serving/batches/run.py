@@ -1,0 +1,196 @@
+"""One batch on its way from validating to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from jaxllm.serving.batches.batch_types import BatchError, LineError, LineResult
+from jaxllm.serving.batches.caller import Caller, line_result
+from jaxllm.serving.batches.journal import Journal, Tally
+from jaxllm.serving.batches.lines import Line, check_input, read_lines
+from jaxllm.serving.store.batches import UNFINISHED, BatchRow, BatchStore
+from jaxllm.serving.store.database import Database
+from jaxllm.serving.store.files import FileRow, FileStore
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""How often results go to disk, counts to the database, and cancelling and expiry are looked for."""
+LINES_READ_AT_ONCE = 64
+
+EXPIRED = LineError("batch_expired", "This request could not be executed before the completion window expired.")
+CRASHED = LineError("server_error", "the server failed to run this request; its log has details")
+
+
+class Suspended(Exception):
+    """The server is stopping: the batch goes on from its journal at the next start."""
+
+
+@dataclasses.dataclass
+class Stores:
+    """Where batches and files are kept."""
+
+    database: Database
+    batches: BatchStore
+    files: FileStore
+    directory: Path
+    """Holds a journal for each unfinished batch."""
+
+    def journal(self, batch_id: str) -> Journal:
+        return Journal(self.directory / batch_id)
+
+
+class BatchRun:
+    """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick."""
+
+    def __init__(
+        self, batch_id: str, stores: Stores, caller: Caller, closing: asyncio.Event, must_stop: Callable[[], bool]
+    ):
+        self._id = batch_id
+        self._stores = stores
+        self._batches = stores.batches
+        self._journal = stores.journal(batch_id)
+        self._caller = caller
+        self._closing = closing
+        self._must_stop = must_stop
+        self._tally = Tally()
+        self._done: set[str] = set()
+        self._results: list[LineResult] = []
+
+    async def run(self) -> None:
+        """From wherever the batch stands to its end. Raises Suspended."""
+        batch = await self._batches.get(self._id)
+        if batch.status not in UNFINISHED:
+            return
+        try:
+            await self._advance(batch)
+        except Suspended:
+            raise
+        except Exception as error:
+            logger.exception("batch %s failed", self._id)
+            problem = BatchError(code="server_error", message=f"the server failed to run this batch: {error}")
+            await self._end("failed", errors=[problem])
+
+    async def _advance(self, batch: BatchRow) -> None:
+        if batch.status == "validating":
+            batch = await self._validate(batch)
+            if batch.status == "failed":
+                return
+        progress = await asyncio.to_thread(self._journal.recover)
+        self._done, self._tally = progress.done, progress.tally
+        if batch.status == "in_progress":
+            logger.info("batch %s: %d of %d lines are done", self._id, len(self._done), batch.total)
+            batch = await self._run_lines(batch)
+        if batch.status == "cancelling":
+            await self._end("cancelled")
+        else:
+            await self._end("completed" if batch.expired_at is None else "expired")
+
+    async def _validate(self, batch: BatchRow) -> BatchRow:
+        report = await asyncio.to_thread(check_input, self._journal.input, batch.endpoint)
+        now = int(time.time())
+        if report.errors:
+            errors = msgspec.to_builtins(report.errors)
+            return await self._batches.change(
+                self._id, ("validating",), status="failed", failed_at=now, errors=errors, model=report.model
+            )
+        return await self._batches.change(
+            self._id, ("validating",), status="in_progress", in_progress_at=now, total=report.total, model=report.model
+        )
+
+    async def _run_lines(self, batch: BatchRow) -> BatchRow:
+        """Run what is not done. Returns the batch in finalizing, or in cancelling. Raises Suspended."""
+        feeding = asyncio.create_task(self._feed(batch))
+        closing = asyncio.create_task(self._closing.wait())
+        try:
+            while not feeding.done() and batch.status == "in_progress" and time.time() < batch.expires_at:
+                await asyncio.wait({feeding, closing}, timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if self._closing.is_set() or self._must_stop():
+                    raise Suspended
+                batch = await self._record()
+            finished = feeding.done()
+            if finished:
+                feeding.result()
+        finally:
+            feeding.cancel()
+            closing.cancel()
+            await asyncio.gather(feeding, closing, return_exceptions=True)
+            batch = await self._record()
+        if batch.status == "cancelling":
+            return batch
+        now = int(time.time())
+        if not finished:
+            await self._expire_the_rest(batch)
+        return await self._batches.change(
+            self._id, ("in_progress",), status="finalizing", finalizing_at=now, expired_at=None if finished else now
+        )
+
+    async def _feed(self, batch: BatchRow) -> None:
+        """Start a line whenever there are slots for it; returns when all have ended."""
+        chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
+                for line in lines:
+                    slots = await self._caller.slots.take(line.num_sequences(batch.endpoint))
+                    task = group.create_task(self._run_line(batch.endpoint, line))
+                    task.add_done_callback(partial(self._give_back, slots))
+
+    def _give_back(self, slots: int, _: asyncio.Task[None]) -> None:
+        self._caller.slots.give(slots)
+
+    async def _run_line(self, endpoint: str, line: Line) -> None:
+        try:
+            result = await self._caller.call(endpoint, line)
+        except Exception:
+            logger.exception("batch %s, line %r", self._id, line.custom_id)
+            result = line_result(line, error=CRASHED)
+        if not self._must_stop():  # else the answer may be one that the stopping server cut short
+            self._results.append(result)
+
+    async def _expire_the_rest(self, batch: BatchRow) -> None:
+        chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
+        while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
+            self._results += [line_result(line, error=EXPIRED) for line in lines]
+            await self._record()
+
+    async def _record(self) -> BatchRow:
+        """Results so far to disk, then the counts to the database."""
+        results, self._results = self._results, []
+        if not results:
+            return await self._batches.get(self._id)
+        await asyncio.to_thread(self._journal.append, results)
+        for result in results:
+            self._done.add(result.custom_id)
+            self._tally.add(result)
+        return await self._batches.change(self._id, **dataclasses.asdict(self._tally))
+
+    async def _end(self, status: str, errors: list[BatchError] | None = None) -> None:
+        """Make files of the results and close the batch in one transaction, so that it may be tried again."""
+        batch = await self._batches.get(self._id)
+        files: dict[str, FileRow] = {}
+        for column, path in (("output_file_id", self._journal.output), ("error_file_id", self._journal.errors)):
+            if path.exists():
+                files[column] = await self._stores.files.adopt(
+                    f"file-{self._id.removeprefix('batch_')}-{path.stem}",
+                    path,
+                    filename=f"{self._id}_{path.name}",
+                    purpose="batch_output",
+                    expires_after=batch.output_expires_after,
+                )
+        values = dataclasses.asdict(self._tally) | {column: row.id for column, row in files.items()}
+        if errors is not None:
+            values["errors"] = msgspec.to_builtins(errors)
+        async with self._stores.database.transaction() as session:
+            session.add_all(files.values())
+            batch = await self._batches.change_in(
+                session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
+            )
+        logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)

@@ -1,0 +1,1 @@
+"""What every API needs of HTTP: bodies checked, errors, streams, the OpenAPI document."""

@@ -1,0 +1,107 @@
+"""What all requests share: strict types, no field ignored in silence; and usage, which all responses share."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from jaxllm.config import did_you_mean
+from jaxllm.serving.http.errors import shown
+
+MAX_WARNINGS = 32
+MAX_NAME_LENGTH = 64
+"""Of fields for which a similar name is looked up."""
+
+MAX_LABEL_LENGTH = 256
+Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*[!-~])?$")
+"""A name of the caller's own, of printable ASCII: what a header may hold."""
+
+ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
+"""With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
+
+
+def refuse(message: str, param: str | None = None) -> PydanticCustomError:
+    """An error for a validator to raise, its message shown as it is; a model's validator names the field in `param`."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
+
+
+class RequestModel(BaseModel):
+    """A JSON object of which every field is honoured or refused: unknown names, wrong types and infinities are errors.
+
+    null means absent. `unsupported` lists names that other servers know; they are refused as such. Where
+    `ignored_fields` holds a list, unknown and unsupported fields are left out and noted there instead.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = cls.field_names()
+        present = {name: value for name, value in data.items() if value is not None}
+        for name in data:
+            if name in known or (name in cls.unsupported and name not in present):
+                continue
+            ignored = ignored_fields.get()
+            if ignored is None:
+                raise refuse(cls._problem(name), name)
+            present.pop(name, None)
+            if (
+                len(ignored) < MAX_WARNINGS
+                and (warning := f"{cls.__name__}: {cls._problem(name)}; ignored") not in ignored
+            ):
+                ignored.append(warning)
+        return present
+
+    @classmethod
+    def _problem(cls, name: str) -> str:
+        if name in cls.unsupported:
+            return f"{name} is not supported by this server"
+        near = did_you_mean(name, cls.field_names()) if len(name) <= MAX_NAME_LENGTH else ""
+        return f"unknown field {shown(name)}{near}"
+
+    @classmethod
+    def field_names(cls) -> dict[str, None]:
+        """The names of the fields as JSON spells them, in order."""
+        return {field.alias or name: None for name, field in cls.model_fields.items()}
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    """Send a last chunk with the usage and no choices."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class Error(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: Error

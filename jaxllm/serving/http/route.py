@@ -1,0 +1,103 @@
+"""What happens to an API request before its route: the key, the body's size, type and JSON syntax."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pydantic_core
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope
+
+from jaxllm.serving.http.errors import APIError, shown
+from jaxllm.serving.http.request_model import ignored_fields
+
+
+class ParsedRequest(Request):
+    """A request whose body has been read and parsed."""
+
+    def __init__(self, scope: Scope, receive: Receive, raw: bytes, value: Any):
+        super().__init__(scope, receive)
+        self._raw = raw
+        self._value = value
+
+    async def body(self) -> bytes:
+        return self._raw
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class JSONRoute(APIRoute):
+    """A route behind the API key whose body is one JSON object of limited size.
+
+    Raises APIError: 401 wrong or missing key, 413 too large, 415 not JSON by its Content-Type (so that no page in a
+    browser can post here without the CORS check), 400 with line and column when the JSON is malformed.
+    """
+
+    @staticmethod
+    def sent_key(request: Request) -> str:
+        return bearer_key(request)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            state = request.app.state.server
+            check_key(self.sent_key(request), state.api_keys)
+            if self.body_field is None:
+                return await handler(request)
+            raw = await read_body(request, state.config.max_body_size)
+            ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
+            return await handler(ParsedRequest(request.scope, request.receive, raw, parse_object(raw)))
+
+        return handle
+
+
+def bearer_key(request: Request) -> str:
+    """The key of the Authorization header, empty when there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def check_key(sent: str, api_keys: list[bytes]) -> None:
+    if not api_keys:
+        return
+    matches = [secrets.compare_digest(sent.encode(), known) for known in api_keys]
+    if not any(matches):
+        problem = "the API key is wrong" if sent else "no API key; send it as 'Authorization: Bearer KEY'"
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise APIError(401, problem, type="authentication_error", code="invalid_api_key", headers=headers)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise APIError(415, f"Content-Type is {content_type!r}; it must be application/json")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise APIError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise APIError(400, f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
+    return value
+
+
+def _too_large(limit: int) -> APIError:
+    message = f"the body is larger than {limit} bytes"
+    return APIError(413, message, code="body_too_large", headers={"Connection": "close"})

@@ -1,0 +1,92 @@
+"""/v1/chat/completions: the request."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.serving.http.request_model import refuse
+from jaxllm.serving.openai.messages import Messages, TemplateFields, check_history
+from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
+from jaxllm.serving.openai.tools import ToolFields
+
+MAX_METADATA = 16
+"""OpenAI's limit."""
+
+
+class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {
+        "audio", "function_call", "functions", "mm_processor_kwargs", "prediction", "suffix", "verbosity",
+        "web_search_options",
+    }  # fmt: skip
+
+    messages: Messages
+    """The conversation so far."""
+    logprobs: bool = False
+    """Return log-probabilities of the generated tokens."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Log-probabilities of this many likeliest tokens at each position; needs logprobs."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """The older name of max_completion_tokens."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Upper bound on generated tokens; by default what is left of the context."""
+    add_special_tokens: bool = False
+    """Add the tokenizer's own special tokens to the rendered prompt, whose template usually has them already."""
+    echo: bool = False
+    """Begin each answer with the text of the last message, if that has the role of the answer."""
+    include_reasoning: bool = True
+    """Return the model's reasoning; false leaves it out of the answer."""
+    modalities: list[Literal["text"]] | None = None
+    """Only text."""
+    metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA)
+    """Accepted, without effect: nothing is stored."""
+    store: bool | None = None
+    """Accepted, without effect: nothing is stored."""
+    service_tier: str | None = None
+    """Accepted, without effect, as OpenAI documents it for a single tier."""
+    safety_identifier: str | None = None
+    """Accepted, without effect: it names a user to OpenAI's abuse detection."""
+    prompt_cache_key: str | None = None
+    """Accepted, without effect: every prompt is looked up in the prefix cache."""
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    """Prefixes are kept in memory only."""
+
+    @model_validator(mode="after")
+    def _chat_fields(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise refuse(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: "
+                "they are one setting, give one of them",
+                "max_tokens",
+            )
+        check_history(self.messages)
+        return self
+
+    @property
+    def asked_max_tokens(self) -> tuple[str, int | None]:
+        """The field that bounds the completion, and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def logprobs_count(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether the tokenizer adds its own to the rendered text."""
+        return self.add_special_tokens
+
+    @property
+    def echoed(self) -> str:
+        """What each answer begins with."""
+        last = self.messages[-1]
+        if not self.echo or (last.role != "assistant" and self.generation_prompt):
+            return ""
+        return last.for_template()["content"]

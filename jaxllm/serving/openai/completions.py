@@ -1,0 +1,160 @@
+"""/completions"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.serving.generation import Choice, Generation, Prompt
+from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.openapi import DONE, returns
+from jaxllm.serving.http.request_model import ErrorResponse, StreamOptions, ignored_fields
+from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.http.streaming import ChunkWriter, EventStream, collect_for
+from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest
+from jaxllm.serving.openai.logprobs import (
+    CompletionLogprobs,
+    CompletionLogprobsBuilder,
+    Step,
+    TokenText,
+    numbered,
+    prompt_logprobs,
+    token_number,
+)
+from jaxllm.serving.prompts import completion_prompts
+from jaxllm.serving.state import ServerState
+
+router = APIRouter(route_class=JSONRoute, tags=["completions"])
+
+
+@router.post("/completions", responses=returns(Completion, events=(Completion, ErrorResponse), done=DONE))
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts."""
+    state: ServerState = request.app.state.server
+    model = state.resolve_model(body.model)
+    state.check_accepting()
+    labels = body.take_labels(request.headers)
+    prompts = await state.offload(completion_prompts, state, body)
+    generation = Generation(state, prompts, body, "cmpl", prompt_only=body.max_tokens == 0)
+    shaper = ChoiceShaper(body, generation, state.token_text)
+    if body.stream:
+        writer = CompletionWriter(body, generation, model, shaper)
+        return EventStream(generation, writer, state.config.sse_keep_alive, labels)
+    choices = await collect_for(request, generation)
+    completion = Completion(
+        id=generation.id,
+        created=generation.created,
+        model=model,
+        choices=[shaper.whole(choice) for choice in choices],
+        usage=generation.usage(),
+        conversation_id=body.conversation_id or UNSET,
+        resource_id=body.resource_id or UNSET,
+    )
+    return json_response(completion, request_id=generation.id, headers=labels)
+
+
+class ChoiceShaper:
+    """Shapes text and log-probabilities of each choice, with its prompt in front when echoed."""
+
+    def __init__(self, body: CompletionRequest, generation: Generation, token_text: TokenText):
+        self._body = body
+        self._generation = generation
+        self._token_text = token_number if body.return_tokens_as_token_ids else token_text
+        count = body.logprobs
+        self._builders = (
+            None
+            if count is None
+            else [CompletionLogprobsBuilder(count, self._token_text) for _ in range(generation.num_choices)]
+        )
+
+    def whole(self, choice: Choice) -> CompletionChoice:
+        echo = self._body.echo
+        shaped = CompletionChoice(
+            index=choice.index,
+            text=self.echo_text(choice.index) + choice.text if echo else choice.text,
+            logprobs=self.logprobs(
+                choice.index, [*(choice.prompt_logprobs or []), *choice.logprobs] if echo else choice.logprobs
+            ),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        if self._body.prompt_logprobs is not None and choice.prompt_logprobs is not None:
+            shaped.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, self._token_text)
+        if self._body.return_token_ids:
+            shaped.token_ids, shaped.prompt_token_ids = choice.token_ids, self.prompt(choice.index).token_ids
+        return shaped
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of a returned choice."""
+        return self._generation.prompts[index // self._body.n]
+
+    def echo_text(self, index: int) -> str:
+        return self.prompt(index).text
+
+    def logprobs(self, index: int, steps: Sequence[Step | None]) -> CompletionLogprobs | None:
+        if self._builders is None:
+            return None
+        if self._body.return_tokens_as_token_ids:
+            steps = [None if step is None else numbered([step])[0] for step in steps]
+        return self._builders[index].build(steps, self.prompt(index).token_ids)
+
+
+class CompletionWriter(ChunkWriter):
+    """Chunks of a completion stream; the last of a choice carries its finish reason."""
+
+    def __init__(self, body: CompletionRequest, generation: Generation, model: str, shaper: ChoiceShaper):
+        self._generation = generation
+        self._model = model
+        self._shaper = shaper
+        self._options = body.stream_options or StreamOptions()
+        self._to_echo = set(range(generation.num_choices)) if body.echo else set()
+        self._pending: list[list[Step | None]] = [[] for _ in range(generation.num_choices)]
+        self._pending_ids: list[list[int]] = [[] for _ in range(generation.num_choices)]
+        self._with_ids = body.return_token_ids
+        self._begun: set[int] = set()
+        self._warnings = ignored_fields.get() or UNSET
+
+    def chunks(self, index: int, delta: TokenDelta) -> Iterator[Completion]:
+        """Log-probabilities of tokens whose text is still held back wait for the chunk that shows it."""
+        text = delta.text
+        if index in self._to_echo:
+            self._to_echo.discard(index)
+            text = self._shaper.echo_text(index) + text
+            self._pending[index] += delta.prompt_logprobs or []
+        self._pending[index] += delta.logprobs or []
+        self._pending_ids[index] += delta.token_ids
+        if text or delta.finish_reason is not None:
+            steps, self._pending[index] = self._pending[index], []
+            choice = CompletionChoice(
+                index=index,
+                text=text,
+                logprobs=self._shaper.logprobs(index, steps) if steps else None,
+                finish_reason=delta.finish_reason,
+                stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
+            )
+            if self._with_ids:
+                choice.token_ids, self._pending_ids[index] = self._pending_ids[index], []
+                if index not in self._begun:
+                    self._begun.add(index)
+                    choice.prompt_token_ids = self._shaper.prompt(index).token_ids
+            yield self._chunk(choice)
+
+    def last(self) -> Iterator[Completion]:
+        if self._options.include_usage:
+            chunk = self._chunk()
+            chunk.usage = self._generation.usage()
+            yield chunk
+
+    def _chunk(self, *choices: CompletionChoice) -> Completion:
+        chunk = Completion(
+            id=self._generation.id, created=self._generation.created, model=self._model, choices=list(choices)
+        )
+        chunk.warnings, self._warnings = self._warnings, UNSET
+        if self._options.continuous_usage_stats:
+            chunk.usage = self._generation.usage()
+        elif self._options.include_usage:
+            chunk.usage = None
+        return chunk

@@ -1,0 +1,238 @@
+"""The fields that chat and text completions share: sampling, stops, log-probabilities, scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from jaxllm.engine.front.beam_search import MAX_BEAM_WIDTH, BeamSearchParams
+from jaxllm.requests.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from jaxllm.serving.http.errors import shown
+from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, StreamOptions, refuse
+from jaxllm.serving.openai.structured import StructuredFields
+
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What a checkpoint's generation_config may set for requests that don't."""
+
+UNSUPPORTED_SAMPLING = frozenset({
+    "guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "logits_processors", "prompt_embeds",
+    "vllm_xargs",
+})  # fmt: skip
+"""Fields of vLLM's server that this one refuses by name."""
+
+LABELS = {"conversation_id": "X-Conversation-Id", "resource_id": "X-Resource-Id"}
+
+_LENGTHS = {
+    "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "bad_words": MAX_BAD_WORDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+}  # fmt: skip
+
+
+_NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
+    "bad_words": ([],), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+}  # fmt: skip
+"""Fields that a search for the most likely text cannot honour, and the values that ask nothing of it."""
+
+
+class GenerationRequest(StructuredFields):
+    """The fields that chat and text completions share; ranges are those of SamplingParams."""
+
+    model: str | None = None
+    """A name that /v1/models lists; by default the first."""
+    frequency_penalty: float | None = None
+    """From -2 to 2: taken off a token's logit for each time it was generated before."""
+    logit_bias: dict[int, float] | None = None
+    """Token id -> value added to its logit."""
+    n: int = Field(default=1, ge=1, le=MAX_N)
+    """Choices to return for each prompt."""
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
+    """Generate this many choices and return the n with the highest mean log-probability; with beam search its width."""
+    presence_penalty: float | None = None
+    """From -2 to 2: taken off a token's logit once it was generated."""
+    seed: int | None = None
+    """Makes the random choices repeatable."""
+    stop: str | list[str] | None = None
+    """Text that ends generation: a string, a list, {"Single": …} or {"Multi": […]}."""
+    stream: bool = False
+    """Send the answer as server-sent events while it is generated."""
+    stream_options: StreamOptions | None = None
+    """What the stream tells besides; needs stream."""
+    temperature: float | None = None
+    """0 always takes the likeliest token; higher values are more random. By default the model's own, else 1."""
+    top_p: float | None = None
+    """Choose among the likeliest tokens that together have this probability; above 0, at most 1."""
+    user: str | None = None
+    """Accepted, without effect, as OpenAI documents it."""
+
+    top_k: int | None = None
+    """Choose among this many likeliest tokens; 0 or -1 among all."""
+    min_p: float | None = None
+    """Choose among tokens with at least this fraction of the likeliest one's probability, from 0 to 1."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens of prompt and answer less likely, below 1 more; 1 is off."""
+    repeat_last_n: int | None = None
+    """How many of the last tokens the three penalties look at: -1 all, the default, and 0 none."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end generation; their text is left out."""
+    include_stop_str_in_output: bool | None = None
+    """Keep the stop string that ended generation in the text."""
+    ignore_eos: bool | None = None
+    """Go on past the model's end-of-sequence token."""
+    min_tokens: int | None = None
+    """Neither the end of the sequence nor a stop token may come before this many tokens."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens may be generated."""
+    bad_words: list[str] | None = None
+    """Texts that may not be generated."""
+    use_beam_search: bool = False
+    """Search for the n most likely texts instead of sampling."""
+    length_penalty: float | None = Field(default=None, ge=-10, le=10)
+    """Beams are ranked by log-probability / length ** length_penalty; 1 by default."""
+    early_stopping: bool | None = None
+    """End the search when enough beams have ended, even if an open one could still become better."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; true by default."""
+    spaces_between_special_tokens: bool | None = None
+    """Accepted, without effect: the tokenizers library writes no such spaces."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of this many most likely tokens at each prompt position; -1 is the whole vocabulary."""
+    return_token_ids: bool = False
+    """Return the token ids of prompt and completion."""
+    return_tokens_as_token_ids: bool = False
+    """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    """Keep only the last so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
+    priority: int = 0
+    """Lower runs earlier."""
+    request_id: str | None = Label
+    """Becomes part of the response's id."""
+    cache_salt: str | None = Field(default=None, min_length=1)
+    """Only requests with the same salt share cached prefixes."""
+    conversation_id: str | None = Label
+    """The caller's own label, returned in the response and as its X-Conversation-Id header; that header may send it."""
+    resource_id: str | None = Label
+    """The same with X-Resource-Id."""
+
+    @field_validator(*_LENGTHS, mode="before")
+    @classmethod
+    def _bounded(cls, value: Any, info: Any) -> Any:
+        """Long lists are refused before anything looks at their entries."""
+        limit = _LENGTHS[info.field_name]
+        if isinstance(value, (list, dict)) and len(value) > limit:
+            raise refuse(f"{info.field_name} has {len(value)} entries; it may have {limit}")
+        return value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _token_ids_as_strings(cls, value: Any) -> Any:
+        """JSON keys are strings: {"50256": -100} -> {50256: -100}."""
+        if not isinstance(value, dict):
+            return value
+        wrong = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 10)]
+        if wrong:
+            raise refuse(f"logit_bias has the key {shown(wrong[0])}; keys must be token ids")
+        return {int(key): bias for key, bias in value.items()}
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _tagged_stop(cls, value: Any) -> Any:
+        """{"Single": "\\n"} -> "\\n"; {"Multi": ["a", "b"]} -> ["a", "b"]."""
+        if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"Single", "Multi"}:
+            return next(iter(value.values()))
+        return value
+
+    @model_validator(mode="after")
+    def _stream_fields(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options needs stream to be true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refuse("prompt_logprobs is not available in a stream", "prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            raise refuse("truncate_prompt_tokens is 0; it must be -1, or 1 or more", "truncate_prompt_tokens")
+        if self.use_beam_search:
+            self._check_beams()
+        else:
+            alone = next(
+                (name for name in ("length_penalty", "early_stopping") if getattr(self, name) is not None), None
+            )
+            if alone is not None:
+                raise refuse(f"{alone} needs use_beam_search to be true", alone)
+        if self.num_generated < self.n:
+            raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
+        if self.stream and self.num_generated > self.n:
+            raise refuse("best_of above n is not available in a stream", "best_of")
+        return self
+
+    def _check_beams(self) -> None:
+        if self.stream:
+            raise refuse("use_beam_search is not available in a stream", "use_beam_search")
+        if self.num_generated > MAX_BEAM_WIDTH:
+            name = "n" if self.best_of is None else "best_of"
+            raise refuse(f"{name} is {self.num_generated}; with beam search it may be {MAX_BEAM_WIDTH}", name)
+        for name, neutral in _NEUTRAL_IN_BEAMS.items():
+            if getattr(self, name) not in (None, *neutral):
+                raise refuse(f"{name} is not available with use_beam_search", name)
+        if self.constraint_field is not None:
+            raise refuse(f"{self.constraint_field} is not available with use_beam_search", self.constraint_field)
+
+    def take_labels(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Read the labels that came as headers; returns the response's headers. The body wins over the headers."""
+        for name, header in LABELS.items():
+            sent = headers.get(header)
+            if sent and getattr(self, name) is None:
+                setattr(self, name, sent[:MAX_LABEL_LENGTH])
+        return {header: value for name, header in LABELS.items() if (value := getattr(self, name)) is not None}
+
+    @property
+    def num_generated(self) -> int:
+        """Choices to generate of each prompt, of which n are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    def beam_search_params(self, max_tokens: int) -> BeamSearchParams | None:
+        """The search that is asked for; None to sample."""
+        if not self.use_beam_search:
+            return None
+        return BeamSearchParams(
+            beam_width=self.num_generated,
+            max_tokens=max_tokens,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            ignore_eos=bool(self.ignore_eos),
+            early_stopping=bool(self.early_stopping),
+        )
+
+    def sampling_params(self, defaults: dict[str, float], **derived: Any) -> SamplingParams:
+        """The request's values, else the model's `defaults`, else OpenAI's; `derived` are the caller's own.
+
+        Raises InvalidRequestError when a value is out of range.
+        """
+        fields: dict[str, Any] = {name: defaults[name] for name in SAMPLING_DEFAULTS if name in defaults}
+        if "top_k" in fields:
+            fields["top_k"] = int(fields["top_k"])
+        for name in _SAMPLING_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value
+        if self.use_beam_search:  # the search ranks its own beams and returns n
+            return SamplingParams(**fields | {"n": self.n} | derived)
+        if self.num_generated > self.n and derived.get("logprobs") is None:
+            derived["logprobs"] = 0  # what the choices are ranked by
+        return SamplingParams(**fields | {"n": self.num_generated} | derived)
+
+
+_SAMPLING_FIELDS = (
+    "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "repeat_last_n", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+    "allowed_token_ids", "bad_words", "skip_special_tokens",
+)  # fmt: skip

@@ -1,0 +1,81 @@
+"""/tokenize and /detokenize"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.openai.tokenize_types import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
+from jaxllm.serving.prompts import render_chat, render_own_template
+from jaxllm.serving.state import ServerState
+
+router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
+
+
+@router.post("/tokenize", responses=returns(TokenizeResponse))
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The token ids of a text or a chat."""
+    state: ServerState = request.app.state.server
+    state.resolve_model(body.model)
+    text = None
+    if body.messages is not None:
+        text = await render_own_template(state, body.messages, body, body.active_tools)
+    return json_response(await state.offload(_tokenize, state, body, text))
+
+
+@router.post("/detokenize", responses=returns(DetokenizeResponse))
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    state: ServerState = request.app.state.server
+    state.resolve_model(body.model)
+    vocab_size = state.tokenizer.vocab_size
+    for position, token in enumerate(body.tokens):
+        if not 0 <= token < vocab_size:
+            message = f"tokens[{position}] is {token}; token ids of this model are from 0 to {vocab_size - 1}"
+            raise InvalidRequestError(message, f"tokens[{position}]")
+    text = await state.offload(state.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return json_response(DetokenizeResponse(text))
+
+
+@router.get("/tokenizer_info", responses=returns(TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's special tokens and chat template, and the formats that answers are parsed for."""
+    state: ServerState = request.app.state.server
+    tokenizer = state.tokenizer
+    template = state.chat_template or tokenizer.chat_template
+    formats = state.formats(template or "")
+    info = TokenizerInfo(
+        tokenizer_class=type(tokenizer.backend.model).__name__,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=state.engine.info.max_model_len,
+        bos_token=tokenizer.special_tokens.get("bos_token"),
+        eos_token=tokenizer.special_tokens.get("eos_token"),
+        eos_token_ids=tokenizer.eos_token_ids,
+        special_tokens=tokenizer.special_tokens,
+        chat_template=template,
+        tool_call_parser=formats.tools.name if formats.tools else None,
+        reasoning_parser=formats.reasoning.name if formats.reasoning else None,
+    )
+    return json_response(info)
+
+
+def _tokenize(state: ServerState, body: TokenizeRequest, text: str | None) -> TokenizeResponse:
+    if body.messages is not None:
+        tokens = render_chat(state, body, text).token_ids
+    else:
+        tokens = state.tokenizer.encode(body.prompt or body.content or "", body.special_tokens)
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=state.engine.info.max_model_len,
+        tokens=tokens,
+        token_strs=[state.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+    )

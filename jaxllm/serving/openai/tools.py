@@ -1,0 +1,163 @@
+"""Tools, tool choices, and calls in a conversation's history."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jaxllm.serving.http.errors import shown
+from jaxllm.serving.http.request_model import RequestModel, refuse
+
+MAX_TOOLS = 128
+
+EMPTY_PARAMETERS = {"type": "object", "properties": {}}
+"""Those of a function without any."""
+
+
+class FunctionDefinition(RequestModel):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    """What the model calls the function by."""
+    description: str | None = None
+    """Tells the model what the function is for."""
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; by default a function without any."""
+    strict: bool | None = None
+    """Make the arguments follow the schema to the letter whenever the model calls this function."""
+
+
+class Tool(RequestModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+    """The function."""
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates expect it, which write the function's parameters into the prompt."""
+        function = self.function.model_dump(exclude={"strict"}, exclude_none=True)
+        return {"type": "function", "function": {"description": "", "parameters": EMPTY_PARAMETERS} | function}
+
+
+class FunctionName(RequestModel):
+    name: str
+    """Of a function in tools."""
+
+
+class NamedToolChoice(RequestModel):
+    """Call this function."""
+
+    type: Literal["function"]
+    function: FunctionName
+    """The function to call."""
+
+
+class AllowedTools(RequestModel):
+    mode: Literal["auto", "required"]
+    """auto lets the model decide, required makes it call one."""
+    tools: list[NamedToolChoice] = Field(min_length=1)
+    """Functions of tools, by name."""
+
+
+class AllowedToolsChoice(RequestModel):
+    """Choose among a part of the tools only."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+    """Which tools, and whether one must be called."""
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
+)
+
+
+class ToolFields(RequestModel):
+    """The fields of a request that let the model call functions."""
+
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    """Functions the model may call."""
+    tool_choice: ToolChoice | None = None
+    """none, auto (the default with tools), required, a function by name, or allowed_tools."""
+    parallel_tool_calls: bool = True
+    """false: one call an answer at most."""
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> ToolFields:
+        names = [tool.function.name for tool in self.tools or ()]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise refuse(f"tools has two functions named {shown(repeated)}", "tools")
+        if self.tool_choice in (None, "none"):
+            return self
+        if not names:
+            problem = "tools is empty" if self.tools is not None else "there are no tools"
+            raise refuse(f"tool_choice is set, but {problem}", "tool_choice")
+        unknown = next((name for name in self._chosen_names() if name not in names), None)
+        if unknown is not None:
+            raise refuse(f"tool_choice names {shown(unknown)}; tools has {', '.join(names)}", "tool_choice")
+        return self
+
+    @property
+    def active_tools(self) -> list[Tool]:
+        """The tools that this answer may call: all, those that allowed_tools names, or none."""
+        if self.tool_choice == "none":
+            return []
+        chosen = self._chosen_names() if isinstance(self.tool_choice, AllowedToolsChoice) else None
+        return [tool for tool in self.tools or () if chosen is None or tool.function.name in chosen]
+
+    @property
+    def tool_mode(self) -> str:
+        """ "auto", "required", or the name of the one function to call; matters only where there are active tools."""
+        match self.tool_choice:
+            case NamedToolChoice(function=function):
+                return function.name
+            case AllowedToolsChoice(allowed_tools=allowed):
+                return allowed.mode
+            case None:
+                return "auto"
+            case choice:
+                return choice
+
+    def _chosen_names(self) -> list[str]:
+        match self.tool_choice:
+            case NamedToolChoice(function=function):
+                return [function.name]
+            case AllowedToolsChoice(allowed_tools=allowed):
+                return [choice.function.name for choice in allowed.tools]
+            case _:
+                return []
+
+
+class FunctionCall(RequestModel):
+    name: str
+    """Of the function."""
+    arguments: str
+    """JSON text of an object."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _json_object(cls, value: str) -> str:
+        try:
+            parsed = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise refuse(f"arguments is {shown(value)}; it must be the JSON text of an object")
+        return value or "{}"
+
+
+class HistoryToolCall(RequestModel):
+    """A call that the assistant made earlier."""
+
+    id: str = Field(min_length=1)
+    """What a tool message names it by."""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    """What was called."""
+    index: int | None = None
+    """Accepted, without effect: stream chunks number their calls with it."""
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates expect the arguments as an object."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}

@@ -1,0 +1,1 @@
+"""Embeddings, scores, rankings and classes: requests that generate nothing."""

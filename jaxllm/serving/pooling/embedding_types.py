@@ -1,0 +1,137 @@
+"""/v1/embeddings, and the fields that all requests without generation share."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field, field_validator, model_validator
+
+from jaxllm.serving.http.request_model import Label, PromptTokensDetails, RequestModel, refuse
+from jaxllm.serving.openai.messages import Message, TemplateFields, check_history
+
+MAX_INPUTS = 2048
+"""Texts of one request, as at OpenAI."""
+
+UNSUPPORTED_POOLING = frozenset({"chat_template_content_format", "media_io_kwargs", "mm_processor_kwargs", "padding"})
+"""Fields of vLLM's server that this one refuses by name."""
+
+
+class PoolingFields(RequestModel):
+    """Which model, how much of a text, and when."""
+
+    model: str | None = None
+    """A name that /v1/models lists; by default the first."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    """Cut longer inputs to so many tokens; -1 cuts to the context. Without it they are refused."""
+    priority: int = 0
+    """Lower runs earlier."""
+    request_id: str | None = Label
+    """Becomes part of the response's id."""
+    cache_salt: str | None = Field(default=None, min_length=1)
+    """Only requests with the same salt share cached prefixes."""
+    user: str | None = None
+    """Accepted, without effect, as OpenAI documents it."""
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keep_something(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise refuse("truncate_prompt_tokens is 0; it must be -1, or 1 or more")
+        return value
+
+
+class InputFields(TemplateFields, PoolingFields):
+    """What to look at: `input`, or a chat as `messages`."""
+
+    input: str | list[str] | list[int] | list[list[int]] | None = None
+    """One text or one list of token ids, or a list of either."""
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    """A chat, rendered through the template and taken as one text."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens, such as the one that ends a text; true for text, false for a chat."""
+    add_generation_prompt: bool | None = False
+    """End the chat with the start of an assistant turn."""
+    truncation_side: Literal["left", "right"] = "right"
+    """Which end truncate_prompt_tokens cuts off; special tokens stay."""
+
+    @field_validator("input", mode="wrap")
+    @classmethod
+    def _one_kind(cls, value: Any, validate: Any) -> Any:
+        """Lists of ids are checked here: they may be long, and pydantic would try every branch on every element."""
+        if not isinstance(value, list):
+            return validate(value)
+        if not value:
+            raise refuse("input is an empty list; it must have at least one entry")
+        if _is_ids(value) or all(
+            isinstance(entry, str) or (isinstance(entry, list) and _is_ids(entry)) for entry in value
+        ):
+            return value
+        raise refuse("input must be a string, a list of strings, of token ids, or of lists of token ids")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InputFields:
+        if (self.input is None) == (self.messages is None):
+            problem = "neither is given" if self.input is None else "both are given"
+            raise refuse(f"give input or messages; {problem}", "input")
+        if len(self.inputs) > MAX_INPUTS:
+            raise refuse(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
+        check_history(self.messages or ())
+        return self
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """One entry a text; none where there are messages."""
+        if self.input is None:
+            return []
+        if isinstance(self.input, str) or _is_ids(self.input):
+            return [self.input]  # type: ignore[list-item]
+        return self.input  # type: ignore[return-value]
+
+
+class EmbeddingRequest(InputFields):
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING | {"embed_dtype", "endianness"}
+
+    encoding_format: Literal["float", "base64"] = "float"
+    """Numbers, or base64 of little-endian float32."""
+    dimensions: int | None = Field(default=None, ge=1)
+    """Keep so many leading channels, for models that were trained for it (Matryoshka)."""
+    normalize: bool | None = None
+    """Scale to unit length; by default as the model asks, which is nearly always true."""
+    use_activation: bool | None = None
+    """Another name of normalize."""
+
+    @model_validator(mode="after")
+    def _one_name(self) -> EmbeddingRequest:
+        if self.normalize is not None and self.use_activation is not None:
+            raise refuse("use_activation is another name of normalize; give one of them", "use_activation")
+        return self
+
+    @property
+    def asks_unit_length(self) -> bool | None:
+        return self.normalize if self.normalize is not None else self.use_activation
+
+
+def _is_ids(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+class PoolingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PoolingUsage

@@ -1,0 +1,170 @@
+"""How alike or how relevant two texts are: judged with yes or no, by a classification head, or by cosine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from fastapi import Request
+
+from jaxllm.config import ServeConfig
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.tasks import Activation, ModelTasks
+from jaxllm.serving.pooling.run import PoolingBatch, check_length, kept_tokens, pooling_kind, text_prompt
+from jaxllm.serving.pooling.scoring_types import ComparisonFields
+from jaxllm.serving.state import ServerState
+
+Method = Literal["yes_no", "cosine", "classifier"]
+Pair = tuple[str, str]
+
+JUDGE_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""Qwen3-Reranker's (arXiv:2506.05176); it answers with one token."""
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def score_method(config: ServeConfig, tasks: ModelTasks) -> Method:
+    """The server's setting, or what suits the model: its head's classes, the prompt it was trained with, or cosine.
+
+    Raises:
+        ConfigError: the setting does not suit the model.
+    """
+    setting = config.score_method
+    if setting == "auto":
+        return "classifier" if tasks.labels else "yes_no" if tasks.judges_pairs else "cosine"
+    if (setting == "classifier") != bool(tasks.labels) and setting != "cosine":
+        head = "has a classification head" if tasks.labels else "has no classification head"
+        raise ConfigError(f"score_method is {setting!r}, but the model {head}; use auto")
+    return setting
+
+
+async def score_pairs(
+    state: ServerState, request: Request, pairs: list[Pair], body: ComparisonFields, batch: PoolingBatch
+) -> list[float]:
+    """A score for each pair: a probability, or with cosine a number from -1 to 1.
+
+    Raises:
+        InvalidRequestError: a field does not suit how this model compares; APIError: a text is too long.
+    """
+    method = score_method(state.config, state.engine.info.tasks)
+    _check_fields(state, body, method)
+    pairs = await state.offload(_shorten_pairs, state, pairs, body)
+    if method == "cosine":
+        return await _cosines(state, request, pairs, body, batch)
+    params = PoolingParams(kind="logits", token_ids=_answers(state) if method == "yes_no" else ())
+    prompts = await state.offload(lambda: [_pair_prompt(state, pair, body) for pair in pairs])
+    logits = np.stack(await batch.run(request, prompts, params)).astype(np.float64)
+    return _relevance(logits, state.engine.info.tasks, raw=not body.use_activation).tolist()
+
+
+def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
+    """Probabilities over the last axis, in float64."""
+    x = logits.astype(np.float64)
+    if activation == "identity":
+        return x
+    if activation == "sigmoid":
+        return np.exp(-np.logaddexp(0, -x))
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _relevance(logits: np.ndarray, tasks: ModelTasks, *, raw: bool) -> np.ndarray:
+    """`[N, 2]` of yes and no, or `[N, 1]`, to one number each."""
+    if logits.shape[1] == 1:
+        return logits[:, 0] if raw else activate(logits, tasks.activation)[:, 0]
+    yes = tasks.labels.index("yes") if tasks.labels else 0
+    odds = logits[:, yes] - logits[:, 1 - yes]
+    return odds if raw else activate(odds, "sigmoid")
+
+
+async def _cosines(
+    state: ServerState, request: Request, pairs: list[Pair], body: ComparisonFields, batch: PoolingBatch
+) -> list[float]:
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    keep = kept_tokens(state, body)
+    prompts = await state.offload(lambda: [text_prompt(state, text, keep, _quoted(text)) for text in texts])
+    vectors = np.stack(await batch.run(request, prompts, PoolingParams(kind=pooling_kind(state)))).astype(np.float64)
+    units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    unit = dict(zip(texts, units, strict=True))
+    return [float(unit[first] @ unit[second]) for first, second in pairs]
+
+
+def _check_fields(state: ServerState, body: ComparisonFields, method: Method) -> None:
+    tasks = state.engine.info.tasks
+    if method == "classifier" and len(tasks.labels) != 1 and set(tasks.labels) != {"yes", "no"}:
+        raise InvalidRequestError(
+            f"this model tells {len(tasks.labels)} classes apart; a score needs one, or yes and no; use /classify",
+        )
+    if body.instruction is not None and not _judges(state):
+        raise InvalidRequestError("instruction has no place in how this model compares texts", "instruction")
+    if method == "cosine" and not body.use_activation:
+        raise InvalidRequestError("use_activation is false, but a cosine has no activation", "use_activation")
+
+
+def _judges(state: ServerState) -> bool:
+    """Whether pairs are put to the model in JUDGE_PROMPT."""
+    tasks = state.engine.info.tasks
+    method = score_method(state.config, tasks)
+    return method == "yes_no" or (method == "classifier" and tasks.judges_pairs)
+
+
+def _answers(state: ServerState) -> tuple[int, int]:
+    """The tokens "yes" and "no"."""
+    ids = [state.tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
+    if any(len(tokens) != 1 for tokens in ids):
+        raise InvalidRequestError("score_method is 'yes_no', but this tokenizer has no single token for 'yes' and 'no'")
+    return ids[0][0], ids[1][0]
+
+
+def _pair_prompt(state: ServerState, pair: Pair, body: ComparisonFields) -> list[int]:
+    """Token ids of one pair, its document cut where the whole is longer than truncate_prompt_tokens."""
+    query, document = pair
+    keep, source = kept_tokens(state, body), _quoted(document)
+    ids = _encode_pair(state, query, document, body)
+    length = len(state.tokenizer.encode(document, add_special_tokens=False)) if len(ids) > keep else 0
+    while len(ids) > keep:
+        length -= len(ids) - keep
+        if length < 1:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, which leaves no room for a document",
+                "truncate_prompt_tokens",
+            )
+        ids = _encode_pair(state, query, _first_tokens(state, document, length), body)
+    return check_length(state, ids, source)
+
+
+def _encode_pair(state: ServerState, query: str, document: str, body: ComparisonFields) -> list[int]:
+    if not _judges(state):
+        return state.tokenizer.encode_pair(query, document)
+    text = JUDGE_PROMPT.format(instruction=body.instruction or INSTRUCTION, query=query, document=document)
+    return state.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _shorten_pairs(state: ServerState, pairs: list[Pair], body: ComparisonFields) -> list[Pair]:
+    limits = body.max_tokens_per_query, body.max_tokens_per_doc
+    if not any(limits):
+        return pairs
+    known: dict[tuple[str, int | None], str] = {}  # one query stands in many pairs
+
+    def shorten(text: str, limit: int | None) -> str:
+        if limit and (text, limit) not in known:
+            known[text, limit] = _first_tokens(state, text, limit)
+        return known.get((text, limit), text)
+
+    return [(shorten(query, limits[0]), shorten(document, limits[1])) for query, document in pairs]
+
+
+def _first_tokens(state: ServerState, text: str, count: int) -> str:
+    ids = state.tokenizer.encode(text, add_special_tokens=False)
+    return text if len(ids) <= count else state.tokenizer.decode(ids[:count], skip_special_tokens=False)
+
+
+def _quoted(text: str) -> str:
+    """How an error names one text of many."""
+    return f"the text {text[:40]!r}{'…' if len(text) > 40 else ''}"

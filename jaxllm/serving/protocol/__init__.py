@@ -1,1 +1,0 @@
-"""What requests and responses look like on the wire: pydantic models in, msgspec structs out."""

@@ -1,1 +1,0 @@
-"""Anthropic's Messages API: what requests may hold, and what is answered."""

@@ -1,0 +1,324 @@
+"""The body of POST /v1/responses, and of its relatives."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.serving.http.errors import shown
+from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
+from jaxllm.serving.openai.tools import MAX_TOOLS, FunctionDefinition
+from jaxllm.serving.responses.items import MAX_ITEMS, AnyItem, NewItem
+
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+def _check_metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > MAX_METADATA:
+        raise refuse(f"metadata has {len(value)} keys; it may have {MAX_METADATA}")
+    for key, text in value.items():
+        if len(key) > MAX_METADATA_KEY:
+            raise refuse(f"metadata has a key of {len(key)} characters; {MAX_METADATA_KEY} are the most")
+        if len(text) > MAX_METADATA_VALUE:
+            raise refuse(f"metadata[{key!r}] has {len(text)} characters; it may have {MAX_METADATA_VALUE}")
+    return value
+
+
+class MetadataFields(RequestModel):
+    """What the caller attaches to an object."""
+
+    metadata: dict[str, str] | None = None
+    """Up to 16 strings by name, kept with the object."""
+
+    @field_validator("metadata")
+    @classmethod
+    def _sizes(cls, value: dict[str, str]) -> dict[str, str]:
+        return _check_metadata(value)
+
+
+class TextSchemaFormat(RequestModel):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    name: str
+    """Accepted, without effect: the model does not see it."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    """What the text matches."""
+    description: str | None = None
+    """Accepted, without effect: the model does not see it."""
+    strict: bool | None = None
+    """Accepted, without effect: the answer matches the schema in any case."""
+
+
+class TextConfig(RequestModel):
+    format: Annotated[TextFormat | JSONObjectFormat | TextSchemaFormat, Field(discriminator="type")] | None = None
+    """text, the default, json_object or json_schema."""
+    verbosity: Literal["medium"] | None = None
+    """Only the default; models here have no such setting."""
+
+
+class ReasoningConfig(RequestModel):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"context", "mode"})
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Given to the chat template; for templates that only know thinking on or off, "none" is off."""
+    summary: Literal["auto", "detailed"] | None = None
+    """Send the reasoning as a summary, its whole text, instead of as reasoning_text."""
+    generate_summary: Literal["auto", "detailed"] | None = None
+    """The older name of summary."""
+
+    @model_validator(mode="after")
+    def _one_summary(self) -> ReasoningConfig:
+        if self.summary is not None and self.generate_summary not in (None, self.summary):
+            raise refuse("summary and generate_summary are one setting, give one of them", "generate_summary")
+        return self
+
+
+class FunctionTool(FunctionDefinition):
+    """A function that the client runs."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
+
+    type: Literal["function"]
+
+
+def _only_functions(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") != "function":
+        kind = shown(value.get("type"))
+        raise refuse(f"type is {kind}; this server runs no built-in tools, it must be 'function'", "type")
+    return value
+
+
+class ChosenFunction(RequestModel):
+    """Call this function."""
+
+    type: Literal["function"]
+    name: str
+    """Of a function in tools."""
+
+
+class AllowedFunctions(RequestModel):
+    """Choose among a part of the tools only."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    """auto lets the model decide, required makes it call one."""
+    tools: list[Annotated[ChosenFunction, BeforeValidator(_only_functions)]] = Field(min_length=1)
+    """Functions of tools, by name."""
+
+
+def _known_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") not in ("function", "allowed_tools"):
+        kind = shown(value.get("type"))
+        raise refuse(f"tool_choice.type is {kind}; this server has function and allowed_tools", "type")
+    return value
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedFunctions, Field(discriminator="type")],
+    BeforeValidator(_known_choice),
+]
+
+
+class ConversationParam(RequestModel):
+    id: str
+    """Of a conversation."""
+
+
+class PromptFields(RequestModel):
+    """What makes the prompt: the fields that creating a response and counting its input tokens share."""
+
+    model: str | None = None
+    """A name that /v1/models lists; by default the first."""
+    input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] | None = None
+    """A user's message, or items; may be left out when the response continues something."""
+    instructions: str | None = None
+    """A system message in front, for this response only."""
+    previous_response_id: str | None = None
+    """Continue a stored response: its input and output come before this input."""
+    conversation: str | ConversationParam | None = None
+    """Continue a conversation, which gains this input and the output."""
+    tools: list[Annotated[FunctionTool, BeforeValidator(_only_functions)]] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
+    """Functions the model may call."""
+    tool_choice: ToolChoice = "auto"
+    """none, auto, required, a function, or allowed_tools."""
+    parallel_tool_calls: bool = True
+    """Allow several calls in one response."""
+    text: TextConfig | None = None
+    """How the text looks: free, or JSON."""
+    reasoning: ReasoningConfig | None = None
+    """How much the model thinks, and how its reasoning is returned."""
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """auto drops the oldest turns of a prompt that is longer than the context; disabled refuses it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template, such as enable_thinking."""
+
+    @model_validator(mode="after")
+    def _prompt_fields(self) -> PromptFields:
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise refuse("previous_response_id and conversation cannot both be set", "previous_response_id")
+        if not self.input and not isinstance(self.input, str) and not self.continues:
+            raise refuse("input is required unless previous_response_id or conversation is given", "input")
+        names = [tool.name for tool in self.tools]
+        for at, name in enumerate(names):
+            if name in names[:at]:
+                raise refuse(f"tools[{at}].name is {name!r}, which tools has twice", f"tools[{at}].name")
+        self._check_choice(names)
+        return self
+
+    def _check_choice(self, names: list[str]) -> None:
+        choice = self.tool_choice
+        if choice == "required" and not names:
+            raise refuse("tool_choice is 'required', but tools is empty", "tool_choice")
+        chosen = {"tool_choice.name": choice} if isinstance(choice, ChosenFunction) else {}
+        if isinstance(choice, AllowedFunctions):
+            chosen = {f"tool_choice.tools[{at}].name": tool for at, tool in enumerate(choice.tools)}
+        for field, tool in chosen.items():
+            if tool.name not in names:
+                known = f"tools has {', '.join(names)}" if names else "tools is empty"
+                raise refuse(f"{field} is {tool.name!r}; {known}", field)
+
+    @property
+    def continues(self) -> bool:
+        return self.previous_response_id is not None or self.conversation is not None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
+
+    @property
+    def summarizes(self) -> bool:
+        config = self.reasoning
+        return config is not None and (config.summary or config.generate_summary) is not None
+
+
+class ResponseStreamOptions(RequestModel):
+    include_obfuscation: Literal[False] | None = None
+    """Only false: this server pads no events."""
+
+
+class ResponseRequest(PromptFields, MetadataFields):
+    unsupported: ClassVar[frozenset[str]] = frozenset({
+        "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "n", "prompt",
+        "prompt_cache_options", "response_format",
+    })  # fmt: skip
+
+    background: bool = False
+    """Answer at once and go on by itself; the response is polled, or its stream followed, by its id."""
+    include: list[Includable] = Field(default_factory=list)
+    """message.output_text.logprobs adds log-probabilities. reasoning.encrypted_content adds nothing: a reasoning item
+    has its text in the clear, which is what a client has to send back."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Upper bound on generated tokens, reasoning included; by default what is left of the context."""
+    max_tool_calls: int | None = Field(default=None, ge=1)
+    """Accepted, without effect: it bounds calls of built-in tools, of which this server has none."""
+    store: bool = True
+    """Keep the response, so that it can be retrieved and continued."""
+    stream: bool = False
+    """Send events while the response is made."""
+    stream_options: ResponseStreamOptions | None = None
+    """Needs stream."""
+    temperature: float | None = None
+    """As in a chat."""
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+    """Alternatives of each token, with message.output_text.logprobs."""
+    top_p: float | None = None
+    """As in a chat."""
+
+    prompt_cache_key: str | None = None
+    """Accepted, without effect: prefixes are always shared."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """Accepted, without effect: prefixes stay as long as there is room."""
+    safety_identifier: str | None = None
+    """Accepted, without effect, as OpenAI documents it."""
+    service_tier: Literal["auto", "default", "flex", "priority", "fast", "scale"] | None = None
+    """Accepted, without effect: there is one tier, and the response says "default"."""
+    user: str | None = None
+    """Accepted, without effect, as OpenAI documents it."""
+
+    cache_salt: str | None = Field(default=None, min_length=1)
+    """Only requests with the same salt share cached prefixes."""
+    frequency_penalty: float | None = None
+    """As in a chat."""
+    ignore_eos: bool | None = None
+    """As in a chat."""
+    include_stop_str_in_output: bool | None = None
+    """As in a chat."""
+    logit_bias: dict[str, float] | None = None
+    """Token id -> value added to its logit."""
+    min_p: float | None = None
+    """As in a chat."""
+    min_tokens: int | None = None
+    """As in a chat."""
+    presence_penalty: float | None = None
+    """As in a chat."""
+    priority: int = 0
+    """Lower runs earlier."""
+    repetition_penalty: float | None = None
+    """As in a chat."""
+    seed: int | None = None
+    """As in a chat."""
+    skip_special_tokens: bool | None = None
+    """As in a chat."""
+    stop: str | list[str] | None = None
+    """Text that ends generation."""
+    stop_token_ids: list[int] | None = None
+    """As in a chat."""
+    top_k: int | None = None
+    """As in a chat."""
+
+    @model_validator(mode="after")
+    def _response_fields(self) -> ResponseRequest:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options needs stream to be true", "stream_options")
+        if self.background and not self.store:
+            raise refuse("background needs store to be true: the response is fetched by its id", "background")
+        if self.top_logprobs and LOGPROBS not in self.include:
+            raise refuse(f"top_logprobs needs include to have {LOGPROBS!r}", "top_logprobs")
+        return self
+
+    @property
+    def logprobs_count(self) -> int | None:
+        return self.top_logprobs if LOGPROBS in self.include else None
+
+
+PASSED_ON = (
+    "temperature", "top_p", "chat_template_kwargs", "cache_salt", "frequency_penalty",
+    "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens", "presence_penalty", "priority",
+    "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids", "top_k",
+)  # fmt: skip
+"""Fields that mean the same, under the same name, in a chat request."""
+
+
+class InputTokensRequest(PromptFields):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"personality"})
+
+
+class ConversationRequest(MetadataFields):
+    items: list[NewItem] = Field(default_factory=list, max_length=MAX_ITEMS)
+    """What the conversation begins with."""
+
+
+class ConversationUpdate(RequestModel):
+    metadata: dict[str, str]
+    """Replaces what is there."""
+
+    @field_validator("metadata")
+    @classmethod
+    def _sizes(cls, value: dict[str, str]) -> dict[str, str]:
+        return _check_metadata(value)
+
+
+class ConversationItemsRequest(RequestModel):
+    items: list[NewItem] = Field(min_length=1, max_length=MAX_ITEMS)
+    """Put at the conversation's end."""

@@ -1,0 +1,181 @@
+"""What the responses routes do: settle the context, begin a run, hand out what is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.chat import ChatTurn, begin_chat
+from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.prompts import render_chat
+from jaxllm.serving.responses.background import BackgroundRuns
+from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
+from jaxllm.serving.responses.objects import ConversationReference, Response
+from jaxllm.serving.responses.request import PromptFields, ResponseRequest
+from jaxllm.serving.responses.run import ResponseRun
+from jaxllm.serving.responses.translate import chat_request, renamed, turns
+from jaxllm.serving.responses.writer import EventWriter
+from jaxllm.serving.state import ServerState
+from jaxllm.serving.store.conversations import ConversationStore
+from jaxllm.serving.store.responses import ResponseStore
+
+
+class Responses:
+    """One server's responses and conversations."""
+
+    def __init__(self, state: ServerState):
+        self._state = state
+        self.store = ResponseStore(state.database)
+        self.conversations = ConversationStore(state.database)
+        self.background = BackgroundRuns(self.store)
+
+    async def prepare(self, body: ResponseRequest) -> ResponseRun:
+        """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
+        context, own = await self._context(body)
+        try:
+            turn = await self._fitting_chat(body, context)
+        except (APIError, InvalidRequestError) as error:
+            raise renamed(error) from None
+        params = turn.generation.prompts[0].params
+        response = _response(body, turn, temperature=params.temperature, top_p=params.top_p)
+        writer = EventWriter(
+            response,
+            summarizes=body.summarizes,
+            logprobs_count=body.logprobs_count,
+            token_text=self._state.token_text,
+        )
+        return ResponseRun(turn, writer, own, self.store, keeps_events=body.background and body.stream)
+
+    async def count_tokens(self, body: PromptFields) -> int:
+        """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
+        self._state.resolve_model(body.model)
+        context, _ = await self._context(body)
+        try:
+            rendered = await self._state.offload(render_chat, self._state, chat_request(body, context))
+        except (APIError, InvalidRequestError) as error:
+            raise renamed(error) from None
+        return len(rendered.token_ids)
+
+    async def _context(self, body: PromptFields) -> tuple[list[Item], list[Item]]:
+        """All that the response is given, and the part of it that the request itself brings."""
+        history = await self._history(body)
+        own = await self._own_items(body, history)
+        if not history and not own:
+            raise InvalidRequestError("input is empty, and so is what it continues", "input")
+        return [*history, *own], own
+
+    async def _history(self, body: PromptFields) -> list[Item]:
+        if body.previous_response_id is not None:
+            try:
+                return await self.store.history(body.previous_response_id)
+            except APIError as error:
+                if error.status != 404:
+                    raise
+                message = f"previous_response_id is {body.previous_response_id!r}; no stored response has that id"
+                raise APIError(400, message, param="previous_response_id", code="previous_response_not_found") from None
+        if body.conversation_id is not None:
+            return await self.conversations.items(body.conversation_id)
+        return []
+
+    async def _own_items(self, body: PromptFields, history: Sequence[Item]) -> list[Item]:
+        if isinstance(body.input, str):
+            return [MessageItem(role="user", content=body.input).item()]
+        known = {item["id"]: item for item in history}
+        items = []
+        for at, sent in enumerate(body.input or ()):
+            item = await self._referred(sent, known, at) if isinstance(sent, ItemReference) else sent.item()
+            known[item["id"]] = item
+            items.append(item)
+        return items
+
+    async def _referred(self, reference: ItemReference, known: dict[str, Item], at: int) -> Item:
+        found = known.get(reference.id) or await self.store.item(reference.id)
+        found = found or await self.conversations.item(reference.id)
+        if found is None:
+            message = f"input[{at}].id is {reference.id!r}; no stored item has that id"
+            raise APIError(404, message, param=f"input[{at}].id", code="item_not_found")
+        return found
+
+    async def _fitting_chat(self, body: PromptFields, context: list[Item]) -> ChatTurn:
+        """With truncation auto, the chat that keeps as many of the latest turns as fit."""
+        try:
+            return await begin_chat(self._state, chat_request(body, context), kind="resp")
+        except APIError as error:
+            if body.truncation == "disabled" or not _is_too_long(error):
+                raise
+            too_long = error
+        fitting: ChatTurn | None = None
+        cuts = [cut for cut in turns(context) if cut > 0]
+        low, high = 0, len(cuts)
+        while low < high:
+            middle = (low + high) // 2
+            kept = [*_leading_instructions(context[: cuts[middle]]), *context[cuts[middle] :]]
+            try:
+                fitting = await begin_chat(self._state, chat_request(body, kept), kind="resp")
+                high = middle
+            except APIError as error:
+                if not _is_too_long(error):
+                    raise
+                too_long = error
+                low = middle + 1
+        if fitting is None:
+            raise too_long
+        return fitting
+
+
+def _is_too_long(error: APIError) -> bool:
+    return error.body["error"]["code"] == "context_length_exceeded"
+
+
+def _leading_instructions(items: Sequence[Item]) -> list[Item]:
+    return [item for item in items if item["type"] == "message" and item["role"] in ("system", "developer")]
+
+
+def _response(body: ResponseRequest, turn: ChatTurn, *, temperature: float, top_p: float) -> Response:
+    conversation = body.conversation_id
+    return Response(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        status="queued" if body.background else "in_progress",
+        background=body.background,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        metadata=body.metadata or {},
+        model=turn.model,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls,
+        previous_response_id=body.previous_response_id,
+        conversation=None if conversation is None else ConversationReference(conversation),
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning=_reasoning(body),
+        safety_identifier=body.safety_identifier,
+        store=body.store,
+        temperature=temperature,
+        text=_text(body),
+        tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
+        tools=[tool.model_dump() for tool in body.tools],
+        top_logprobs=body.top_logprobs,
+        top_p=top_p,
+        truncation=body.truncation,
+        user=body.user,
+        warnings=ignored_fields.get() or UNSET,
+    )
+
+
+def _reasoning(body: PromptFields) -> dict[str, Any]:
+    config = body.reasoning
+    if config is None:
+        return {"effort": None, "summary": None}
+    return {"effort": config.effort, "summary": config.summary or config.generate_summary}
+
+
+def _text(body: PromptFields) -> dict[str, Any]:
+    chosen = body.text.format if body.text is not None else None
+    shown_format = {"type": "text"} if chosen is None else chosen.model_dump(by_alias=True)
+    return {"format": shown_format, "verbosity": "medium"}

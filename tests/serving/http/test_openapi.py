@@ -1,0 +1,198 @@
+"""The OpenAPI document is complete and true: what it describes is sent, and the answers are held against it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.serving.batches.caller import BATCH_PRIORITY
+from jaxllm.serving.http.openapi import RESPONSES
+from tests.serving.api_surface import BODIES, CLASSIFIER, Route, addresses, make_app, models, routes
+from tests.serving.fake_engine import FakeEngine
+
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
+    response_schema_conformance,
+]  # fmt: skip
+
+
+class Engine(FakeEngine):
+    """Takes its time over batches, so that they can be cancelled."""
+
+    async def stream(self, *args: Any, priority: int = 0, **kwargs: Any) -> AsyncIterator[tuple[int, TokenDelta]]:
+        await asyncio.sleep(priority == BATCH_PRIORITY)
+        async for event in super().stream(*args, priority=priority, **kwargs):
+            yield event
+
+
+DOCUMENT = make_app(Path("unused")).openapi()
+OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
+STREAMED = [
+    path for path in BODIES if "text/event-stream" in DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+]
+
+
+class Server:
+    """A running server with its document, in which no answer may have a field that is not described."""
+
+    def __init__(self, client: TestClient):
+        self.client = client
+        app: Any = client.app
+        for schema in app.openapi()["components"]["schemas"].values():
+            if "properties" in schema:
+                schema.setdefault("additionalProperties", False)
+        self.schema = schemathesis.openapi.from_dict(app.openapi())
+
+    def operation(self, method: str, path: str) -> Any:
+        return self.schema[path][method.upper()]
+
+    def check(self, case: Any, *, bare: bool = False) -> Any:
+        """Send a case, perhaps to the path without /v1, and hold the answer against the document."""
+        sent = case.as_transport_kwargs()
+        if case.media_type == "multipart/form-data" and isinstance(case.body, dict):
+            sent["files"] = form_parts(case.body)
+            sent["headers"].pop("Content-Type", None)
+        url = sent["url"].removeprefix("/v1") if bare else sent["url"]
+        options = {name: sent[name] for name in ("params", "headers", "json", "data", "files") if sent.get(name)}
+        response = self.client.request(sent["method"], url, **options)
+        response.request.read()  # a form is streamed, and the checks want to see it
+        case.validate_response(response, checks=CHECKS)
+        return response
+
+    def good_case(self, method: str, path: str, ids: dict[str, str]) -> Any:
+        body = BODIES[path] if method == "post" and path in BODIES else None
+        if path == "/v1/batches" and body is not None:
+            body = body | {"input_file_id": ids["file_id"]}
+        media_type = "multipart/form-data" if path == "/v1/files" else "application/json"
+        fields = {} if body is None else {"body": body, "media_type": media_type}
+        return self.operation(method, path).Case(path_parameters=path_parameters(path, ids), **fields)
+
+
+def path_parameters(path: str, ids: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in ids.items() if f"{{{name}}}" in path}
+
+
+def form_parts(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (name, ("name.jsonl", value) if name == "file" and isinstance(value, bytes) else (None, str(value)))
+        for name, value in fields.items()
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    app = make_app(tmp_path_factory.mktemp("data"), Engine(tasks=CLASSIFIER))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield Server(client)
+
+
+@pytest.fixture
+def ids(server: Server) -> dict[str, str]:
+    """One object of each kind, by the name of its path parameter."""
+    post = server.client.post
+    file = post("/v1/files", files=form_parts(BODIES["/v1/files"])).json()["id"]
+    conversation = post("/v1/conversations", json=BODIES["/v1/conversations"]).json()["id"]
+    return {
+        "model": "fake",
+        "file_id": file,
+        "batch_id": post("/v1/batches", json=BODIES["/v1/batches"] | {"input_file_id": file}).json()["id"],
+        "conversation_id": conversation,
+        "item_id": server.client.get(f"/v1/conversations/{conversation}/items").json()["data"][0]["id"],
+        "response_id": post("/v1/responses", json=BODIES["/v1/responses"] | {"background": True}).json()["id"],
+    }
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_a_good_request_is_answered_as_described(
+    server: Server, ids: dict[str, str], method: str, path: str, bare: bool
+) -> None:
+    response = server.check(server.good_case(method, path, ids), bare=bare)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_stream_is_as_described(server: Server, path: str) -> None:
+    case = server.good_case("post", path, {})
+    case.body = case.body | {"stream": True}
+    response = server.check(case)
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    assert len(response.text.split("\n\n")) > 4
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+@pytest.mark.parametrize("examples", [8, pytest.param(400, marks=pytest.mark.slow)])
+def test_any_request_is_answered_as_described(
+    server: Server, ids: dict[str, str], method: str, path: str, examples: int
+) -> None:
+    good = server.good_case(method, path, ids)
+
+    @settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=server.operation(method, path).as_strategy(), data=st.data())
+    def check(case: Any, data: st.DataObject) -> None:
+        """Half of the bodies are good ones with a few random fields: random ones alone are refused early."""
+        if case.path_parameters and data.draw(st.booleans()):
+            case.path_parameters = good.path_parameters
+        if isinstance(case.body, dict) and data.draw(st.booleans()):
+            changed = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3)) if case.body else ()
+            case.body = good.body | {name: case.body[name] for name in changed}
+        server.check(case)
+
+    check()
+
+
+def test_every_route_is_described_and_answers_without_v1() -> None:
+    answering = addresses(make_app(Path("unused")))
+    described = {(method.upper(), path) for method, path in OPERATIONS}
+    bare = {(method, path.removeprefix("/v1")) for method, path in described if path.startswith("/v1/")}
+    assert answering == described | bare
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_every_answer_has_a_schema(method: str, path: str) -> None:
+    operation = DOCUMENT["paths"][path][method]
+    assert operation["description"] and operation["tags"]
+    for answer in operation["responses"].values():
+        assert all(content.get("schema") or content["itemSchema"] for content in answer["content"].values())
+    names = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(operation))
+    assert set(names) <= DOCUMENT["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize("route", [route for route in routes() if route.models], ids=str)
+def test_every_field_of_a_body_is_described(route: Route) -> None:
+    (model,) = route.models
+    content = DOCUMENT["paths"][route.path][route.method.lower()]["requestBody"]["content"]
+    name = content["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    described = DOCUMENT["components"]["schemas"][name]["properties"]
+    assert described.keys() == model.field_names().keys()
+    assert all(schema.get("description") for schema in described.values())
+
+
+def test_names_of_requests_and_responses_differ() -> None:
+    """One description may not overwrite another."""
+    sent = {model.__name__ for model in models()}
+    assert len(sent) == len(models())
+    _, answered = msgspec.json.schema_components(RESPONSES, ref_template="{name}")
+    assert not sent & answered.keys()

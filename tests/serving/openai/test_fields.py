@@ -1,0 +1,337 @@
+"""The fields beyond OpenAI's core, on both generation routes: each reaches the engine or shows in the response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.serving.fake_engine import CONTEXT, REPLY, FakeEngine
+from tests.serving.openai.test_chat import HELLO, PROMPT, events, post
+
+ROUTES = ["/v1/chat/completions", "/v1/completions"]
+
+
+def send(client: TestClient, path: str, **fields: Any) -> Any:
+    base: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "Hi"}
+    response = client.post(path, json=base | fields)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def text(choice: dict[str, Any]) -> str:
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"allowed_token_ids": [1, 2]}, "allowed_token_ids", (1, 2)),
+        ({"bad_words": ["a b"]}, "bad_words", ("a b",)),
+        ({"repeat_last_n": 5}, "repeat_last_n", 5),
+        ({"repeat_last_n": 0}, "repeat_last_n", 0),
+        ({"repeat_last_n": -1}, "repeat_last_n", None),
+        ({"repeat_last_n": None}, "repeat_last_n", None),
+        ({"stop_token_ids": [3]}, "stop_token_ids", (3,)),
+        ({"min_tokens": 3}, "min_tokens", 3),
+        ({"ignore_eos": True}, "ignore_eos", True),
+        ({"skip_special_tokens": False}, "skip_special_tokens", False),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", True),
+        ({"presence_penalty": 0.5}, "presence_penalty", 0.5),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", 0.5),
+        ({"repetition_penalty": 1.5}, "repetition_penalty", 1.5),
+        ({"n": 2}, "n", 2),
+        ({"n": 2, "best_of": 3}, "n", 3),
+    ],
+)
+def test_sampling_fields_reach_the_engine(
+    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any], name: str, value: Any
+) -> None:
+    send(client, path, **fields)
+    assert getattr(engine.seen[0][1], name) == value
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "json_object", True),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json",
+            SCHEMA,
+        ),
+        ({"response_format": {"type": "structural_tag", **TAG}}, "structural_tag", TAG),
+        ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json", SCHEMA),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ("a", "b")),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+        ({"structured_outputs": {"structural_tag": TAG}}, "structural_tag", TAG),
+        ({"guided_json": SCHEMA}, "json", SCHEMA),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+    ],
+)
+def test_constraints_reach_the_engine(
+    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any], kind: str, value: Any
+) -> None:
+    send(client, path, **fields)
+    constraint = engine.seen[0][1].structured_outputs
+    given = getattr(constraint, kind)
+    assert constraint.kind == kind and constraint.after is None
+    assert (json.loads(given) if kind in ("json", "structural_tag") else given) == value
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_best_of_returns_the_likeliest_and_counts_all(client: TestClient, engine: FakeEngine, path: str) -> None:
+    engine.replies = ["bad", "best", "good"]
+    engine.logprobs = [-3.0, -0.5, -1.0]
+    body = send(client, path, n=2, best_of=3).json()
+    assert [(c["index"], text(c)) for c in body["choices"]] == [(0, "best"), (1, "good")]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    assert body["usage"]["completion_tokens"] == len("bad") + len("best") + len("good")
+
+
+def test_best_of_with_several_prompts(client: TestClient, engine: FakeEngine) -> None:
+    engine.replies, engine.logprobs = ["bad", "best"], [-3.0, -0.5]
+    choices = send(client, "/v1/completions", prompt=["A ", "B "], best_of=2, echo=True, logprobs=0).json()["choices"]
+    assert [(c["index"], c["text"]) for c in choices] == [(0, "A best"), (1, "B best")]
+    assert choices[1]["logprobs"]["tokens"] == ["<s>", "B", " ", "b", "e", "s", "t"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_labels_come_back(client: TestClient, path: str, stream: bool) -> None:
+    fields = {"conversation_id": "mine", "stream": stream}
+    base: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "Hi"}
+    headers = {"x-conversation-id": "theirs", "x-resource-id": "r1"}
+    response = client.post(path, json=base | fields, headers=headers)
+    assert (response.headers["x-conversation-id"], response.headers["x-resource-id"]) == ("mine", "r1")
+    if not stream:
+        assert (response.json()["conversation_id"], response.json()["resource_id"]) == ("mine", "r1")
+
+
+def test_token_ids_come_back(client: TestClient, engine: FakeEngine) -> None:
+    chat = send(client, ROUTES[0], return_token_ids=True, max_tokens=3, n=2).json()
+    assert chat["prompt_token_ids"] == engine.seen[0][0]
+    assert [c["token_ids"] for c in chat["choices"]] == [list(b"The")] * 2
+    completion = send(client, ROUTES[1], prompt=["a", "b"], return_token_ids=True, max_tokens=3).json()
+    assert [c["prompt_token_ids"] for c in completion["choices"]] == [ids for ids, _, _ in engine.seen[1:]]
+    assert [c["token_ids"] for c in completion["choices"]] == [list(b"The")] * 2
+    chunks = events(client, ROUTES[1], return_token_ids=True, max_tokens=3)
+    assert [c["choices"][0]["token_ids"] for c in chunks] == [[84], [104], [101]]
+    assert ["prompt_token_ids" in c["choices"][0] for c in chunks] == [True, False, False]
+
+
+def test_tokens_named_by_their_ids(client: TestClient) -> None:
+    fields: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 1}
+    chat = send(client, ROUTES[0], logprobs=True, top_logprobs=1, **fields).json()["choices"][0]["logprobs"]["content"]
+    assert (chat[0]["token"], chat[0]["top_logprobs"][0]["token"]) == ("token_id:84", "token_id:65")
+    completion = send(client, ROUTES[1], logprobs=1, echo=True, **fields).json()["choices"][0]["logprobs"]
+    assert completion["tokens"] == ["token_id:256", "token_id:72", "token_id:105", "token_id:84"]
+    assert completion["top_logprobs"][-1] == {"token_id:84": -1.0, "token_id:65": -0.5}
+
+
+class TestEchoOfAChat:
+    FIELDS: ClassVar[dict[str, Any]] = {"messages": [*HELLO, {"role": "assistant", "content": "Well, "}], "echo": True}
+
+    def test_whole(self, client: TestClient) -> None:
+        assert text(post(client, **self.FIELDS, continue_final_message=True).json()["choices"][0]) == "Well, " + REPLY
+
+    def test_streamed(self, client: TestClient) -> None:
+        chunks = events(client, **self.FIELDS, continue_final_message=True)
+        assert chunks[1]["choices"][0]["delta"] == {"content": "Well, "}
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Well, " + REPLY
+
+    def test_not_of_another_role(self, client: TestClient) -> None:
+        assert text(post(client, echo=True).json()["choices"][0]) == REPLY
+        assert text(post(client, echo=True, add_generation_prompt=False).json()["choices"][0]) == "Hi" + REPLY
+
+
+class TestUnknownFields:
+    @pytest.fixture
+    def lenient(self, make_client: Any, engine: FakeEngine) -> TestClient:
+        return make_client(engine, unknown_fields="warn")
+
+    @pytest.mark.parametrize("path", ROUTES)
+    def test_are_ignored_and_listed(self, lenient: TestClient, path: str) -> None:
+        body = send(lenient, path, temprature=1, suffix="x").json()
+        name = "ChatRequest" if "chat" in path else "CompletionRequest"
+        assert body["warnings"] == [
+            f"{name}: unknown field 'temprature'; did you mean 'temperature'?; ignored",
+            f"{name}: suffix is not supported by this server; ignored",
+        ]
+        assert "warnings" not in send(lenient, path).json()
+
+    @pytest.mark.parametrize("path", ROUTES)
+    def test_in_the_first_chunk_of_a_stream(self, lenient: TestClient, path: str) -> None:
+        first, *others = events(lenient, path, frobnicate=1)
+        assert len(first["warnings"]) == 1 and not any("warnings" in chunk for chunk in others)
+
+    def test_inside_messages(self, lenient: TestClient) -> None:
+        parts = [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]
+        body = send(lenient, ROUTES[0], messages=[{"role": "user", "content": parts}] * 2).json()
+        assert body["warnings"] == ["TextPart: unknown field 'cache_control'; ignored"]
+
+    def test_wrong_values_are_still_refused(self, lenient: TestClient) -> None:
+        assert post(lenient, temperature=-1).status_code == 400
+
+
+class TestOwnTemplates:
+    LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    DOUBLING = "{% set t = namespace(x='a') %}{% for i in range(40) %}{% set t.x = t.x ~ t.x %}{% endfor %}{{ t.x }}"
+
+    FINE = "T:{{ messages[0].content }}"
+
+    def render(self, client: TestClient, template: str, path: str = "/v1/chat/completions/render") -> Any:
+        return client.post(path, json={"messages": HELLO, "chat_template": template})
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions/render", "/tokenize"])
+    def test_are_bounded_in_time(self, client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 0.5)
+            response = self.render(client, self.LOOP, path)
+        assert response.status_code == 400 and "longer than 0.5 seconds" in response.json()["error"]["message"]
+        assert self.render(client, self.FINE).json()["prompt"] == "T:Hi"
+
+    @pytest.mark.parametrize(
+        ("template", "says"),
+        [
+            (DOUBLING, "memory"),
+            ("{{ '{:1000000000}'.format(1) }}", "memory"),
+            ("{{ 'a' * 20000000 }}", "20000000 characters"),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+            ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ],
+    )
+    def test_are_bounded_in_size(self, client: TestClient, template: str, says: str) -> None:
+        response = self.render(client, template)
+        assert response.status_code == 400 and says in response.json()["error"]["message"]
+        assert self.render(client, self.FINE).json()["prompt"] == "T:Hi"
+
+    def test_loops_delay_nobody(self, listen: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 3.0)
+        url = listen(engine)
+
+        async def run() -> tuple[float, list[int]]:
+            async with httpx.AsyncClient(timeout=30) as client:
+                loops = [
+                    asyncio.create_task(
+                        client.post(f"{url}/v1/chat/completions", json={"messages": HELLO, "chat_template": self.LOOP})
+                    )
+                    for _ in range(4)
+                ]
+                await asyncio.sleep(0.2)
+                start = time.perf_counter()
+                for _ in range(5):
+                    (await client.post(f"{url}/v1/chat/completions", json={"messages": HELLO})).raise_for_status()
+                seconds = time.perf_counter() - start
+                return seconds, [response.status_code for response in await asyncio.gather(*loops)]
+
+        seconds, statuses = asyncio.run(run())
+        assert seconds < 1.5 and statuses == [400] * 4
+
+
+def test_render(client: TestClient, engine: FakeEngine) -> None:
+    assert client.post("/v1/chat/completions/render", json={"messages": HELLO}).json() == {
+        "prompt": PROMPT,
+        "prompt_token_ids": list(PROMPT.encode()),
+        "count": len(PROMPT),
+        "max_model_len": CONTEXT,
+    }
+    assert not engine.seen
+
+
+class TestBeamSearch:
+    @pytest.fixture(autouse=True)
+    def _language(self, engine: FakeEngine) -> None:
+        """After any text: a, b or the end; a is likelier, but dead ends follow it."""
+        from jaxllm.requests.outputs import Logprob
+
+        def next_tokens(ids: list[int]) -> list[tuple[int, Logprob]]:
+            shares = {97: -2.0, 98: -2.1, 257: -2.2} if ids[-1] == 97 else {97: -0.7, 98: -0.8, 257: -3.0}
+            return [(token, Logprob(value)) for token, value in sorted(shares.items(), key=lambda item: -item[1])]
+
+        engine.next_tokens = next_tokens
+
+    @pytest.mark.parametrize("path", ROUTES)
+    def test_finds_what_greedy_does_not(self, client: TestClient, engine: FakeEngine, path: str) -> None:
+        greedy = send(client, path, temperature=0, max_tokens=3).json()
+        body = send(client, path, use_beam_search=True, best_of=3, n=2, max_tokens=3).json()
+        assert text(greedy["choices"][0]) == "aaa"
+        assert [text(choice) for choice in body["choices"]] == ["bba", "bbb"]
+        assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length"]
+        assert body["usage"]["completion_tokens"] == 6 and not engine.active
+
+    def test_length_penalty_and_eos(self, client: TestClient) -> None:
+        fields: dict[str, Any] = {"prompt": "x", "use_beam_search": True, "best_of": 3, "max_tokens": 4}
+        short = send(client, ROUTES[1], **fields, length_penalty=-5.0).json()["choices"][0]
+        assert (short["text"], short["finish_reason"]) == ("", "stop")
+        endless = send(client, ROUTES[1], **fields, length_penalty=-5.0, ignore_eos=True).json()["choices"][0]
+        assert endless["finish_reason"] == "length"
+
+    def test_logprobs_and_ids(self, client: TestClient) -> None:
+        fields = {"use_beam_search": True, "best_of": 3, "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+        choice = post(client, **fields, return_token_ids=True).json()["choices"][0]
+        assert choice["token_ids"] == [98, 97]
+        assert [(e["token"], e["logprob"]) for e in choice["logprobs"]["content"]] == [("b", -0.8), ("a", -0.7)]
+        assert [e["token"] for e in choice["logprobs"]["content"][0]["top_logprobs"]] == ["a", "b"]
+
+    def test_an_error_ends_all_beams(self, client: TestClient, engine: FakeEngine) -> None:
+        engine.queue_limit = 2
+        response = client.post("/v1/completions", json={"prompt": "x", "use_beam_search": True, "best_of": 3})
+        assert response.status_code == 429 and not engine.active
+
+
+def test_a_long_list_is_refused_before_it_is_read(client: TestClient) -> None:
+    """Ten megabytes of stops take no longer than parsing them."""
+    body = json.dumps({"messages": HELLO, "stop": ["abcdefgh"] * 900_000}).encode()
+    start = time.perf_counter()
+    response = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and "900000 entries" in response.json()["error"]["message"]
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": HELLO * 300_000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 300_000}]},
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}] * 150_000},
+        {"messages": HELLO, "x" * 10_000_000: 1},
+        {"messages": HELLO, "stop": {str(i): "a" for i in range(500_000)}},
+        {"messages": HELLO, "temperature": [["a"] * 1000] * 1000},
+    ],
+    ids=["messages", "parts", "tools", "long name", "stop", "temperature"],
+)
+def test_large_and_wrong_bodies_are_refused_quickly(client: TestClient, body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    start = time.perf_counter()
+    response = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and len(response.text) < 1000
+    assert time.perf_counter() - start < 2.5
+
+
+def test_many_unknown_fields_are_ignored_quickly(make_client: Any, engine: FakeEngine) -> None:
+    client = make_client(engine, unknown_fields="warn")
+    start = time.perf_counter()
+    body = post(client, **{f"temperatur{i}": 1 for i in range(200_000)}).json()
+    assert len(body["warnings"]) == 32 and time.perf_counter() - start < 3
