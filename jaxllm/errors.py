@@ -4,6 +4,11 @@ A message is one line that names the field, the value and what would be accepted
 the server turns it into an OpenAI-shaped error body.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 
 class JaxLLMError(Exception):
     """Base of all errors below: catching it catches everything jaxllm says on purpose."""
@@ -21,12 +26,45 @@ class CheckpointError(JaxLLMError):
     """A checkpoint that is corrupt, truncated, or not of the architecture it claims."""
 
 
-class InvalidRequestError(JaxLLMError):
-    """A request that cannot be honoured; `param` names the offending field in the OpenAI error body."""
+@dataclass(frozen=True, init=False)
+class Field:
+    """A place in a request: str(Field("messages", 3, "content")) is 'messages[3].content'."""
 
-    def __init__(self, message: str, param: str | None = None):
-        super().__init__(message)
-        self.param = param
+    path: tuple[str | int, ...]
+
+    def __init__(self, *path: str | int):
+        object.__setattr__(self, "path", path)
+
+    def __str__(self) -> str:
+        text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path)
+        return text.removeprefix(".")
+
+
+class InvalidRequestError(JaxLLMError):
+    """A request that cannot be honoured; `param` names the offending field in the OpenAI error body.
+
+    A message given in pieces knows which of them are fields, so that whoever calls these otherwise can say it in their
+    own words: see `named`. By default the first of them is the offending one.
+    """
+
+    def __init__(self, message: str | Sequence[str | Field], param: str | Field | None = None):
+        self.pieces = (message,) if isinstance(message, str) else tuple(message)
+        super().__init__("".join(map(str, self.pieces)))
+        first = next((piece for piece in self.pieces if isinstance(piece, Field)), None)
+        self.field = first if param is None else Field(param) if isinstance(param, str) else param
+
+    @property
+    def param(self) -> str | None:
+        return None if self.field is None else str(self.field)
+
+    def named(self, name: Callable[[Field], Field]) -> InvalidRequestError:
+        """The same error with `name(field)` for each of its fields."""
+        pieces = [name(piece) if isinstance(piece, Field) else piece for piece in self.pieces]
+        return type(self)(pieces, self.field and name(self.field))
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or a prompt and the completion asked for, that the context does not hold."""
 
 
 class QueueFullError(JaxLLMError):

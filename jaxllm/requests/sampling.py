@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -143,7 +143,9 @@ class SamplingParams:
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
             self.min_tokens,
-            f"at most max_tokens ({self.max_tokens})",
+            "at most ",
+            Field("max_tokens"),
+            f" ({self.max_tokens})",
         )
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", list(self.stop), "non-empty strings")
@@ -191,6 +193,6 @@ def _finite(value: float) -> bool:
     return math.isfinite(value)
 
 
-def _check(condition: bool, name: str, value: object, accepted: str) -> None:
+def _check(condition: bool, name: str, value: object, *accepted: str | Field) -> None:
     if not condition:
-        raise InvalidRequestError(f"{name} is {value!r}; it must be {accepted}", param=name)
+        raise InvalidRequestError([Field(name), f" is {value!r}; it must be ", *accepted])

@@ -27,7 +27,8 @@ from jaxllm.serving.pooling.pairs import score_method
 from jaxllm.serving.responses import conversations
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.state import ServerState, comma_separated
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
@@ -44,8 +45,10 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
 
     Raises ConfigError when config.chat_template cannot be read, or config.score_method does not suit the model.
     """
-    state = ServerState(config, engine)
+    names = comma_separated(config.served_model_name) or [config.model]
+    model = ServedModel(config, engine, names[0])
     score_method(config, engine.info.tasks)
+    state = ServerState(config, dict.fromkeys(names, model))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -59,7 +62,7 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
     app.state.server = state
     app.state.responses = Responses(state)
     app.state.batches = Batches(app, state)
-    app.state.registry = build_registry(engine, state.metrics, config.vllm_metrics)
+    app.state.registry = build_registry(engine, model.metrics, config.vllm_metrics)
     shown_key = [Security(HTTPBearer(auto_error=False))] if state.api_keys else []
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)

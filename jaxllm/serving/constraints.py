@@ -6,63 +6,67 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
-from jaxllm.serving.openai.chat_request import ChatRequest
+from jaxllm.serving.conversation import Conversation, ToolChoice
 from jaxllm.serving.parsing.formats import OutputFormats
 from jaxllm.serving.parsing.grammar import tool_constraint
 
+CONSTRAINT = Field("structured_outputs")
+"""What the request itself asks of the text."""
+
 
 def answer_constraint(
-    body: ChatRequest,
+    conversation: Conversation,
     formats: OutputFormats,
     prompt_text: str,
     *,
     in_reasoning: bool,
     special_tokens: Mapping[str, int],
 ) -> StructuredOutputs | None:
-    """The constraint on a chat's answers, from behind their reasoning on; None where anything may be generated.
+    """The constraint on a conversation's answers, from behind their reasoning on; None where anything may come.
 
     With tools and a constraint on the text, an answer that may call is either; one that must call only calls.
     Raises InvalidRequestError naming the field.
     """
-    constraint = _constraint(body, formats, _reasoning_end(body, formats, prompt_text, in_reasoning), special_tokens)
+    after = _reasoning_end(conversation, formats, prompt_text, in_reasoning)
+    constraint = _constraint(conversation, formats, after, special_tokens)
     if constraint is None or constraint.after is None or in_reasoning or formats.reasoning is None:
         return constraint
     return replace(constraint, opening=formats.reasoning.open)
 
 
 def _constraint(
-    body: ChatRequest, formats: OutputFormats, after: str | None, special_tokens: Mapping[str, int]
+    conversation: Conversation, formats: OutputFormats, after: str | None, special_tokens: Mapping[str, int]
 ) -> StructuredOutputs | None:
-    tools, mode, field = body.active_tools, body.tool_mode, body.constraint_field
-    answer = body.structured(after)
+    tools, choice = conversation.tools, conversation.tool_choice
+    answer = conversation.structured_outputs and replace(conversation.structured_outputs, after=after)
     if not tools:
-        return compiled(answer, field)
+        return compiled(answer)
 
-    def calls(choice: str) -> StructuredOutputs | None:
-        parallel = body.parallel_tool_calls
+    def calls(choice: ToolChoice) -> StructuredOutputs | None:
+        parallel = conversation.parallel_tool_calls
         return tool_constraint(formats, tools, choice, parallel=parallel, after=after, special_tokens=special_tokens)
 
-    if mode != "auto" or answer is None:
-        return compiled(calls(mode), "tools")
-    compiled(answer, field)
+    if choice != "auto" or answer is None:
+        return compiled(calls(choice), Field("tools"))
+    compiled(answer)
     required = calls("required")
     assert required is not None
-    return compiled(_either(required, answer, field), field)
+    return compiled(_either(required, answer))
 
 
-def compiled(constraint: StructuredOutputs | None, field: str | None) -> StructuredOutputs | None:
-    """The same constraint, known to be enforceable. Raises InvalidRequestError naming the request's field."""
+def compiled(constraint: StructuredOutputs | None, field: Field = CONSTRAINT) -> StructuredOutputs | None:
+    """The same constraint, known to be enforceable. Raises InvalidRequestError of `field`."""
     if constraint is not None:
         try:
             compile_grammar(constraint)
         except InvalidRequestError as error:
-            raise InvalidRequestError(str(error), field) from None
+            raise InvalidRequestError(error.pieces, field) from None
     return constraint
 
 
-def _either(calls: StructuredOutputs, answer: StructuredOutputs, field: str | None) -> StructuredOutputs:
+def _either(calls: StructuredOutputs, answer: StructuredOutputs) -> StructuredOutputs:
     """Calls, or a text that matches `answer`: one Lark grammar with two beginnings."""
     match answer.kind:
         case "json" | "json_object":
@@ -77,17 +81,19 @@ def _either(calls: StructuredOutputs, answer: StructuredOutputs, field: str | No
             text = f"/{escaped}/"
         case kind:
             raise InvalidRequestError(
-                f"{field} ({kind}) with tools needs a tool_choice: none to answer, required to call", field
+                [CONSTRAINT, f" ({kind}) with tools needs a tool_choice: none to answer, required to call"]
             )
     header, rules = (calls.grammar or "").split("\nstart: ", 1)
     grammar = f"{header}\nstart: calls_alone | answer_text\nanswer_text: {text}\ncalls_alone: {rules}"
     return StructuredOutputs(grammar=grammar, after=calls.after)
 
 
-def _reasoning_end(body: ChatRequest, formats: OutputFormats, prompt_text: str, in_reasoning: bool) -> str | None:
+def _reasoning_end(
+    conversation: Conversation, formats: OutputFormats, prompt_text: str, in_reasoning: bool
+) -> str | None:
     """The text that ends the reasoning the answer may begin with."""
     if formats.reasoning is None:
         return None
     close = formats.reasoning.close
-    none_left = prompt_text.rstrip().endswith(close) or body.thinks is False
+    none_left = prompt_text.rstrip().endswith(close) or conversation.rendering.thinks is False
     return close if in_reasoning or not none_left else None

@@ -14,19 +14,31 @@ import msgspec
 
 from jaxllm.engine.front.beam_search import BeamSearchParams, beam_search
 from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.http.errors import APIError
-from jaxllm.serving.http.request_model import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxllm.serving.metrics import SequenceTimer
-from jaxllm.serving.openai.logprobs import Step
-from jaxllm.serving.openai.sampling import GenerationRequest
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.settings import Settings
 
 OPENING_SECONDS = 0.1
 """How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
 
 Event = tuple[int, TokenDelta]
 """(choice index, what it gained)"""
+
+Step = Sequence[tuple[int, Logprob]]
+"""One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
+
+
+@dataclass
+class Usage:
+    """Tokens of one request: cached ones are part of the prompt's, those of the reasoning of the completion's."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass
@@ -79,9 +91,9 @@ class Generation:
 
     def __init__(
         self,
-        state: ServerState,
+        model: ServedModel,
         prompts: list[Prompt],
-        request: GenerationRequest,
+        request: Settings,
         kind: str,
         *,
         prompt_only: bool = False,
@@ -92,11 +104,11 @@ class Generation:
         self.num_returned = request.n
         self.created = int(time.time())
         self._request = request
-        self._state = state
+        self._model = model
         self._prompt_only = prompt_only
         self._engine_id = f"{self.id}-{uuid.uuid4().hex[:8]}"  # two clients may send the same request_id
         self._unfinished = set(range(self.num_choices))
-        self._timers = [SequenceTimer(state.metrics, time.time()) for _ in range(self.num_choices)]
+        self._timers = [SequenceTimer(model.metrics, time.time()) for _ in range(self.num_choices)]
         self._events: list[Event] = []
         self._failure: Exception | None = None
         self._wakeup = asyncio.Event()
@@ -109,8 +121,8 @@ class Generation:
         return len(self.prompts) * self.n
 
     async def __aenter__(self) -> Generation:
-        self._state.check_accepting()
-        self._state.running.add(self)
+        self._model.check_accepting()
+        self._model.running.add(self)
         self._pumps = [asyncio.create_task(self._pump(i, prompt)) for i, prompt in enumerate(self.prompts)]
         try:
             await self._wait(OPENING_SECONDS)
@@ -122,7 +134,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._state.running.discard(self)
+        self._model.running.discard(self)
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -159,16 +171,14 @@ class Generation:
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self._completion_tokens,
-            total_tokens=prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(sum(self._cached_tokens.values())),
-            completion_tokens_details=CompletionTokensDetails(),
+            cached_tokens=sum(self._cached_tokens.values()),
         )
 
     async def _pump(self, i: int, prompt: Prompt) -> None:
         request = self._request
         try:
             search = prompt.beam_search
-            run = self._state.engine.stream if search is None else partial(beam_search, self._state.engine, search)
+            run = self._model.engine.stream if search is None else partial(beam_search, self._model.engine, search)
             stream = run(
                 prompt.token_ids,
                 prompt.params,

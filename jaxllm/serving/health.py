@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -12,17 +14,29 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.serving.http.errors import unavailable
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
-from jaxllm.serving.openai.model_types import Load, Status, Version
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(tags=["status"])
+
+
+class Status(msgspec.Struct):
+    status: Literal["ok", "ready"]
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class Load(msgspec.Struct):
+    server_load: int
+    """Requests now generating or waiting to."""
 
 
 @router.get("/health", responses=returns(Status))
 async def health(request: Request) -> Response:
     """200 while the engine is alive, 503 when it has stopped."""
     state: ServerState = request.app.state.server
-    if state.engine.is_dead:
+    if state.is_dead:
         raise EngineDeadError("the engine has stopped")
     return json_response(Status("ok"))
 
@@ -32,7 +46,7 @@ async def ready(request: Request) -> Response:
     """200 when requests run without waiting for a compile, 503 while starting or shutting down."""
     state: ServerState = request.app.state.server
     state.check_accepting()
-    if not state.engine.stats().ready:
+    if not all(model.engine.stats().ready for model in state.models.values()):
         raise unavailable("the engine is still compiling", code="starting")
     return json_response(Status("ready"))
 

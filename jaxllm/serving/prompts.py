@@ -1,32 +1,28 @@
-"""From a request to token ids and sampling parameters that fit the context. Runs on worker threads."""
+"""From a conversation to token ids and sampling parameters that fit the context."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.serving.constraints import answer_constraint, compiled
+from jaxllm.serving.constraints import answer_constraint
+from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Prompt
-from jaxllm.serving.http.errors import APIError
-from jaxllm.serving.openai.chat_request import ChatRequest
-from jaxllm.serving.openai.completion_types import DEFAULT_MAX_TOKENS, CompletionRequest
-from jaxllm.serving.openai.messages import Message, TemplateFields
-from jaxllm.serving.openai.tokenize_types import TokenizeRequest
-from jaxllm.serving.openai.tools import Tool
 from jaxllm.serving.parsing.formats import OutputFormats, opens_reasoning
 from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.settings import Settings
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
 from jaxllm.text import chat_template
 
 
 @dataclass
-class RenderedChat:
-    """A chat as the model gets it, and the formats it answers in."""
+class Rendered:
+    """A conversation as the model gets it, and the formats it answers in."""
 
     text: str
     token_ids: list[int]
@@ -34,171 +30,127 @@ class RenderedChat:
 
 
 @dataclass
-class ChatPrompt:
-    """A chat ready to run, and how to read its answers."""
+class ConversationPrompt:
+    """A conversation ready to run, and how to read its answers."""
 
     prompt: Prompt
     formats: OutputFormats
-    tools: list[Tool]
+    conversation: Conversation
     in_reasoning: bool
 
     def parser(self) -> OutputParser | None:
         """A parser for one answer; None where there is nothing to find but text."""
-        if self.formats.reasoning is None and not self.tools:
+        tools = self.conversation.tools
+        if self.formats.reasoning is None and not tools:
             return None
-        return OutputParser(
-            self.formats, tools=self.tools, in_reasoning=self.in_reasoning, parse_tools=bool(self.tools)
-        )
+        return OutputParser(self.formats, tools=tools, in_reasoning=self.in_reasoning, parse_tools=bool(tools))
 
 
-ChatFields = ChatRequest | TokenizeRequest
+async def render(state: ServerState, model: ServedModel, conversation: Conversation) -> Rendered:
+    """The prompt of a conversation, made off the event loop.
 
-
-async def render_own_template(
-    state: ServerState, messages: Sequence[Message], fields: TemplateFields, tools: Sequence[Tool] = ()
-) -> str | None:
-    """The text of a chat whose template came with the request, rendered where it can be stopped.
-
-    None where it did not: the functions below render the server's templates. Raises InvalidRequestError.
-    """
-    if fields.chat_template is None:
-        return None
-    values = await state.offload(template_values, state, messages, fields, tools)
-    if values["template"] != fields.chat_template:  # it is the name of one of the checkpoint's
-        return None
-    return await state.templates.render(values)
-
-
-def render_chat(state: ServerState, body: ChatFields, text: str | None = None) -> RenderedChat:
-    """The prompt of a chat, as token ids too; `text` is what render_own_template gave.
-
+    A template that came with the request is rendered where it can be stopped.
     Raises InvalidRequestError where the template or a setting refuses.
     """
-    values = template_values(state, body.messages or (), body, body.active_tools)
-    if text is None:
-        text = chat_template.render(**values)
-    return RenderedChat(text, state.tokenizer.encode(text, body.special_tokens), state.formats(values["template"]))
+    wanted, text = conversation.rendering.chat_template, None
+    if wanted is not None:
+        values = await state.offload(template_values, model, conversation)
+        if values["template"] == wanted:  # it is no name of one of the checkpoint's
+            text = await state.templates.render(values)
+    return await state.offload(_rendered, model, conversation, text)
 
 
-def tokenize_chat(
-    state: ServerState,
-    messages: Sequence[Message],
-    fields: TemplateFields,
-    add_special_tokens: bool,
-    text: str | None = None,
-) -> list[int]:
-    """The token ids of a chat without tools; `text` is what render_own_template gave."""
-    if text is None:
-        text = chat_template.render(**template_values(state, messages, fields))
-    return state.tokenizer.encode(text, add_special_tokens)
+async def conversation_prompt(
+    state: ServerState, model: ServedModel, conversation: Conversation, settings: Settings
+) -> ConversationPrompt:
+    """Render, tokenize and check a conversation off the event loop. Raises InvalidRequestError naming the field."""
+    rendered = await render(state, model, conversation)
+    return await state.offload(_checked, model, conversation, settings, rendered)
 
 
-def template_values(
-    state: ServerState, messages: Sequence[Message], fields: TemplateFields, tools: Sequence[Tool] = ()
-) -> dict[str, Any]:
+def template_values(model: ServedModel, conversation: Conversation) -> dict[str, Any]:
     """The arguments of `jaxllm.text.chat_template.render`, with the tools where the template wants them."""
-    plain = [message.for_template() for message in messages]
-    arguments = fields.template_arguments(state.chat_template)
+    tools = conversation.tools
+    messages = [message.for_template() for message in conversation.messages]
+    arguments = conversation.rendering.template_arguments(model.chat_template)
     if tools:
         arguments["tools"] = [tool.for_template() for tool in tools]
-    values = state.tokenizer.chat_template_values(plain, **arguments)
-    tool_format = state.formats(values["template"]).tools
+    values = model.tokenizer.chat_template_values(messages, **arguments)
+    tool_format = model.formats(values["template"]).tools
     if tools and tool_format is None:
-        raise InvalidRequestError("tools are turned off on this server (tool_call_parser is none)", "tools")
-    if tool_format is not None and not knows_tools(values["template"]) and (tools or has_tool_turns(plain)):
-        values["messages"] = with_tools_as_text(plain, tools, tool_format)
+        raise InvalidRequestError([Field("tools"), " are turned off on this server (tool_call_parser is none)"])
+    if tool_format is not None and not knows_tools(values["template"]) and (tools or has_tool_turns(messages)):
+        values["messages"] = with_tools_as_text(messages, tools, tool_format)
         values["tools"] = None
     return values
 
 
-def chat_prompt(state: ServerState, body: ChatRequest, text: str | None = None) -> ChatPrompt:
-    """Render, tokenize and check a chat. Raises InvalidRequestError or APIError naming the field."""
-    rendered = render_chat(state, body, text)
-    formats, tools = rendered.formats, body.active_tools
-    continued = body.messages[-1].for_template()["content"] if body.continue_final_message else ""
-    in_reasoning = opens_reasoning(formats, rendered.text, continued)
-    field, asked = body.asked_max_tokens
-    constraint = answer_constraint(
-        body, formats, rendered.text, in_reasoning=in_reasoning, special_tokens=state.special_tokens
-    )
-    if constraint is not None and body.use_beam_search:
-        raise InvalidRequestError("use_beam_search is not available with tools that constrain the answer", "tools")
-    params = sampling_params(
-        state,
-        body,
-        max_tokens=asked,
-        logprobs=body.logprobs_count,
-        prompt_logprobs=body.prompt_logprobs,
-        structured_outputs=constraint,
-        shown_special_token_ids=state.marker_ids(formats, with_tools=bool(tools)),
-    )
-    prompt = _fit(state, Prompt(rendered.token_ids, params), body, source="messages", field=field)
-    return ChatPrompt(prompt, formats, tools, in_reasoning)
-
-
-def completion_prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
-    """Tokenize and check every prompt of a request. Raises InvalidRequestError or APIError naming the field."""
-    asked = max(body.max_tokens, 1) if "max_tokens" in body.model_fields_set else None
-    params = sampling_params(
-        state,
-        body,
-        max_tokens=asked,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs_count,
-        structured_outputs=compiled(body.structured(None), body.constraint_field),
-    )
-    prompts = []
-    for prompt in body.prompts:
-        token_ids = state.tokenizer.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
-        fitted = _fit(state, Prompt(token_ids, params), body, source="prompt", default=DEFAULT_MAX_TOKENS)
-        if body.echo:
-            if isinstance(prompt, str) and len(fitted.token_ids) == len(token_ids):
-                fitted.text = prompt
-            else:
-                fitted.text = state.tokenizer.decode(fitted.token_ids, params.skip_special_tokens)
-        prompts.append(fitted)
-    return prompts
-
-
-def sampling_params(state: ServerState, body: ChatRequest | CompletionRequest, **derived: Any) -> SamplingParams:
-    detokenize = state.engine.tokenizer is not None
-    return body.sampling_params(state.engine.info.default_sampling, detokenize=detokenize, **derived)
-
-
-def _fit(
-    state: ServerState,
-    prompt: Prompt,
-    body: ChatRequest | CompletionRequest,
-    *,
-    source: str,
-    field: str = "max_tokens",
-    default: int | None = None,
+def fitted(
+    model: ServedModel, token_ids: list[int], params: SamplingParams, settings: Settings, source: Field
 ) -> Prompt:
-    """Cut the prompt if asked to, check it, settle max_tokens: as asked, or `default`, or the rest of the context."""
-    context = state.engine.info.max_model_len
-    asked, truncate = prompt.params.max_tokens, body.truncate_prompt_tokens
+    """Cut a prompt if asked to, check it, and settle max_tokens: as asked, or the default, or the rest of the context.
+
+    `source` is where the prompt comes from. Raises InvalidRequestError naming the field.
+    """
+    context = model.engine.info.max_model_len
+    asked, default, truncate = settings.max_tokens, settings.default_max_tokens, settings.truncate_prompt_tokens
     if truncate is not None:
         keep = truncate if truncate > 0 else max(context - (asked or default or 1), 1)
-        prompt.token_ids = prompt.token_ids[-keep:]
-    length = len(prompt.token_ids)
+        token_ids = token_ids[-keep:]
+    length = len(token_ids)
     room = context - length
     if room < 1:
-        message = f"{source} has {length} tokens; the context holds {context}, prompt and completion together"
-        raise APIError(400, message, param=source, code="context_length_exceeded")
-    if asked is not None and asked > room:
-        message = (
-            f"{field} is {asked} and {source} has {length} tokens, {asked + length} together; "
-            f"the context holds {context}, so {field} may be at most {room}"
-        )
-        raise APIError(400, message, param=field, code="context_length_exceeded")
-    if asked is None:
-        asked = min(default or room, room)
-        prompt.params = dataclasses.replace(prompt.params, max_tokens=asked)
+        message = f" has {length} tokens; the context holds {context}, prompt and completion together"
+        raise ContextLengthError([source, message])
+    if asked is not None and asked > room and not settings.cut_to_context:
+        field = Field("max_tokens")
+        raise ContextLengthError(
+            [
+                field, f" is {asked} and ", source, f" has {length} tokens, {asked + length} together; "
+                f"the context holds {context}, so ", field, f" may be at most {room}",
+            ]
+        )  # fmt: skip
+    max_tokens = min(asked or default or room, room)
+    params = dataclasses.replace(params, max_tokens=max_tokens)
     try:
-        state.engine.check(prompt.token_ids, prompt.params)
+        model.engine.check(token_ids, params)
     except InvalidRequestError as error:
-        raise InvalidRequestError(
-            str(error), source if error.param in (None, "prompt_token_ids") else error.param
-        ) from None
-    prompt.beam_search = body.beam_search_params(asked)
-    return prompt
+        of_prompt = error.param in (None, "prompt", "prompt_token_ids")
+        raise InvalidRequestError(error.pieces, source if of_prompt else error.field) from None
+    return Prompt(token_ids, params, beam_search=settings.beam_search_params(max_tokens))
+
+
+def sampling_params(model: ServedModel, settings: Settings, **derived: Any) -> SamplingParams:
+    """What the settings ask of this model's sampler. Raises InvalidRequestError when a value is out of range."""
+    detokenize = model.engine.tokenizer is not None
+    return settings.sampling_params(model.engine.info.default_sampling, detokenize=detokenize, **derived)
+
+
+def _rendered(model: ServedModel, conversation: Conversation, text: str | None) -> Rendered:
+    """`text` is what the request's own template gave."""
+    values = template_values(model, conversation)
+    if text is None:
+        text = chat_template.render(**values)
+    token_ids = model.tokenizer.encode(text, conversation.rendering.special_tokens)
+    return Rendered(text, token_ids, model.formats(values["template"]))
+
+
+def _checked(
+    model: ServedModel, conversation: Conversation, settings: Settings, rendered: Rendered
+) -> ConversationPrompt:
+    formats = rendered.formats
+    continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""
+    in_reasoning = opens_reasoning(formats, rendered.text, continued)
+    constraint = answer_constraint(
+        conversation, formats, rendered.text, in_reasoning=in_reasoning, special_tokens=model.special_tokens
+    )
+    if constraint is not None and settings.beam_search is not None:
+        raise InvalidRequestError("use_beam_search is not available with tools that constrain the answer", "tools")
+    params = sampling_params(
+        model,
+        settings,
+        structured_outputs=constraint,
+        shown_special_token_ids=model.marker_ids(formats, with_tools=bool(conversation.tools)),
+    )
+    prompt = fitted(model, rendered.token_ids, params, settings, Field("messages"))
+    return ConversationPrompt(prompt, formats, conversation, in_reasoning)

@@ -15,7 +15,8 @@ import uvicorn
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.app import create_app
-from jaxllm.serving.state import ServerState, read_chat_template
+from jaxllm.serving.served_model import read_chat_template
+from jaxllm.serving.state import ServerState
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
@@ -93,7 +94,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._state.draining:
             os._exit(128 + sig)
-        self._state.draining = True
+        self._state.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -112,9 +113,9 @@ class Server(uvicorn.Server):
         return not self._state.running or now >= self._deadline
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._state.draining = True
-        for generation in list(self._state.running):
-            generation.abort()
+        self._state.drain()
+        for request in self._state.running:
+            request.abort()
         await super().shutdown(sockets)
 
     def _announce_drain(self) -> None:
@@ -129,9 +130,9 @@ def announce(state: ServerState, listener: socket.socket) -> None:
     """Print what is being served and where."""
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    info = state.engine.info
+    info = state.models[state.default_name].engine.info
     print(
-        f"Serving {', '.join(state.model_names)} on {address}/v1 "
+        f"Serving {', '.join(state.models)} on {address}/v1 "
         f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs)",
         flush=True,
     )

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.serving.openai.tools import Tool
+from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import ToolFormat
 
 _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its arguments:

@@ -184,8 +184,9 @@ def server_url() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = Path(__file__).parents[1] / "serving" / "fake_engine.py"
-    process = subprocess.Popen([sys.executable, str(script), str(port), "0.01", "1"], stdout=subprocess.PIPE, text=True)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.serving.fake_engine", str(port), "0.01", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout is not None
     assert "Serving" in process.stdout.readline()
     yield f"http://127.0.0.1:{port}"

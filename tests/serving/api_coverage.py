@@ -52,15 +52,12 @@ ROUTES = {
     "GET /metrics": "test_misc.py::test_metrics",
 }
 
-_INCLUDE = {"test_other_fields.py::TestResponses::test_include_changes_nothing": "include[]"}
-_PAGES = {"responses/test_responses.py::TestChain::test_input_items_in_pages": "after limit order"} | _INCLUDE
-_LIST = {"batches/test_files.py::test_lists_by_purpose_order_and_page": "purpose limit after order"}
-
 FIELDS: dict[str, dict[str, str]] = {
     "ChatRequest": {
         "openai/test_chat.py::test_rendering": "messages",
         "openai/test_chat.py::test_top_logprobs_are_the_best_whether_or_not_chosen": "logprobs top_logprobs",
-        "openai/test_chat.py::test_max_tokens_is_the_rest_of_the_context_by_default": "max_tokens max_completion_tokens",
+        "openai/test_chat.py::test_max_tokens_is_the_rest_of_the_context_by_default": "max_tokens "
+        "max_completion_tokens",
         "openai/test_chat.py::test_add_special_tokens": "add_special_tokens",
         "openai/test_fields.py::TestEchoOfAChat::test_not_of_another_role": "echo",
         "openai/test_tools.py::test_include_reasoning_false_leaves_it_out": "include_reasoning",
@@ -68,16 +65,9 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "GenerationRequest": {
         "test_other_fields.py::test_model_is_a_name_that_is_served": "model",
-        "openai/test_fields.py::test_sampling_fields_reach_the_engine": (
-            "frequency_penalty presence_penalty repetition_penalty repeat_last_n stop_token_ids ignore_eos min_tokens "
-            "include_stop_str_in_output allowed_token_ids bad_words skip_special_tokens"
-        ),
-        "openai/test_chat.py::test_sampling_is_the_requests_then_the_models_then_openais": (
-            "logit_bias seed temperature top_p top_k min_p"
-        ),
+        "openai/test_fields.py::test_sampling_fields_reach_the_engine": "repeat_last_n allowed_token_ids bad_words",
         "openai/test_chat.py::test_n_choices_interleave_and_each_is_whole": "n",
         "openai/test_fields.py::test_best_of_returns_the_likeliest_and_counts_all": "best_of",
-        "openai/test_chat.py::test_stop_in_every_shape": "stop",
         "openai/test_completions.py::test_stream_equals_the_whole": "stream",
         "openai/test_chat.py::test_stream_is_role_then_content_then_finish_then_usage": "stream_options",
         "openai/test_fields.py::TestBeamSearch::test_finds_what_greedy_does_not": "use_beam_search",
@@ -87,13 +77,14 @@ FIELDS: dict[str, dict[str, str]] = {
         "openai/test_fields.py::test_token_ids_come_back": "return_token_ids",
         "openai/test_fields.py::test_tokens_named_by_their_ids": "return_tokens_as_token_ids",
         "openai/test_chat.py::test_rendering": "truncate_prompt_tokens",
-        "openai/test_chat.py::test_engine_extras_reach_the_engine": "priority request_id cache_salt",
+        "openai/test_chat.py::test_engine_extras_reach_the_engine": "request_id",
         "openai/test_fields.py::test_labels_come_back": "conversation_id resource_id",
     },
     "StructuredFields": {
-        "openai/test_fields.py::test_constraints_reach_the_engine": (
-            "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
-        ),
+        "openai/test_fields.py::test_constraints_reach_the_engine": "response_format "
+        "structured_outputs guided_json "
+        "guided_regex guided_choice "
+        "guided_grammar"
     },
     "JSONSchemaFormat": {"openai/test_fields.py::test_constraints_reach_the_engine": "json_schema"},
     "JSONSchema": {
@@ -103,18 +94,17 @@ FIELDS: dict[str, dict[str, str]] = {
     "StructuralTagFormat": {"openai/test_fields.py::test_constraints_reach_the_engine": "structures triggers"},
     "Structure": {"openai/test_fields.py::test_constraints_reach_the_engine": "begin schema end"},
     "StructuredOutputsFields": {
-        "openai/test_fields.py::test_constraints_reach_the_engine": (
-            "json json_object regex choice grammar structural_tag"
-        ),
+        "openai/test_fields.py::test_constraints_reach_the_engine": "json json_object regex "
+        "choice grammar "
+        "structural_tag"
     },
     "StreamOptions": {
         "openai/test_chat.py::test_stream_is_role_then_content_then_finish_then_usage": "include_usage",
         "openai/test_chat.py::test_continuous_usage_grows_to_the_total": "continuous_usage_stats",
     },
     "TemplateFields": {
-        "openai/test_chat.py::test_rendering": (
-            "add_generation_prompt continue_final_message chat_template chat_template_kwargs documents"
-        ),
+        "openai/test_chat.py::test_rendering": "add_generation_prompt continue_final_message "
+        "chat_template chat_template_kwargs documents",
         "openai/test_tools.py::test_thinking_reaches_the_template_and_the_grammar": "reasoning_effort thinking",
     },
     "Thinking": {"openai/test_tools.py::test_thinking_reaches_the_template_and_the_grammar": "type"},
@@ -123,7 +113,6 @@ FIELDS: dict[str, dict[str, str]] = {
         "openai/test_tools.py::test_calls_are_enforced": "tool_choice",
         "openai/test_tools.py::test_one_call_where_parallel_calls_are_off": "parallel_tool_calls",
     },
-    "Tool": {"openai/test_tools.py::test_a_whole_call": "function"},
     "FunctionDefinition": {
         "test_other_fields.py::TestResponses::test_tools_reach_the_template": "name description parameters",
         "openai/test_tools.py::test_auto_is_constrained_where_a_tool_is_strict": "strict",
@@ -133,9 +122,8 @@ FIELDS: dict[str, dict[str, str]] = {
     "AllowedToolsChoice": {"openai/test_tools.py::test_allowed_tools_are_the_only_ones": "allowed_tools"},
     "AllowedTools": {"openai/test_tools.py::test_allowed_tools_are_the_only_ones": "mode tools"},
     "Message": {
-        "test_other_fields.py::TestMessages::test_what_a_template_sees": (
-            "role content name refusal reasoning_content reasoning"
-        ),
+        "test_other_fields.py::TestMessages::test_what_a_template_sees": "role content name refusal "
+        "reasoning_content reasoning",
         "openai/test_tools.py::test_history_reaches_the_template": "tool_calls tool_call_id",
     },
     "TextPart": {"test_other_fields.py::TestMessages::test_what_a_template_sees": "text"},
@@ -168,24 +156,17 @@ FIELDS: dict[str, dict[str, str]] = {
         "responses/test_responses.py::TestChain::test_what_is_not_stored_cannot_be_continued": "store",
         "responses/test_responses.py::TestStream::test_the_sdk_helper_finishes": "stream",
         "test_other_fields.py::TestResponses::test_nothing_is_padded": "stream_options",
-        "responses/test_responses.py::TestCreate::test_sampling_fields_reach_the_engine": (
-            "cache_salt logit_bias priority seed stop top_k top_p"
-        ),
-        "test_other_fields.py::TestResponses::test_means_the_same_as_in_a_chat": (
-            "frequency_penalty ignore_eos include_stop_str_in_output min_p min_tokens presence_penalty "
-            "repetition_penalty skip_special_tokens stop_token_ids temperature"
-        ),
     },
     "ResponseStreamOptions": {"test_other_fields.py::TestResponses::test_nothing_is_padded": "include_obfuscation"},
     "PromptFields": {
         "test_other_fields.py::test_model_is_a_name_that_is_served": "model",
         "responses/test_responses.py::TestCreate::test_items_become_the_messages_of_a_chat": "input",
-        "responses/test_responses.py::TestChain::test_continues_what_was_said_without_its_instructions": (
-            "instructions previous_response_id"
-        ),
+        "responses/test_responses.py::TestChain::test_continues_what_was_said_without_its_instructions": "instructions "
+        "previous_response_id",
         "responses/test_conversations.py::test_responses_continue_it_and_add_to_it": "conversation",
         "responses/test_responses.py::TestTools::test_a_call_and_its_output": "tools",
-        "responses/test_responses.py::TestTools::test_choices_are_shown_as_they_were_sent": "tool_choice parallel_tool_calls",
+        "responses/test_responses.py::TestTools::test_choices_are_shown_as_they_were_sent": "tool_choice "
+        "parallel_tool_calls",
         "responses/test_responses.py::TestCreate::test_json_object": "text",
         "responses/test_responses.py::TestReasoning::test_effort_reaches_the_template": "reasoning",
         "responses/test_responses.py::TestChain::test_truncation_auto_drops_the_oldest_turns": "truncation",
@@ -193,7 +174,7 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "ConversationParam": {"responses/test_conversations.py::test_an_item_added_twice_gets_an_id_of_its_own": "id"},
     "MetadataFields": {
-        "responses/test_responses.py::TestCreate::test_answers_with_a_response_that_the_sdk_knows": "metadata",
+        "responses/test_responses.py::TestCreate::test_answers_with_a_response_that_the_sdk_knows": "metadata"
     },
     "ChosenFunction": {"responses/test_responses.py::TestTools::test_choices_are_shown_as_they_were_sent": "name"},
     "AllowedFunctions": {
@@ -219,12 +200,10 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "InputText": {"responses/test_responses.py::TestCreate::test_items_become_the_messages_of_a_chat": "text"},
     "OutputTextPart": {
-        "test_other_fields.py::TestResponses::test_items_come_back_as_they_were": "text annotations logprobs",
+        "test_other_fields.py::TestResponses::test_items_come_back_as_they_were": "text annotations logprobs"
     },
     "RefusalContent": {"test_other_fields.py::TestResponses::test_items_come_back_as_they_were": "refusal"},
-    "FunctionCallItem": {
-        "test_other_fields.py::TestResponses::test_items_come_back_as_they_were": "call_id status",
-    },
+    "FunctionCallItem": {"test_other_fields.py::TestResponses::test_items_come_back_as_they_were": "call_id status"},
     "FunctionCallOutputItem": {
         "responses/test_responses.py::TestTools::test_a_call_and_its_output": "call_id output",
         "test_other_fields.py::TestResponses::test_items_come_back_as_they_were": "status",
@@ -269,9 +248,8 @@ FIELDS: dict[str, dict[str, str]] = {
     "ToolParam": {
         "test_other_fields.py::test_inert_parts_of_a_body_change_nothing": "cache_control",
         "anthropic/test_translate.py::test_named_tool_choice_and_strict": "strict",
-        "test_other_fields.py::TestAnthropic::test_a_tool": (
-            "type name description input_schema allowed_callers eager_input_streaming"
-        ),
+        "test_other_fields.py::TestAnthropic::test_a_tool": "type name description input_schema "
+        "allowed_callers eager_input_streaming",
     },
     "ToolChoiceAuto": {"anthropic/test_anthropic.py::test_one_call_at_most": "disable_parallel_tool_use"},
     "ToolChoiceAny": {"anthropic/test_translate.py::test_tool_choice": "disable_parallel_tool_use"},
@@ -325,15 +303,42 @@ FIELDS: dict[str, dict[str, str]] = {
         "responses/test_responses.py::TestBackground::test_its_stream_can_be_followed_again": "stream starting_after",
         "test_other_fields.py::TestResponses::test_include_changes_nothing": "include[] include_obfuscation",
     },
-    "GET /v1/responses/{response_id}/input_items": _PAGES,
-    "POST /v1/conversations/{conversation_id}/items": _INCLUDE,
-    "GET /v1/conversations/{conversation_id}/items": _PAGES,
-    "GET /v1/conversations/{conversation_id}/items/{item_id}": _INCLUDE,
+    "GET /v1/responses/{response_id}/input_items": {
+        "responses/test_responses.py::TestChain::test_input_items_in_pages": "after limit order",
+        "test_other_fields.py::TestResponses::test_include_changes_nothing": "include[]",
+    },
+    "POST /v1/conversations/{conversation_id}/items": {
+        "test_other_fields.py::TestResponses::test_include_changes_nothing": "include[]"
+    },
+    "GET /v1/conversations/{conversation_id}/items": {
+        "responses/test_responses.py::TestChain::test_input_items_in_pages": "after limit order",
+        "test_other_fields.py::TestResponses::test_include_changes_nothing": "include[]",
+    },
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": {
+        "test_other_fields.py::TestResponses::test_include_changes_nothing": "include[]"
+    },
     "POST /v1/files": {
         "batches/test_files.py::test_a_file_comes_back_as_it_was": "file purpose",
         "batches/test_files.py::test_wrong_forms": "expires_after[anchor] expires_after[seconds]",
     },
-    "GET /v1/files": _LIST,
+    "GET /v1/files": {"batches/test_files.py::test_lists_by_purpose_order_and_page": "purpose limit after order"},
     "GET /v1/batches": {"batches/test_batches.py::test_pages_and_unknown_ids": "limit after"},
+    "ChatTool": {"openai/test_tools.py::test_a_whole_call": "function"},
+    "SamplingFields": {
+        "openai/test_fields.py::test_sampling_fields_reach_the_engine": "frequency_penalty "
+        "presence_penalty "
+        "repetition_penalty "
+        "stop_token_ids ignore_eos "
+        "min_tokens "
+        "include_stop_str_in_output "
+        "skip_special_tokens",
+        "openai/test_chat.py::test_sampling_is_the_requests_then_the_models_then_openais": "logit_bias "
+        "seed "
+        "temperature "
+        "top_p top_k "
+        "min_p",
+        "openai/test_chat.py::test_stop_in_every_shape": "stop",
+        "openai/test_chat.py::test_engine_extras_reach_the_engine": "priority cache_salt",
+    },
 }
 """Where fields are declared -> test -> the fields it shows; more in tests/serving/api_surface.py."""

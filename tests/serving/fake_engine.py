@@ -1,6 +1,6 @@
 """An AsyncLLM that streams canned text: the server's shapes, errors and endings are tested without a model.
 
-`python tests/serving/fake_engine.py PORT DELAY SHUTDOWN_TIMEOUT` serves it, for tests that send signals.
+`python -m tests.serving.fake_engine PORT DELAY SHUTDOWN_TIMEOUT` serves it, for tests that send signals.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.serving.anthropic.request import MessagesRequest
-from jaxllm.serving.anthropic.translate import chat_messages, chat_request
+from jaxllm.serving.anthropic.translate import conversation, messages
+from jaxllm.serving.conversation import NamedTool, Tool
 from jaxllm.serving.openai.completion_types import CompletionRequest
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import BOS, ByteTokenizer, FakeEngine
@@ -45,7 +46,7 @@ def test_completions_add_special_tokens(client: TestClient, engine: FakeEngine) 
 
 def test_early_stopping_reaches_the_search() -> None:
     body = CompletionRequest(prompt="x", use_beam_search=True, early_stopping=True)
-    search = body.beam_search_params(4)
+    search = body.generation_settings().beam_search_params(4)
     assert search is not None and search.early_stopping
 
 
@@ -197,7 +198,7 @@ class TestResponses:
 
 class TestAnthropic:
     def chat(self, **fields: Any) -> Any:
-        return chat_request(MessagesRequest.model_validate({"max_tokens": 9, "messages": HELLO} | fields))
+        return conversation(MessagesRequest.model_validate({"max_tokens": 9, "messages": HELLO} | fields))
 
     def test_a_tool(self) -> None:
         tool = {
@@ -206,9 +207,8 @@ class TestAnthropic:
         }  # fmt: skip
         choice = {"type": "tool", "name": "f", "disable_parallel_tool_use": True}
         chat = self.chat(tools=[tool], tool_choice=choice)
-        function = chat.tools[0].function
-        assert (function.name, function.description, function.parameters) == ("f", "Does f", {"type": "object"})
-        assert chat.tool_mode == "f" and not chat.parallel_tool_calls
+        assert chat.tools == [Tool("f", "Does f", {"type": "object"})]
+        assert chat.tool_choice == NamedTool("f") and not chat.parallel_tool_calls
         for wrong in ({"type": "bash_20250124"}, {"allowed_callers": ["code"]}, {"eager_input_streaming": False}):
             with pytest.raises(ValueError, match=next(iter(wrong))):
                 self.chat(tools=[tool | wrong])
@@ -216,12 +216,12 @@ class TestAnthropic:
     def test_an_earlier_call_has_a_direct_caller(self) -> None:
         call = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "caller": {"type": "direct"}}
         result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
-        messages = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-        body = MessagesRequest.model_validate({"max_tokens": 9, "messages": messages})
-        assert [message["role"] for message in chat_messages(body)] == ["user", "assistant", "tool"]
+        sent = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        body = MessagesRequest.model_validate({"max_tokens": 9, "messages": sent})
+        assert [message.role for message in messages(body)] == ["user", "assistant", "tool"]
         call["caller"] = {"type": "code_execution"}
         with pytest.raises(ValueError, match="caller"):
-            MessagesRequest.model_validate({"max_tokens": 9, "messages": messages})
+            MessagesRequest.model_validate({"max_tokens": 9, "messages": sent})
 
 
 CACHE = {"cache_control": {"type": "ephemeral"}}

@@ -23,7 +23,7 @@ from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
 
 HELLO = [{"role": "user", "content": "Hi"}]
-SCRIPT = Path(fake_engine.__file__)
+ROOT = Path(fake_engine.__file__).parents[2]
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def run() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
     processes = []
 
     def start(delay: float, shutdown_timeout: float) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, str(SCRIPT), "0", str(delay), str(shutdown_timeout)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", fake_engine.__name__, "0", str(delay), str(shutdown_timeout)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         processes.append(process)
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -138,9 +138,8 @@ def test_one_line_a_request_at_any_log_level() -> None:
         "configure_logging(config)\n"
         "run_server(config, FakeEngine(), bind(config.host, 0))\n"
     )
-    root = Path(__file__).parents[2]
     command = [sys.executable, "-c", script]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     url = process.stdout.readline().split(" on ")[1].split("/v1")[0]
     httpx.get(f"{url}/version")

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxllm.serving.http.errors import shown
 from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.shown import shown
 
 UNREADABLE_BLOCKS = frozenset({
     "bash_code_execution_tool_result", "browser_state", "code_execution_tool_result", "container_upload", "document",

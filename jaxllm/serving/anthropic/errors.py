@@ -16,9 +16,6 @@ _TYPES = {
     429: "rate_limit_error", OVERLOADED: "overloaded_error",
 }  # fmt: skip
 
-_FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences"}
-"""Chat fields by the names they have here."""
-
 
 def status_of(error: APIError) -> int:
     """Anthropic's clients know 529 for a server that cannot answer now, not 503."""
@@ -28,7 +25,6 @@ def status_of(error: APIError) -> int:
 def error_response(error: APIError) -> AnthropicErrorResponse:
     """The shape has no place for the field's name, so the message begins with it unless it says it anyway."""
     status, message, param = status_of(error), str(error), error.body["error"]["param"] or ""
-    param = _FIELDS.get(param, param)
     if param not in message:
         message = f"{param}: {message}"
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

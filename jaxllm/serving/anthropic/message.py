@@ -22,10 +22,10 @@ from jaxllm.serving.anthropic.response import (
     StopReason,
     ThinkingTokensDetails,
 )
-from jaxllm.serving.chat import ChatPiece, ChatTurn
+from jaxllm.serving.chunks import ChunkWriter
 from jaxllm.serving.http.errors import APIError, unavailable
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.http.streaming import ChunkWriter
+from jaxllm.serving.reply import Piece, Reply
 
 _encode = msgspec.json.Encoder().encode
 
@@ -37,17 +37,16 @@ def encode_event(event: msgspec.Struct) -> bytes:
 
 
 class MessageWriter(ChunkWriter):
-    """Writes the events of one turn's stream; `message()` is what they amount to.
-
-    `cut_by_context` says that max_tokens is more than the context has room for.
-    """
+    """Writes the events of one reply's stream; `message()` is what they amount to."""
 
     done = b""
     keep_alive = encode_event(Ping())
 
-    def __init__(self, turn: ChatTurn, body: MessagesRequest, *, cut_by_context: bool):
-        self._turn = turn
-        self._length_reason: StopReason = "model_context_window_exceeded" if cut_by_context else "max_tokens"
+    def __init__(self, reply: Reply, body: MessagesRequest):
+        self._reply = reply
+        self._length_reason: StopReason = "max_tokens"
+        if body.max_tokens > reply.max_tokens:
+            self._length_reason = "model_context_window_exceeded"
         omitted = isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive) and body.thinking.display == "omitted"
         self._builder = BlockBuilder(show_thinking=not omitted)
         self._end: MessageEnd | None = None
@@ -61,7 +60,7 @@ class MessageWriter(ChunkWriter):
     def first(self) -> Iterator[msgspec.Struct]:
         """How much of the prompt is cached is known with the first token only, and said at the end."""
         usage = MessageUsage(
-            input_tokens=self._turn.usage().prompt_tokens,
+            input_tokens=self._reply.usage().prompt_tokens,
             cache_creation_input_tokens=None,
             cache_read_input_tokens=None,
             output_tokens=0,
@@ -72,7 +71,7 @@ class MessageWriter(ChunkWriter):
         yield Ping()
 
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[msgspec.Struct]:
-        piece = self._turn.parse(index, delta)
+        piece = self._reply.parse(index, delta)
         yield from self._builder.add(piece.events)
         if piece.finish_reason is not None:
             yield from self._builder.finish()
@@ -89,15 +88,15 @@ class MessageWriter(ChunkWriter):
 
     def _message(self, usage: MessageUsage) -> AnthropicMessage:
         return AnthropicMessage(
-            id=self._turn.generation.id,
-            model=self._turn.model,
+            id=self._reply.generation.id,
+            model=self._reply.name,
             content=self._builder.blocks,
             stop_reason=self._end.stop_reason if self._end else None,
             stop_sequence=self._end.stop_sequence if self._end else None,
             usage=usage,
         )
 
-    def _ending(self, piece: ChatPiece) -> MessageEnd:
+    def _ending(self, piece: Piece) -> MessageEnd:
         if piece.finish_reason == "abort":
             raise unavailable("the server stopped before the answer was complete", code="shutting_down")
         stop_sequence = piece.stop_reason if isinstance(piece.stop_reason, str) else None
@@ -110,12 +109,11 @@ class MessageWriter(ChunkWriter):
 
     def _usage(self) -> MessageUsage:
         """Anthropic counts cached prompt tokens apart from the others."""
-        usage = self._turn.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
+        usage = self._reply.usage()
         return MessageUsage(
-            input_tokens=usage.prompt_tokens - cached,
+            input_tokens=usage.prompt_tokens - usage.cached_tokens,
             cache_creation_input_tokens=0,
-            cache_read_input_tokens=cached,
+            cache_read_input_tokens=usage.cached_tokens,
             output_tokens=usage.completion_tokens,
-            output_tokens_details=ThinkingTokensDetails(usage.completion_tokens_details.reasoning_tokens),
+            output_tokens_details=ThinkingTokensDetails(usage.reasoning_tokens),
         )

@@ -15,11 +15,9 @@ from jaxllm.serving.anthropic.content import (
     check_turns,
     take_turns,
 )
-from jaxllm.serving.http.errors import shown
+from jaxllm.serving.conversation import MAX_TOOLS, TOOL_NAME
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.tools import MAX_TOOLS
-
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+from jaxllm.serving.shown import shown
 
 
 class ToolParam(RequestModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import get_args
 
 from fastapi import APIRouter, Request, Response
@@ -11,12 +10,15 @@ from jaxllm.serving.anthropic.errors import AnthropicRoute
 from jaxllm.serving.anthropic.message import MessageWriter
 from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
 from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, StreamEvent, TokenCount
-from jaxllm.serving.anthropic.translate import chat_request
-from jaxllm.serving.chat import ChatTurn, begin_chat
+from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, settings
+from jaxllm.serving.chunks import chunk_stream
+from jaxllm.serving.conversation import naming
+from jaxllm.serving.generation import Generation
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
-from jaxllm.serving.http.streaming import EventStream, until_disconnect
-from jaxllm.serving.prompts import render_chat
+from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.prompts import render
+from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
@@ -28,37 +30,30 @@ router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Continue a conversation, as Anthropic's Messages API does."""
     state: ServerState = request.app.state.server
-    turn = await begin_chat(state, chat_request(body), kind="msg")
-    writer = MessageWriter(turn, body, cut_by_context=bound_tokens(turn, body.max_tokens))
-    headers = {"request-id": turn.generation.id}
+    with naming(FIELD_NAMES):
+        reply = await begin_reply(state, body.model, conversation(body), settings(body), kind="msg")
+    writer = MessageWriter(reply, body)
+    headers = {"request-id": reply.generation.id}
     if body.stream:
-        return EventStream(turn.generation, writer, state.config.sse_keep_alive, headers)
-    async with turn.generation:
-        await until_disconnect(request.receive, write_all(turn, writer))
-    return json_response(writer.message(), request_id=turn.generation.id, headers=headers)
+        return chunk_stream(reply.generation, writer, state.config.sse_keep_alive, headers)
+    async with reply.generation:
+        await until_disconnect(request.receive, write_all(reply.generation, writer))
+    return json_response(writer.message(), request_id=reply.generation.id, headers=headers)
 
 
 @router.post("/messages/count_tokens", responses=returns(TokenCount, error=AnthropicErrorResponse))
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """How many tokens the prompt of a message has, exactly."""
     state: ServerState = request.app.state.server
-    state.resolve_model(body.model)
-    rendered = await state.offload(render_chat, state, chat_request(body))
+    _, model = state.find_model(body.model)
+    with naming(FIELD_NAMES):
+        rendered = await render(state, model, conversation(body))
     return json_response(TokenCount(len(rendered.token_ids)))
 
 
-def bound_tokens(turn: ChatTurn, max_tokens: int) -> bool:
-    """Limit the answer to `max_tokens`; True when the context has room for fewer."""
-    prompt = turn.generation.prompts[0]
-    room = prompt.params.max_tokens
-    assert room is not None
-    prompt.params = dataclasses.replace(prompt.params, max_tokens=min(max_tokens, room))
-    return max_tokens > room
-
-
-async def write_all(turn: ChatTurn, writer: MessageWriter) -> None:
+async def write_all(generation: Generation, writer: MessageWriter) -> None:
     """Run an answer that nobody streams to its end."""
-    async for events in turn.generation.batches():
+    async for events in generation.batches():
         for index, delta in events:
             for _ in writer.chunks(index, delta):
                 pass

@@ -1,125 +1,127 @@
-"""From a Messages request to the chat request that says the same."""
+"""From a Messages request to the conversation and the settings that say the same."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
-from jaxllm.serving.anthropic.content import ToolResultBlockParam, ToolUseBlockParam, Turn
+from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.serving.anthropic.content import ToolResultBlockParam, Turn
 from jaxllm.serving.anthropic.request import (
     CountTokensRequest,
     MessagesRequest,
     ThinkingDisabled,
     ThinkingEnabled,
     ToolChoiceAny,
-    ToolChoiceAuto,
-    ToolChoiceParam,
+    ToolChoiceNone,
     ToolChoiceTool,
     ToolParam,
 )
-from jaxllm.serving.openai.chat_request import ChatRequest
+from jaxllm.serving.conversation import (
+    Call,
+    Conversation,
+    Message,
+    NamedTool,
+    Rendering,
+    Tool,
+    ToolChoice,
+    renaming,
+    thinking_variables,
+)
+from jaxllm.serving.settings import Settings
 
 ERROR_PREFIX = "Error: "
 
-
-def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """Without max_tokens, which only bounds here: the caller settles it when the length of the prompt is known.
-
-    Raises RequestValidationError when a chat request cannot say it.
-    """
-    fields: dict[str, Any] = {"model": body.model, "messages": chat_messages(body), **_thinking(body)}
-    if body.tools:
-        fields |= {"tools": [_tool(tool) for tool in body.tools], **_tool_choice(body.tool_choice)}
-    if body.continues_answer:
-        fields["continue_final_message"] = True
-    if body.output_config is not None and body.output_config.format is not None:
-        schema = {"name": "output", "schema": body.output_config.format.schema_, "strict": True}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    if isinstance(body, MessagesRequest):
-        fields |= {"stop": body.stop_sequences, "stream": body.stream}
-        fields |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        raise RequestValidationError(problems, body=fields) from None
+FIELD_NAMES = renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
+"""What the fields of a Conversation and its Settings are called here."""
 
 
-def chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    """The messages as the chat route takes them: the system prompt first, each tool_result a message of its own."""
-    messages = []
-    if body.system:
-        parts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
-        messages.append({"role": "system", "content": _content(parts)})
-    for turn in body.turns:
-        messages += [_answer(turn)] if turn.role == "assistant" else _request(turn)
-    return messages
+def conversation(body: CountTokensRequest) -> Conversation:
+    """Raises InvalidRequestError: see FIELD_NAMES."""
+    parallel = isinstance(body.tool_choice, ToolChoiceNone | None) or not body.tool_choice.disable_parallel_tool_use
+    return Conversation(
+        messages=messages(body),
+        tools=[] if isinstance(body.tool_choice, ToolChoiceNone) else [_tool(tool) for tool in body.tools or ()],
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=parallel,
+        rendering=_rendering(body),
+        structured_outputs=_constraint(body),
+    )
 
 
-def _request(turn: Turn) -> list[dict[str, Any]]:
-    """A turn of the user, or a system message: results of calls, then text."""
-    messages = [_tool_message(block) for block in turn.results]
-    return [*messages, {"role": turn.role, "content": _content(turn.texts)}] if turn.texts else messages
-
-
-def _tool_message(block: ToolResultBlockParam) -> dict[str, Any]:
-    texts = [part.text for part in block.content] if isinstance(block.content, list) else [block.content or ""]
-    if block.is_error:
-        texts = [ERROR_PREFIX + (texts[0] if texts else ""), *texts[1:]]
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(texts)}
-
-
-def _answer(turn: Turn) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant"}
-    if turn.texts or not turn.calls:
-        message["content"] = _content(turn.texts)
-    if turn.calls:
-        message["tool_calls"] = [_call(block) for block in turn.calls]
-    if any(turn.thoughts):
-        message["reasoning_content"] = "\n".join(turn.thoughts)
-    return message
-
-
-def _call(block: ToolUseBlockParam) -> dict[str, Any]:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
-
-
-def _content(texts: list[str]) -> str | list[dict[str, str]]:
-    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
-
-
-def _tool(tool: ToolParam) -> dict[str, Any]:
-    function = {
-        "name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict,
+def settings(body: MessagesRequest) -> Settings:
+    asked = {
+        "temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences,
     }  # fmt: skip
-    return {"type": "function", "function": function}
+    return Settings(
+        sampling={name: value for name, value in asked.items() if value is not None},
+        max_tokens=body.max_tokens,
+        cut_to_context=True,
+    )
 
 
-def _tool_choice(choice: ToolChoiceParam | None) -> dict[str, Any]:
-    match choice:
-        case None:
-            return {}
-        case ToolChoiceAuto():
-            named: Any = "auto"
+def messages(body: CountTokensRequest) -> list[Message]:
+    """The system prompt first; each tool_result is a message of its own."""
+    found = []
+    if body.system:
+        texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
+        found.append(Message("system", _joined(texts)))
+    for turn in body.turns:
+        found += [_answer(turn)] if turn.role == "assistant" else _request(turn)
+    return found
+
+
+def _request(turn: Turn) -> list[Message]:
+    """A turn of the user, or a system message: results of calls, then text."""
+    results = [_result(block) for block in turn.results]
+    if not turn.texts:
+        return results
+    return [*results, Message("user" if turn.role == "user" else "system", _joined(turn.texts))]
+
+
+def _result(block: ToolResultBlockParam) -> Message:
+    texts = [part.text for part in block.content] if isinstance(block.content, list) else [block.content or ""]
+    prefix = ERROR_PREFIX if block.is_error else ""
+    return Message("tool", prefix + _joined(texts), call_id=block.tool_use_id)
+
+
+def _answer(turn: Turn) -> Message:
+    return Message(
+        "assistant",
+        _joined(turn.texts),
+        reasoning=_joined(turn.thoughts) if any(turn.thoughts) else None,
+        calls=[Call(block.id, block.name, block.input) for block in turn.calls],
+    )
+
+
+def _joined(texts: list[str]) -> str:
+    return "\n".join(texts)
+
+
+def _tool(tool: ToolParam) -> Tool:
+    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+
+
+def _tool_choice(body: CountTokensRequest) -> ToolChoice:
+    match body.tool_choice:
+        case ToolChoiceTool(name=name):
+            return NamedTool(name)
         case ToolChoiceAny():
-            named = "required"
-        case ToolChoiceTool():
-            named = {"type": "function", "function": {"name": choice.name}}
+            return "required"
         case _:
-            return {"tool_choice": "none"}
-    return {"tool_choice": named, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+            return "auto"
 
 
-def _thinking(body: CountTokensRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if body.thinking is not None:
-        fields["thinking"] = not isinstance(body.thinking, ThinkingDisabled)
+def _rendering(body: CountTokensRequest) -> Rendering:
+    thinks = None if body.thinking is None else not isinstance(body.thinking, ThinkingDisabled)
+    effort = body.output_config.effort if body.output_config is not None else None
+    variables = thinking_variables(thinks, effort)
     if isinstance(body.thinking, ThinkingEnabled):
-        fields["chat_template_kwargs"] = {"thinking_budget": body.thinking.budget_tokens}
-    if body.output_config is not None and body.output_config.effort is not None:
-        fields["reasoning_effort"] = body.output_config.effort
-    return fields
+        variables["thinking_budget"] = body.thinking.budget_tokens
+    continues = body.continues_answer
+    return Rendering(variables=variables, opens_answer=not continues, continues_last=continues)
+
+
+def _constraint(body: CountTokensRequest) -> StructuredOutputs | None:
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    return StructuredOutputs(json=json.dumps(body.output_config.format.schema_))

@@ -26,7 +26,7 @@ RETRY_STATUSES = (429, 503)
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class Slots:
+class Places:
     """How many sequences of batches may be under way at once. First come, first served."""
 
     def __init__(self, total: int):
@@ -36,7 +36,7 @@ class Slots:
         self._freed = asyncio.Event()
 
     async def take(self, wanted: int) -> int:
-        """Wait for `wanted` slots, or all there are if that is fewer; returns how many were taken."""
+        """Wait for `wanted` places, or all there are if that is fewer; returns how many were taken."""
         count = min(wanted, self._total)
         async with self._turn:
             while self._free < count:
@@ -51,12 +51,13 @@ class Slots:
 
 
 class Caller:
-    """Shared by all batches of a server; `slots` leave an eighth of the engine to everyone else."""
+    """Shared by all batches of a server; `places` leave an eighth of the engine to everyone else."""
 
     def __init__(self, app: FastAPI, state: ServerState):
         self._app = app
-        places = state.engine.info.max_num_seqs
-        self.slots = Slots(state.config.max_batch_concurrency or max(places - max(places // 8, 1), 1))
+        _, model = state.find_model(None)
+        total = model.engine.info.max_num_seqs
+        self.places = Places(state.config.max_batch_concurrency or max(total - max(total // 8, 1), 1))
         self._headers = {"Content-Type": "application/json"}
         if state.api_keys:
             self._headers["Authorization"] = f"Bearer {state.api_keys[0].decode()}"

@@ -11,7 +11,7 @@ import pydantic_core
 
 from jaxllm.config import did_you_mean
 from jaxllm.serving.batches.batch_types import BatchError
-from jaxllm.serving.http.errors import shown
+from jaxllm.serving.shown import shown
 
 MAX_ERRORS = 100
 """Wrong lines that are listed; checking stops there."""

@@ -134,17 +134,17 @@ class BatchRun:
         )
 
     async def _feed(self, batch: BatchRow) -> None:
-        """Start a line whenever there are slots for it; returns when all have ended."""
+        """Start a line whenever there are places for it; returns when all have ended."""
         chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
                 for line in lines:
-                    slots = await self._caller.slots.take(line.num_sequences(batch.endpoint))
+                    places = await self._caller.places.take(line.num_sequences(batch.endpoint))
                     task = group.create_task(self._run_line(batch.endpoint, line))
-                    task.add_done_callback(partial(self._give_back, slots))
+                    task.add_done_callback(partial(self._give_back, places))
 
-    def _give_back(self, slots: int, _: asyncio.Task[None]) -> None:
-        self._caller.slots.give(slots)
+    def _give_back(self, places: int, _: asyncio.Task[None]) -> None:
+        self._caller.places.give(places)
 
     async def _run_line(self, endpoint: str, line: Line) -> None:
         try:

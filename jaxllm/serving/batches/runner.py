@@ -44,7 +44,7 @@ class Batches:
             if not self._stores.journal(batch.id).exists:
                 continue  # another server's, which shares the database but not the directory
             settled = batch.status == "cancelling" or batch.expires_at <= time.time()
-            if batch.served_model in self._state.model_names or settled:
+            if batch.served_model in self._state.models or settled:
                 self._start(batch.id)
             else:
                 logger.warning("batch %s waits for a server of %r", batch.id, batch.served_model)
@@ -62,7 +62,7 @@ class Batches:
             raise APIError(400, message, param="input_file_id", code="invalid_input_file")
         batch_id = new_batch_id()
         await asyncio.to_thread(self._stores.journal(batch_id).begin, path)
-        batch = await self.store.add(batch_id, request, self._state.model_names[0])
+        batch = await self.store.add(batch_id, request, self._state.default_name)
         self._start(batch.id)
         return batch
 
@@ -96,7 +96,7 @@ class Batches:
 
     async def _engine_returns(self) -> bool:
         """Wait for an engine that died to be started again; False when the server ends instead."""
-        while self._state.engine.is_dead and not self._closing.is_set():
+        while self._state.is_dead and not self._closing.is_set():
             await asyncio.sleep(POLL_SECONDS)
         return not (self._closing.is_set() or self._state.draining)
 
@@ -118,4 +118,4 @@ class Batches:
         return False
 
     def _must_stop(self) -> bool:
-        return self._state.draining or self._state.engine.is_dead
+        return self._state.draining or self._state.is_dead

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jaxllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxllm.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from jaxllm.serving.shown import shown
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = "1"
-_SHOWN_VALUE_LENGTH = 100
 _SHOWN_PATH_LENGTH = 300
-_SHOWN_ENTRIES = 10
-_SHOWN_DEPTH = 4
+
+
+class Error(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every error but Anthropic's."""
+
+    error: Error
 
 
 class APIError(Exception):
@@ -53,7 +64,8 @@ def to_api_error(error: Exception) -> APIError:
         case APIError():
             return error
         case InvalidRequestError():
-            return APIError(400, str(error), param=error.param)
+            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+            return APIError(400, str(error), param=error.param, code=code)
         case QueueFullError():
             headers = {"Retry-After": RETRY_AFTER_SECONDS}
             return APIError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
@@ -137,30 +149,6 @@ def _dotted(path: Sequence[str | int]) -> str:
         if len(text) > _SHOWN_PATH_LENGTH:
             return text[:_SHOWN_PATH_LENGTH]
     return text
-
-
-def shown(value: Any) -> str:
-    """repr, cut to what fits a line; of large values only the beginning is looked at."""
-    text = _beginning(value, _SHOWN_DEPTH)
-    return text if len(text) <= _SHOWN_VALUE_LENGTH else text[: _SHOWN_VALUE_LENGTH - 1] + "…"
-
-
-def _beginning(value: Any, depth: int) -> str:
-    match value:
-        case str():
-            return repr(value[: _SHOWN_VALUE_LENGTH + 1])
-        case list() | dict() if not depth:
-            return "…"
-        case list():
-            entries = [_beginning(entry, depth - 1) for entry in value[:_SHOWN_ENTRIES]]
-            return f"[{', '.join(entries)}{', …' * (len(value) > _SHOWN_ENTRIES)}]"
-        case dict():
-            pairs = [
-                f"{_beginning(k, 1)}: {_beginning(v, depth - 1)}" for k, v in islice(value.items(), _SHOWN_ENTRIES)
-            ]
-            return f"{{{', '.join(pairs)}{', …' * (len(value) > _SHOWN_ENTRIES)}}}"
-        case _:
-            return repr(value)
 
 
 def _plain(headers: Any) -> dict[str, str] | None:

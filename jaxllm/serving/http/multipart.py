@@ -12,9 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from jaxllm.config import did_you_mean
-from jaxllm.serving.http.errors import APIError, shown
+from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.route import bearer_key, check_key
 from jaxllm.serving.http.streaming import ClientDisconnected
+from jaxllm.serving.shown import shown
 
 FORM_OVERHEAD = 64 * 1024
 """Bytes that the form may need beside its file."""

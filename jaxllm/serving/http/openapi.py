@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
-from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, TokenCount
-from jaxllm.serving.anthropic.response import StreamEvent as AnthropicEvent
-from jaxllm.serving.batches.batch_types import Batch, BatchList
-from jaxllm.serving.batches.file_types import FileDeleted, FileList, FileObject
-from jaxllm.serving.http.request_model import ErrorResponse
-from jaxllm.serving.openai.chat_response import ChatCompletion, ChatCompletionChunk, RenderedPrompt
-from jaxllm.serving.openai.completion_types import Completion
-from jaxllm.serving.openai.model_types import Load, Model, ModelList, Status, Version
-from jaxllm.serving.openai.tokenize_types import DetokenizeResponse, TokenizeResponse, TokenizerInfo
-from jaxllm.serving.pooling.embedding_types import EmbeddingList
-from jaxllm.serving.pooling.scoring_types import ClassificationList, Ranking, ScoreList
-from jaxllm.serving.responses.events import StreamEvent as ResponseEvent
-from jaxllm.serving.responses.objects import (
-    Conversation,
-    DeletedConversation,
-    DeletedResponse,
-    InputTokens,
-    ItemList,
-    ListedItem,
-    Response,
-)
+from jaxllm.serving.http.errors import ErrorResponse
 
-RESPONSES = (
-    Batch, BatchList, FileDeleted, FileList, FileObject,
-    ClassificationList, EmbeddingList, Ranking, ScoreList,
-    AnthropicErrorResponse, AnthropicMessage, TokenCount,
-    Conversation, DeletedConversation, DeletedResponse, InputTokens, ItemList, ListedItem, Response,
-    ChatCompletion, ChatCompletionChunk, Completion, DetokenizeResponse, ErrorResponse, Load, Model, ModelList,
-    RenderedPrompt, Status, TokenizerInfo, TokenizeResponse, Version,
-    *get_args(AnthropicEvent), *get_args(ResponseEvent),
-)  # fmt: skip
-
-_SCHEMAS, _COMPONENTS = msgspec.json.schema_components(RESPONSES, ref_template="#/components/schemas/{name}")
-_REFERENCES = dict(zip(RESPONSES, _SCHEMAS, strict=True))
+RESPONSES: list[type[msgspec.Struct]] = []
+"""All that the routes said they return."""
 
 DONE = "[DONE]"
 """What ends a stream of OpenAI's older routes."""
@@ -58,17 +28,17 @@ def returns(
 
     The data of each event is one of `events` as JSON; that of the last is `done`, if given.
     """
-    content: dict[str, Any] = {"application/json": {"schema": _REFERENCES[struct]}}
+    content: dict[str, Any] = {"application/json": {"schema": _placeholder(struct)}}
     if events:
         data: dict[str, Any] = {
             "contentMediaType": "application/json",
-            "contentSchema": {"anyOf": [_REFERENCES[event] for event in events]},
+            "contentSchema": {"anyOf": [_placeholder(event) for event in events]},
         }
         if done is not None:
             data = {"anyOf": [{"const": done}, data]}
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", **data}}}
         content["text/event-stream"] = {"itemSchema": event}
-    failure = {"description": "Error", "content": {"application/json": {"schema": _REFERENCES[error]}}}
+    failure = {"description": "Error", "content": {"application/json": {"schema": _placeholder(error)}}}
     return {200: {"description": "Success", "content": content}, "4XX": failure, "5XX": failure}
 
 
@@ -78,14 +48,34 @@ def install_openapi(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = schema = build()
-            for path in schema["paths"].values():
+            schemas, components = msgspec.json.schema_components(RESPONSES, ref_template="#/components/schemas/{name}")
+            app.openapi_schema = document = _filled(build(), schemas)
+            for path in document["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
-            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            known = document.setdefault("components", {}).setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)
-            schemas.update(_COMPONENTS)
+                known.pop(name, None)
+            known.update(components)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _placeholder(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Stands for a struct's schema, whose name depends on which others there are."""
+    if struct not in RESPONSES:
+        RESPONSES.append(struct)
+    return {"x-struct": RESPONSES.index(struct)}
+
+
+def _filled(value: Any, schemas: tuple[dict[str, Any], ...]) -> Any:
+    match value:
+        case {"x-struct": int(at)}:
+            return schemas[at]
+        case dict():
+            return {name: _filled(part, schemas) for name, part in value.items()}
+        case list():
+            return [_filled(part, schemas) for part in value]
+        case _:
+            return value

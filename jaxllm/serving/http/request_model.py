@@ -1,16 +1,18 @@
-"""What all requests share: strict types, no field ignored in silence; and usage, which all responses share."""
+"""What all request bodies share: strict types, and no field ignored in silence."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from jaxllm.config import did_you_mean
-from jaxllm.serving.http.errors import shown
+from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.shown import shown
 
 MAX_WARNINGS = 32
 MAX_NAME_LENGTH = 64
@@ -27,6 +29,15 @@ ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", defa
 def refuse(message: str, param: str | None = None) -> PydanticCustomError:
     """An error for a validator to raise, its message shown as it is; a model's validator names the field in `param`."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
+
+
+@contextmanager
+def refusing(field: str | None = None) -> Iterator[None]:
+    """For validators: what is said about the request inside becomes an error of the body, by default of this field."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise refuse(str(error), field) from None
 
 
 class RequestModel(BaseModel):
@@ -71,37 +82,3 @@ class RequestModel(BaseModel):
     def field_names(cls) -> dict[str, None]:
         """The names of the fields as JSON spells them, in order."""
         return {field.alias or name: None for name, field in cls.model_fields.items()}
-
-
-class StreamOptions(RequestModel):
-    include_usage: bool = False
-    """Send a last chunk with the usage and no choices."""
-    continuous_usage_stats: bool = False
-    """Send the usage so far with every chunk."""
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class Usage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-class Error(msgspec.Struct, kw_only=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(msgspec.Struct):
-    error: Error

@@ -11,8 +11,9 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from jaxllm.serving.http.errors import APIError, shown
+from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.shown import shown
 
 
 class ParsedRequest(Request):

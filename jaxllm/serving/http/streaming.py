@@ -4,111 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, TypeVar
 
-import msgspec
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
-
-from jaxllm.engine.front.messages import TokenDelta
-from jaxllm.serving.generation import Choice, Generation, collect
-from jaxllm.serving.http.errors import APIError, to_api_error
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 KEEP_ALIVE = b": keep-alive\n\n"
-_encode = msgspec.json.Encoder().encode
 
 
 class ClientDisconnected(Exception):
     """The client closed its connection before the response was complete."""
 
 
-class ChunkWriter(ABC):
-    """Turns a generation's events into the chunks of one protocol; by default events without a name, as OpenAI's."""
-
-    done: bytes = b"data: [DONE]\n\n"
-    """What ends a stream."""
-    keep_alive: bytes = KEEP_ALIVE
-    """What fills its silence."""
-
-    def first(self) -> Iterable[msgspec.Struct]:
-        """Chunks to send before any token exists."""
-        return ()
-
-    @abstractmethod
-    def chunks(self, index: int, delta: TokenDelta) -> Iterable[msgspec.Struct]:
-        """Chunks for what one choice gained; none when there is nothing to show yet."""
-
-    def last(self) -> Iterable[msgspec.Struct]:
-        """Chunks to send when every choice has finished."""
-        return ()
-
-    def encode(self, chunk: msgspec.Struct) -> bytes:
-        """One chunk as a server-sent event."""
-        return b"data: " + _encode(chunk) + b"\n\n"
-
-    def error(self, error: APIError) -> bytes:
-        """The event that tells of an error in mid-stream."""
-        return b"data: " + _encode(error.body) + b"\n\n"
-
-
 class EventStream(Response):
-    """Streams a generation as server-sent events; silence is filled with comments, errors become an event."""
+    """Sends events as they come, and `keep_alive` for each empty list; `context` is entered before the first byte.
+
+    So a refusal by the engine still gets a status of its own, and a client that goes away ends what it entered.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        generation: Generation,
-        writer: ChunkWriter,
-        keep_alive: float,
+        request_id: str,
+        events: AsyncIterator[list[bytes]],
+        context: AbstractAsyncContextManager[Any] | None = None,
+        *,
         headers: Mapping[str, str] | None = None,
+        keep_alive: bytes = KEEP_ALIVE,
     ):
-        self._generation = generation
-        self._writer = writer
+        self._request_id = request_id
+        self._events = events
+        self._context = context if context is not None else nullcontext()
         self._keep_alive = keep_alive
         self.status_code = 200
         self.background = None
-        fixed = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": generation.id}
+        fixed = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "X-Request-Id": request_id}
         self.init_headers({**fixed, **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._generation:
+            async with self._context:
                 await until_disconnect(receive, self._stream(send))
         except ClientDisconnected:
-            logger.debug("client of %s went away", self._generation.id)
+            logger.debug("client of %s went away", self._request_id)
 
     async def _stream(self, send: Send) -> None:
-        writer = self._writer
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            await _send(send, self._events(writer.first()))
-            async for batch in self._generation.batches(self._keep_alive):
-                events = b"".join(self._events(writer.chunks(index, delta)) for index, delta in batch)
-                if events or not batch:
-                    await _send(send, events or writer.keep_alive)
-            await _send(send, self._events(writer.last()) + writer.done)
-        except Exception as error:
-            api_error = to_api_error(error)
-            if api_error.status == 500:
-                logger.exception("%s failed while streaming", self._generation.id)
-            await _send(send, writer.error(api_error) + writer.done)
+        async with aclosing(self._events) as lists:  # type: ignore[type-var]
+            async for events in lists:
+                body = b"".join(events) or self._keep_alive
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _events(self, chunks: Iterable[msgspec.Struct]) -> bytes:
-        return b"".join(map(self._writer.encode, chunks))
-
-
-async def collect_for(request: Request, generation: Generation) -> list[Choice]:
-    """Every choice of a generation that nobody streams. Raises ClientDisconnected when the client goes away first."""
-    async with generation:
-        return await until_disconnect(request.receive, collect(generation))
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -129,7 +82,3 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})

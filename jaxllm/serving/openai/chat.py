@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from jaxllm.engine.front.messages import TokenDelta
-from jaxllm.serving.chat import ChatAnswer, ChatTurn, begin_chat
+from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
+from jaxllm.serving.conversation import naming
+from jaxllm.serving.generation import Step
+from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import DONE, returns
-from jaxllm.serving.http.request_model import ErrorResponse, StreamOptions, ignored_fields
+from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.http.streaming import ChunkWriter, EventStream, collect_for
 from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.openai.chat_response import (
     CalledFunction,
@@ -28,9 +30,11 @@ from jaxllm.serving.openai.chat_response import (
     RenderedPrompt,
     ToolCallDelta,
 )
-from jaxllm.serving.openai.logprobs import Step, chat_logprobs, prompt_logprobs
+from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, numbered, prompt_logprobs
+from jaxllm.serving.openai.usage import StreamOptions, usage_object
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.prompts import render_chat, render_own_template
+from jaxllm.serving.prompts import render
+from jaxllm.serving.reply import Answer, Reply, begin_reply
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["chat"])
@@ -43,89 +47,102 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Continue a conversation."""
     state: ServerState = request.app.state.server
     labels = body.take_labels(request.headers)
-    turn = await begin_chat(state, body)
+    with naming(body.own_names()):
+        reply = await begin_reply(state, body.model, body.conversation(), body.generation_settings(), kind="chatcmpl")
     if body.stream:
-        return EventStream(turn.generation, ChatWriter(turn), state.config.sse_keep_alive, labels)
-    choices = await collect_for(request, turn.generation)
+        return chunk_stream(reply.generation, ChatWriter(reply, body), state.config.sse_keep_alive, labels)
+    choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
-    answers = [turn.answer(choice) for choice in choices]
+    answers = [reply.answer(choice) for choice in choices]
     completion = ChatCompletion(
-        id=turn.generation.id,
-        created=turn.generation.created,
-        model=turn.model,
-        choices=[_choice(turn, answer) for answer in answers],
-        usage=turn.usage(),
-        prompt_logprobs=UNSET if first is None else prompt_logprobs(first, turn.token_text),
-        prompt_token_ids=turn.prompt_token_ids if body.return_token_ids else UNSET,
+        id=reply.generation.id,
+        created=reply.generation.created,
+        model=reply.name,
+        choices=[_choice(reply, body, answer) for answer in answers],
+        usage=usage_object(reply.usage()),
+        prompt_logprobs=UNSET if first is None else prompt_logprobs(first, reply.token_text),
+        prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
         conversation_id=body.conversation_id or UNSET,
         resource_id=body.resource_id or UNSET,
     )
-    return json_response(completion, request_id=turn.generation.id, headers=labels)
+    return json_response(completion, request_id=reply.generation.id, headers=labels)
 
 
 @router.post("/chat/completions/render", responses=returns(RenderedPrompt))
 async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The prompt that /chat/completions would give the model, as text and token ids; nothing is generated."""
     state: ServerState = request.app.state.server
-    state.resolve_model(body.model)
-    text = await render_own_template(state, body.messages, body, body.active_tools)
-    rendered = await state.offload(render_chat, state, body, text)
+    _, model = state.find_model(body.model)
+    with naming(body.own_names()):
+        rendered = await render(state, model, body.conversation())
     return json_response(
         RenderedPrompt(
             prompt=rendered.text,
             prompt_token_ids=rendered.token_ids,
             count=len(rendered.token_ids),
-            max_model_len=state.engine.info.max_model_len,
+            max_model_len=model.engine.info.max_model_len,
         )
     )
 
 
-def _choice(turn: ChatTurn, answer: ChatAnswer) -> ChatChoice:
-    count = turn.body.logprobs_count
-    reasoning = UNSET if answer.reasoning is None else answer.reasoning
+def _choice(reply: Reply, body: ChatRequest, answer: Answer) -> ChatChoice:
+    content = body.echoed + answer.content
+    reasoning = UNSET if answer.reasoning is None or not body.include_reasoning else answer.reasoning
     calls = [MadeToolCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
     return ChatChoice(
         index=answer.index,
         message=ChatMessage(
-            content=answer.content, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls or UNSET
+            content=None if calls and not content else content,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or UNSET,
         ),
-        logprobs=None if count is None else chat_logprobs(answer.logprobs, count, turn.token_text),
+        logprobs=_logprobs(reply, body, answer.logprobs),
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
-        token_ids=answer.token_ids if turn.body.return_token_ids else UNSET,
+        token_ids=answer.token_ids if body.return_token_ids else UNSET,
     )
+
+
+def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLogprobs | None:
+    if body.logprobs_count is None:
+        return None
+    if body.return_tokens_as_token_ids:
+        steps = numbered(steps)
+    return chat_logprobs(steps, body.logprobs_count, reply.token_text)
 
 
 class ChatWriter(ChunkWriter):
     """Chunks of a chat stream: the role, then the answer, then the finish reason alone, then the usage if asked for."""
 
-    def __init__(self, turn: ChatTurn):
-        self._turn = turn
-        self._generation = turn.generation
-        self._options = turn.body.stream_options or StreamOptions()
-        self._logprobs_count = turn.body.logprobs_count
-        self._with_ids = turn.body.return_token_ids
-        self._pending: list[list[Step]] = [[] for _ in range(turn.generation.num_choices)]
-        self._pending_ids: list[list[int]] = [[] for _ in range(turn.generation.num_choices)]
+    def __init__(self, reply: Reply, body: ChatRequest):
+        self._reply = reply
+        self._body = body
+        self._generation = reply.generation
+        self._options = body.stream_options or StreamOptions()
+        self._pending: list[list[Step]] = [[] for _ in range(reply.generation.num_choices)]
+        self._pending_ids: list[list[int]] = [[] for _ in range(reply.generation.num_choices)]
 
     def first(self) -> Iterator[ChatCompletionChunk]:
-        echoed = self._turn.body.echoed
+        echoed = self._body.echoed
         for index in range(self._generation.num_choices):
             chunk = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")))
             if index == 0:
                 chunk.warnings = ignored_fields.get() or UNSET
-                chunk.prompt_token_ids = self._turn.prompt_token_ids if self._with_ids else UNSET
+                chunk.prompt_token_ids = self._reply.prompt_token_ids if self._body.return_token_ids else UNSET
             yield chunk
             if echoed:
                 yield self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=echoed)))
 
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[ChatCompletionChunk]:
         """Log-probabilities and ids of tokens whose text is still held back wait for the chunk that shows it."""
-        piece = self._turn.parse(index, delta)
+        piece = self._reply.parse(index, delta)
         self._pending[index] += piece.logprobs
-        if self._with_ids:
+        if self._body.return_token_ids:
             self._pending_ids[index] += piece.token_ids
         for event in piece.events:
+            if isinstance(event, Reasoning) and not self._body.include_reasoning:
+                continue
             yield self._chunk(self._filled(ChatChunkChoice(index=index, delta=_delta(event))))
         if piece.finish_reason is not None:
             choice = self._filled(ChatChunkChoice(index=index, delta=ChatDelta()))
@@ -135,15 +152,15 @@ class ChatWriter(ChunkWriter):
     def last(self) -> Iterator[ChatCompletionChunk]:
         if self._options.include_usage:
             chunk = self._chunk()
-            chunk.usage = self._turn.usage()
+            chunk.usage = usage_object(self._reply.usage())
             yield chunk
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
         chunk = ChatCompletionChunk(
-            id=self._generation.id, created=self._generation.created, model=self._turn.model, choices=list(choices)
+            id=self._generation.id, created=self._generation.created, model=self._reply.name, choices=list(choices)
         )
         if self._options.continuous_usage_stats:
-            chunk.usage = self._turn.usage()
+            chunk.usage = usage_object(self._reply.usage())
         elif self._options.include_usage:
             chunk.usage = None
         return chunk
@@ -151,9 +168,9 @@ class ChatWriter(ChunkWriter):
     def _filled(self, choice: ChatChunkChoice) -> ChatChunkChoice:
         """The choice with the log-probabilities and ids that waited for it."""
         steps, self._pending[choice.index] = self._pending[choice.index], []
-        if steps and self._logprobs_count is not None:
-            choice.logprobs = chat_logprobs(steps, self._logprobs_count, self._turn.token_text)
-        if self._with_ids:
+        if steps:
+            choice.logprobs = _logprobs(self._reply, self._body, steps)
+        if self._body.return_token_ids:
             choice.token_ids, self._pending_ids[choice.index] = self._pending_ids[choice.index], []
         return choice
 

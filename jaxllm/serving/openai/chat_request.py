@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.serving.conversation import Conversation, renaming
 from jaxllm.serving.http.request_model import refuse
-from jaxllm.serving.openai.messages import Messages, TemplateFields, check_history
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.tools import ToolFields
+from jaxllm.serving.settings import Settings
 
 MAX_METADATA = 16
 """OpenAI's limit."""
@@ -64,29 +68,41 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
                 "they are one setting, give one of them",
                 "max_tokens",
             )
-        check_history(self.messages)
         return self
-
-    @property
-    def asked_max_tokens(self) -> tuple[str, int | None]:
-        """The field that bounds the completion, and its value."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
 
     @property
     def logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def special_tokens(self) -> bool:
-        """Whether the tokenizer adds its own to the rendered text."""
-        return self.add_special_tokens
+    def conversation(self) -> Conversation:
+        """Raises InvalidRequestError: see `own_names`."""
+        return Conversation(
+            messages=[message.message() for message in self.messages],
+            tools=self.callable_tools(),
+            tool_choice=self.choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            rendering=self.rendering(special_tokens=self.add_special_tokens),
+            structured_outputs=self.constraint(),
+        )
+
+    def generation_settings(self) -> Settings:
+        return self.settings(
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=self.logprobs_count,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def own_names(self) -> Callable[[Place], Place]:
+        """What the fields of its Conversation and Settings are called here."""
+        names = {"structured_outputs": self.constraint_field or "structured_outputs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return renaming(FIELD_NAMES | names)
 
     @property
     def echoed(self) -> str:
         """What each answer begins with."""
-        last = self.messages[-1]
-        if not self.echo or (last.role != "assistant" and self.generation_prompt):
+        last, rendering = self.messages[-1], self.rendering()
+        if not self.echo or (last.role != "assistant" and rendering.opens_answer):
             return ""
-        return last.for_template()["content"]
+        return last.message().text

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.serving.http.request_model import Usage
 from jaxllm.serving.openai.logprobs import ChatLogprobs, PromptLogprobs
+from jaxllm.serving.openai.usage import Usage
 
 
 class CalledFunction(msgspec.Struct):

@@ -8,23 +8,28 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from jaxllm.engine.front.messages import TokenDelta
-from jaxllm.serving.generation import Choice, Generation, Prompt
+from jaxllm.errors import Field
+from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
+from jaxllm.serving.constraints import compiled
+from jaxllm.serving.generation import Choice, Generation, Prompt, Step
+from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import DONE, returns
-from jaxllm.serving.http.request_model import ErrorResponse, StreamOptions, ignored_fields
+from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.http.streaming import ChunkWriter, EventStream, collect_for
 from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest
 from jaxllm.serving.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsBuilder,
-    Step,
     TokenText,
     numbered,
     prompt_logprobs,
     token_number,
 )
-from jaxllm.serving.prompts import completion_prompts
+from jaxllm.serving.openai.usage import StreamOptions, usage_object
+from jaxllm.serving.prompts import fitted, sampling_params
+from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.settings import Settings
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
@@ -34,26 +39,44 @@ router = APIRouter(route_class=JSONRoute, tags=["completions"])
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state: ServerState = request.app.state.server
-    model = state.resolve_model(body.model)
-    state.check_accepting()
+    name, model = state.find_model(body.model)
+    model.check_accepting()
     labels = body.take_labels(request.headers)
-    prompts = await state.offload(completion_prompts, state, body)
-    generation = Generation(state, prompts, body, "cmpl", prompt_only=body.max_tokens == 0)
-    shaper = ChoiceShaper(body, generation, state.token_text)
+    settings = body.generation_settings()
+    prompts = await state.offload(completion_prompts, model, body, settings)
+    generation = Generation(model, prompts, settings, "cmpl", prompt_only=body.max_tokens == 0)
+    shaper = ChoiceShaper(body, generation, model.token_text)
     if body.stream:
-        writer = CompletionWriter(body, generation, model, shaper)
-        return EventStream(generation, writer, state.config.sse_keep_alive, labels)
+        writer = CompletionWriter(body, generation, name, shaper)
+        return chunk_stream(generation, writer, state.config.sse_keep_alive, labels)
     choices = await collect_for(request, generation)
     completion = Completion(
         id=generation.id,
         created=generation.created,
-        model=model,
+        model=name,
         choices=[shaper.whole(choice) for choice in choices],
-        usage=generation.usage(),
+        usage=usage_object(generation.usage()),
         conversation_id=body.conversation_id or UNSET,
         resource_id=body.resource_id or UNSET,
     )
     return json_response(completion, request_id=generation.id, headers=labels)
+
+
+def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Settings) -> list[Prompt]:
+    """Tokenize and check every prompt of a request. Raises InvalidRequestError naming the field."""
+    constraint = body.constraint() and compiled(body.constraint(), Field(body.constraint_field or ""))
+    params = sampling_params(model, settings, structured_outputs=constraint)
+    prompts = []
+    for prompt in body.prompts:
+        token_ids = model.tokenizer.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        ready = fitted(model, token_ids, params, settings, Field("prompt"))
+        if body.echo:
+            if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):
+                ready.text = prompt
+            else:
+                ready.text = model.tokenizer.decode(ready.token_ids, params.skip_special_tokens)
+        prompts.append(ready)
+    return prompts
 
 
 class ChoiceShaper:
@@ -145,7 +168,7 @@ class CompletionWriter(ChunkWriter):
     def last(self) -> Iterator[Completion]:
         if self._options.include_usage:
             chunk = self._chunk()
-            chunk.usage = self._generation.usage()
+            chunk.usage = usage_object(self._generation.usage())
             yield chunk
 
     def _chunk(self, *choices: CompletionChoice) -> Completion:
@@ -154,7 +177,7 @@ class CompletionWriter(ChunkWriter):
         )
         chunk.warnings, self._warnings = self._warnings, UNSET
         if self._options.continuous_usage_stats:
-            chunk.usage = self._generation.usage()
+            chunk.usage = usage_object(self._generation.usage())
         elif self._options.include_usage:
             chunk.usage = None
         return chunk

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jaxllm.requests.outputs import Logprob
-
-Step = Sequence[tuple[int, Logprob]]
-"""One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
+from jaxllm.serving.generation import Step
 
 TokenText = Callable[[int], str]
 

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.openai.model_types import Model, ModelList
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["models"])
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "jaxllm"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
 
 
 @router.get("/models", responses=returns(ModelList))
 async def list_models(request: Request) -> Response:
     """The names this server answers to."""
     state: ServerState = request.app.state.server
-    return json_response(ModelList(data=[_model(state, name) for name in state.model_names]))
+    return json_response(ModelList(data=[_model(state, name) for name in state.models]))
 
 
 @router.get("/models/{model:path}", responses=returns(Model))
 async def retrieve_model(model: str, request: Request) -> Response:
     """One of those names; a name may contain slashes."""
     state: ServerState = request.app.state.server
-    return json_response(_model(state, state.resolve_model(model)))
+    return json_response(_model(state, state.find_model(model)[0]))
 
 
 def _model(state: ServerState, name: str) -> Model:
-    return Model(id=name, created=state.created, root=state.config.model, max_model_len=state.engine.info.max_model_len)
+    model = state.models[name]
+    return Model(id=name, created=state.created, root=model.config.model, max_model_len=model.engine.info.max_model_len)

@@ -1,27 +1,25 @@
-"""The fields that chat and text completions share: sampling, stops, log-probabilities, scheduling."""
+"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from jaxllm.engine.front.beam_search import MAX_BEAM_WIDTH, BeamSearchParams
+from jaxllm.engine.front.beam_search import MAX_BEAM_WIDTH
 from jaxllm.requests.sampling import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    SamplingParams,
 )
-from jaxllm.serving.http.errors import shown
-from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, StreamOptions, refuse
+from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, RequestModel, refuse
 from jaxllm.serving.openai.structured import StructuredFields
-
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What a checkpoint's generation_config may set for requests that don't."""
+from jaxllm.serving.openai.usage import StreamOptions
+from jaxllm.serving.settings import BeamSearch, Settings
+from jaxllm.serving.shown import shown
 
 UNSUPPORTED_SAMPLING = frozenset({
     "guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "logits_processors", "prompt_embeds",
@@ -30,12 +28,6 @@ UNSUPPORTED_SAMPLING = frozenset({
 """Fields of vLLM's server that this one refuses by name."""
 
 LABELS = {"conversation_id": "X-Conversation-Id", "resource_id": "X-Resource-Id"}
-
-_LENGTHS = {
-    "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "bad_words": MAX_BAD_WORDS,
-    "logit_bias": MAX_LOGIT_BIAS,
-}  # fmt: skip
-
 
 _NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
@@ -46,45 +38,51 @@ _NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
 """Fields that a search for the most likely text cannot honour, and the values that ask nothing of it."""
 
 
-class GenerationRequest(StructuredFields):
-    """The fields that chat and text completions share; ranges are those of SamplingParams."""
+def _at_most(limit: int) -> BeforeValidator:
+    """Long lists are refused before anything looks at their entries."""
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise refuse(f"{info.field_name} has {len(value)} entries; it may have {limit}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _token_ids(value: Any) -> Any:
+    """JSON keys are strings: {"50256": -100} -> {50256: -100}."""
+    if not isinstance(value, dict):
+        return value
+    wrong = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 10)]
+    if wrong:
+        raise refuse(f"logit_bias has the key {shown(wrong[0])}; keys must be token ids")
+    return {int(key): bias for key, bias in value.items()}
+
+
+class SamplingFields(RequestModel):
+    """How tokens are chosen, and until when; ranges are those of SamplingParams."""
+
     frequency_penalty: float | None = None
     """From -2 to 2: taken off a token's logit for each time it was generated before."""
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids), _at_most(MAX_LOGIT_BIAS)] = None
     """Token id -> value added to its logit."""
-    n: int = Field(default=1, ge=1, le=MAX_N)
-    """Choices to return for each prompt."""
-    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
-    """Generate this many choices and return the n with the highest mean log-probability; with beam search its width."""
     presence_penalty: float | None = None
     """From -2 to 2: taken off a token's logit once it was generated."""
     seed: int | None = None
     """Makes the random choices repeatable."""
-    stop: str | list[str] | None = None
-    """Text that ends generation: a string, a list, {"Single": …} or {"Multi": […]}."""
-    stream: bool = False
-    """Send the answer as server-sent events while it is generated."""
-    stream_options: StreamOptions | None = None
-    """What the stream tells besides; needs stream."""
+    stop: Annotated[str | list[str] | None, _at_most(MAX_STOP_STRINGS)] = None
+    """Text that ends generation: a string or a list. Completions take {"Single": …} and {"Multi": […]} too."""
     temperature: float | None = None
     """0 always takes the likeliest token; higher values are more random. By default the model's own, else 1."""
     top_p: float | None = None
     """Choose among the likeliest tokens that together have this probability; above 0, at most 1."""
-    user: str | None = None
-    """Accepted, without effect, as OpenAI documents it."""
-
     top_k: int | None = None
     """Choose among this many likeliest tokens; 0 or -1 among all."""
     min_p: float | None = None
     """Choose among tokens with at least this fraction of the likeliest one's probability, from 0 to 1."""
     repetition_penalty: float | None = None
     """Above 1 makes tokens of prompt and answer less likely, below 1 more; 1 is off."""
-    repeat_last_n: int | None = None
-    """How many of the last tokens the three penalties look at: -1 all, the default, and 0 none."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int] | None, _at_most(MAX_STOP_TOKEN_IDS)] = None
     """Tokens that end generation; their text is left out."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string that ended generation in the text."""
@@ -92,9 +90,40 @@ class GenerationRequest(StructuredFields):
     """Go on past the model's end-of-sequence token."""
     min_tokens: int | None = None
     """Neither the end of the sequence nor a stop token may come before this many tokens."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; true by default."""
+    priority: int = 0
+    """Lower runs earlier."""
+    cache_salt: str | None = Field(default=None, min_length=1)
+    """Only requests with the same salt share cached prefixes."""
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of SamplingParams that are set."""
+        asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+class GenerationRequest(SamplingFields, StructuredFields):
+    """The fields that chat and text completions share."""
+
+    model: str | None = None
+    """A name that /v1/models lists; by default the first."""
+    n: int = Field(default=1, ge=1, le=MAX_N)
+    """Choices to return for each prompt."""
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
+    """Generate this many choices and return the n with the highest mean log-probability; with beam search its width."""
+    stream: bool = False
+    """Send the answer as server-sent events while it is generated."""
+    stream_options: StreamOptions | None = None
+    """What the stream tells besides; needs stream."""
+    user: str | None = None
+    """Accepted, without effect, as OpenAI documents it."""
+
+    repeat_last_n: int | None = None
+    """How many of the last tokens the three penalties look at: -1 all, the default, and 0 none."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be generated."""
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str] | None, _at_most(MAX_BAD_WORDS)] = None
     """Texts that may not be generated."""
     use_beam_search: bool = False
     """Search for the n most likely texts instead of sampling."""
@@ -102,8 +131,6 @@ class GenerationRequest(StructuredFields):
     """Beams are ranked by log-probability / length ** length_penalty; 1 by default."""
     early_stopping: bool | None = None
     """End the search when enough beams have ended, even if an open one could still become better."""
-    skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text; true by default."""
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: the tokenizers library writes no such spaces."""
     prompt_logprobs: int | None = None
@@ -114,36 +141,12 @@ class GenerationRequest(StructuredFields):
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     """Keep only the last so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
-    priority: int = 0
-    """Lower runs earlier."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
-    cache_salt: str | None = Field(default=None, min_length=1)
-    """Only requests with the same salt share cached prefixes."""
     conversation_id: str | None = Label
     """The caller's own label, returned in the response and as its X-Conversation-Id header; that header may send it."""
     resource_id: str | None = Label
     """The same with X-Resource-Id."""
-
-    @field_validator(*_LENGTHS, mode="before")
-    @classmethod
-    def _bounded(cls, value: Any, info: Any) -> Any:
-        """Long lists are refused before anything looks at their entries."""
-        limit = _LENGTHS[info.field_name]
-        if isinstance(value, (list, dict)) and len(value) > limit:
-            raise refuse(f"{info.field_name} has {len(value)} entries; it may have {limit}")
-        return value
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _token_ids_as_strings(cls, value: Any) -> Any:
-        """JSON keys are strings: {"50256": -100} -> {50256: -100}."""
-        if not isinstance(value, dict):
-            return value
-        wrong = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 10)]
-        if wrong:
-            raise refuse(f"logit_bias has the key {shown(wrong[0])}; keys must be token ids")
-        return {int(key): bias for key, bias in value.items()}
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -200,35 +203,23 @@ class GenerationRequest(StructuredFields):
         """Choices to generate of each prompt, of which n are returned."""
         return self.n if self.best_of is None else self.best_of
 
-    def beam_search_params(self, max_tokens: int) -> BeamSearchParams | None:
-        """The search that is asked for; None to sample."""
-        if not self.use_beam_search:
-            return None
-        return BeamSearchParams(
-            beam_width=self.num_generated,
-            max_tokens=max_tokens,
-            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
-            ignore_eos=bool(self.ignore_eos),
-            early_stopping=bool(self.early_stopping),
+    def settings(self, **own: Any) -> Settings:
+        """What is asked of generating; `own` are the fields in which chat and text completions differ."""
+        beams = None
+        if self.use_beam_search:
+            length_penalty = 1.0 if self.length_penalty is None else self.length_penalty
+            beams = BeamSearch(length_penalty, bool(self.early_stopping))
+        return Settings(
+            sampling=self.sampling(),
+            n=self.n,
+            num_generated=self.num_generated,
+            beam_search=beams,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            priority=self.priority,
+            request_id=self.request_id,
+            cache_salt=self.cache_salt,
+            **own,
         )
-
-    def sampling_params(self, defaults: dict[str, float], **derived: Any) -> SamplingParams:
-        """The request's values, else the model's `defaults`, else OpenAI's; `derived` are the caller's own.
-
-        Raises InvalidRequestError when a value is out of range.
-        """
-        fields: dict[str, Any] = {name: defaults[name] for name in SAMPLING_DEFAULTS if name in defaults}
-        if "top_k" in fields:
-            fields["top_k"] = int(fields["top_k"])
-        for name in _SAMPLING_FIELDS:
-            value = getattr(self, name)
-            if value is not None:
-                fields[name] = value
-        if self.use_beam_search:  # the search ranks its own beams and returns n
-            return SamplingParams(**fields | {"n": self.n} | derived)
-        if self.num_generated > self.n and derived.get("logprobs") is None:
-            derived["logprobs"] = 0  # what the choices are ranked by
-        return SamplingParams(**fields | {"n": self.num_generated} | derived)
 
 
 _SAMPLING_FIELDS = (

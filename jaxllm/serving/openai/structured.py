@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
 
 MAX_STRUCTURES = 128
 
@@ -114,18 +113,14 @@ class StructuredFields(RequestModel):
         given = self._constraint_fields()
         if len(given) > 1:
             raise refuse(f"{' and '.join(given)} are set; they are one setting, give one of them", given[1])
-        try:
-            self.structured(None)
-        except InvalidRequestError as error:
-            raise refuse(str(error), given[0]) from None
+        with refusing(self.constraint_field):
+            self.constraint()
         return self
 
-    def structured(self, after: str | None) -> StructuredOutputs | None:
-        """What the text must match, from behind the text `after` on; None where anything may be generated."""
-        given = self._constraint_fields()
-        if not given:
-            return None
-        return StructuredOutputs(**_constraint(given[0], getattr(self, given[0])), after=after)
+    def constraint(self) -> StructuredOutputs | None:
+        """What the text must match; None where anything may be generated."""
+        name = self.constraint_field
+        return None if name is None else StructuredOutputs(**_constraint(name, getattr(self, name)))
 
     @property
     def constraint_field(self) -> str | None:

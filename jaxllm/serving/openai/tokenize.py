@@ -5,9 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.conversation import naming, renaming
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.tokenize_types import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -15,7 +17,7 @@ from jaxllm.serving.openai.tokenize_types import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from jaxllm.serving.prompts import render_chat, render_own_template
+from jaxllm.serving.prompts import render
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
@@ -25,24 +27,34 @@ router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
     state: ServerState = request.app.state.server
-    state.resolve_model(body.model)
-    text = None
+    _, model = state.find_model(body.model)
     if body.messages is not None:
-        text = await render_own_template(state, body.messages, body, body.active_tools)
-    return json_response(await state.offload(_tokenize, state, body, text))
+        with naming(renaming(FIELD_NAMES)):
+            tokens = (await render(state, model, body.conversation())).token_ids
+    else:
+        text = body.prompt or body.content or ""
+        tokens = await state.offload(model.tokenizer.encode, text, body.special_tokens)
+    texts = None
+    if body.return_token_strs:
+        texts = await state.offload(lambda: list(map(model.token_text, tokens)))
+    return json_response(
+        TokenizeResponse(
+            count=len(tokens), max_model_len=model.engine.info.max_model_len, tokens=tokens, token_strs=texts
+        )
+    )
 
 
 @router.post("/detokenize", responses=returns(DetokenizeResponse))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = request.app.state.server
-    state.resolve_model(body.model)
-    vocab_size = state.tokenizer.vocab_size
+    _, model = state.find_model(body.model)
+    vocab_size = model.tokenizer.vocab_size
     for position, token in enumerate(body.tokens):
         if not 0 <= token < vocab_size:
             message = f"tokens[{position}] is {token}; token ids of this model are from 0 to {vocab_size - 1}"
             raise InvalidRequestError(message, f"tokens[{position}]")
-    text = await state.offload(state.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await state.offload(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response(DetokenizeResponse(text))
 
 
@@ -50,13 +62,14 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's special tokens and chat template, and the formats that answers are parsed for."""
     state: ServerState = request.app.state.server
-    tokenizer = state.tokenizer
-    template = state.chat_template or tokenizer.chat_template
-    formats = state.formats(template or "")
+    _, model = state.find_model(None)
+    tokenizer = model.tokenizer
+    template = model.chat_template or tokenizer.chat_template
+    formats = model.formats(template or "")
     info = TokenizerInfo(
         tokenizer_class=type(tokenizer.backend.model).__name__,
         vocab_size=tokenizer.vocab_size,
-        model_max_length=state.engine.info.max_model_len,
+        model_max_length=model.engine.info.max_model_len,
         bos_token=tokenizer.special_tokens.get("bos_token"),
         eos_token=tokenizer.special_tokens.get("eos_token"),
         eos_token_ids=tokenizer.eos_token_ids,
@@ -66,16 +79,3 @@ async def tokenizer_info(request: Request) -> Response:
         reasoning_parser=formats.reasoning.name if formats.reasoning else None,
     )
     return json_response(info)
-
-
-def _tokenize(state: ServerState, body: TokenizeRequest, text: str | None) -> TokenizeResponse:
-    if body.messages is not None:
-        tokens = render_chat(state, body, text).token_ids
-    else:
-        tokens = state.tokenizer.encode(body.prompt or body.content or "", body.special_tokens)
-    return TokenizeResponse(
-        count=len(tokens),
-        max_model_len=state.engine.info.max_model_len,
-        tokens=tokens,
-        token_strs=[state.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
-    )

@@ -7,8 +7,9 @@ from typing import ClassVar
 import msgspec
 from pydantic import model_validator
 
+from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.messages import Messages, TemplateFields, check_history
+from jaxllm.serving.openai.messages import Messages, TemplateFields
 from jaxllm.serving.openai.tools import ToolFields
 
 _SOURCES = ("prompt", "messages", "content")
@@ -39,8 +40,15 @@ class TokenizeRequest(TemplateFields, ToolFields):
             raise refuse(f"give one of prompt, messages and content, not {' and '.join(given) or 'none'}", "prompt")
         if self.add_special is not None and self.content is None:
             raise refuse("add_special goes with content; use add_special_tokens", "add_special")
-        check_history(self.messages or ())
         return self
+
+    def conversation(self) -> Conversation:
+        """The chat that is to be tokenized. Raises InvalidRequestError: see FIELD_NAMES."""
+        return Conversation(
+            messages=[message.message() for message in self.messages or ()],
+            tools=self.callable_tools(),
+            rendering=self.rendering(special_tokens=self.special_tokens),
+        )
 
     @property
     def special_tokens(self) -> bool:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jaxllm.serving.http.errors import shown
-from jaxllm.serving.http.request_model import RequestModel, refuse
-
-MAX_TOOLS = 128
-
-EMPTY_PARAMETERS = {"type": "object", "properties": {}}
-"""Those of a function without any."""
+from jaxllm.errors import Field as Place
+from jaxllm.serving import conversation
+from jaxllm.serving.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Tool, parse_arguments
+from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
+from jaxllm.serving.shown import shown
 
 
 class FunctionDefinition(RequestModel):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=TOOL_NAME)
     """What the model calls the function by."""
     description: str | None = None
     """Tells the model what the function is for."""
@@ -26,16 +23,14 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
     """Make the arguments follow the schema to the letter whenever the model calls this function."""
 
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
-class Tool(RequestModel):
+
+class ChatTool(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
     """The function."""
-
-    def for_template(self) -> dict[str, Any]:
-        """As templates expect it, which write the function's parameters into the prompt."""
-        function = self.function.model_dump(exclude={"strict"}, exclude_none=True)
-        return {"type": "function", "function": {"description": "", "parameters": EMPTY_PARAMETERS} | function}
 
 
 class FunctionName(RequestModel):
@@ -74,7 +69,7 @@ ToolChoice = (
 class ToolFields(RequestModel):
     """The fields of a request that let the model call functions."""
 
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[ChatTool] | None = Field(default=None, max_length=MAX_TOOLS)
     """Functions the model may call."""
     tool_choice: ToolChoice | None = None
     """none, auto (the default with tools), required, a function by name, or allowed_tools."""
@@ -97,26 +92,25 @@ class ToolFields(RequestModel):
             raise refuse(f"tool_choice names {shown(unknown)}; tools has {', '.join(names)}", "tool_choice")
         return self
 
-    @property
-    def active_tools(self) -> list[Tool]:
+    def callable_tools(self) -> list[Tool]:
         """The tools that this answer may call: all, those that allowed_tools names, or none."""
         if self.tool_choice == "none":
             return []
         chosen = self._chosen_names() if isinstance(self.tool_choice, AllowedToolsChoice) else None
-        return [tool for tool in self.tools or () if chosen is None or tool.function.name in chosen]
+        tools = [tool.function.tool() for tool in self.tools or ()]
+        return tools if chosen is None else [tool for tool in tools if tool.name in chosen]
 
-    @property
-    def tool_mode(self) -> str:
-        """ "auto", "required", or the name of the one function to call; matters only where there are active tools."""
+    def choice(self) -> conversation.ToolChoice:
+        """What matters only where there are tools to call."""
         match self.tool_choice:
             case NamedToolChoice(function=function):
-                return function.name
+                return NamedTool(function.name)
             case AllowedToolsChoice(allowed_tools=allowed):
                 return allowed.mode
-            case None:
+            case "required":
+                return "required"
+            case _:
                 return "auto"
-            case choice:
-                return choice
 
     def _chosen_names(self) -> list[str]:
         match self.tool_choice:
@@ -137,12 +131,8 @@ class FunctionCall(RequestModel):
     @field_validator("arguments")
     @classmethod
     def _json_object(cls, value: str) -> str:
-        try:
-            parsed = json.loads(value or "{}")
-        except (ValueError, RecursionError):
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise refuse(f"arguments is {shown(value)}; it must be the JSON text of an object")
+        with refusing():
+            parse_arguments(value, Place("arguments"))
         return value or "{}"
 
 
@@ -157,7 +147,5 @@ class HistoryToolCall(RequestModel):
     index: int | None = None
     """Accepted, without effect: stream chunks number their calls with it."""
 
-    def for_template(self) -> dict[str, Any]:
-        """Templates expect the arguments as an object."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
-        return {"id": self.id, "type": "function", "function": function}
+    def call(self) -> Call:
+        return Call(self.id, self.function.name, parse_arguments(self.function.arguments, Place("arguments")))

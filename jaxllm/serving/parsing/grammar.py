@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.serving.openai.tools import FunctionDefinition, Tool
+from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.serving.parsing.formats import Layout, OutputFormats
 from jaxllm.serving.parsing.notations import value_types
 
@@ -34,7 +34,7 @@ def special_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
 def tool_constraint(
     formats: OutputFormats,
     tools: Sequence[Tool],
-    choice: str,
+    choice: ToolChoice,
     *,
     parallel: bool,
     after: str | None,
@@ -42,8 +42,8 @@ def tool_constraint(
 ) -> StructuredOutputs | None:
     """What makes the model call as asked, in the format of `formats`; OutputParser reads back whatever it allows.
 
-    `choice` is "required" for a call of any of `tools`, a tool's name for a call of that one, and "auto" for the
-    model's choice. With `parallel` it may make several calls. Arguments follow the tools' schemas; for a tool that
+    `choice` is "required" for a call of any of `tools`, a NamedTool for a call of that one, and "auto" for the model's
+    choice. With `parallel` it may make several calls. Arguments follow the tools' schemas; for a tool that
     isn't strict, keywords that llguidance does not enforce are ignored. "auto" is constrained if some tool is strict
     and the format marks its calls: behind the mark the call must be valid; other tools' arguments are any object.
 
@@ -56,14 +56,13 @@ def tool_constraint(
         return None
     layout = formats.tools.layout
     writer = _Grammar(layout, special_tokens)
-    functions = [tool.function for tool in tools]
     if choice == "auto":
-        if not layout.marked or not any(function.strict for function in functions):
+        if not layout.marked or not any(tool.strict for tool in tools):
             return None
-        return StructuredOutputs(grammar=writer.auto(functions, formats, parallel), after=after)
-    if choice != "required":
-        functions = [function for function in functions if function.name == choice]
-    return StructuredOutputs(grammar=writer.required(functions, parallel, leading_space=after is not None), after=after)
+        return StructuredOutputs(grammar=writer.auto(tools, formats, parallel), after=after)
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.name == choice.name]
+    return StructuredOutputs(grammar=writer.required(tools, parallel, leading_space=after is not None), after=after)
 
 
 class _Grammar:
@@ -76,8 +75,8 @@ class _Grammar:
         self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._rules: dict[str, str] = {}
 
-    def required(self, functions: Sequence[FunctionDefinition], parallel: bool, leading_space: bool) -> str:
-        calls = self._calls(functions, lenient=True)
+    def required(self, tools: Sequence[Tool], parallel: bool, leading_space: bool) -> str:
+        calls = self._calls(tools, lenient=True)
         repeated = f" ({self._text(self._layout.between)} call)*" if parallel else ""
         space = "SPACE? " if leading_space else ""
         if leading_space:
@@ -85,17 +84,17 @@ class _Grammar:
         self._rules["call"] = " | ".join(calls)
         return self._lark(f"{space}{self._text(self._layout.start)} call{repeated} {self._text(self._layout.stop)}")
 
-    def auto(self, functions: Sequence[FunctionDefinition], formats: OutputFormats, parallel: bool) -> str:
+    def auto(self, tools: Sequence[Tool], formats: OutputFormats, parallel: bool) -> str:
         """Free text; behind the mark a call, and behind that free text again."""
         layout, mark = self._layout, self._layout.marked
         parts = [f"({self._trigger(mark, formats)})"]
         if layout.start:
-            self._rules["call"] = " | ".join(self._calls(functions, lenient=False))
+            self._rules["call"] = " | ".join(self._calls(tools, lenient=False))
             parts += [self._text(layout.start.removeprefix(mark)), "call"]
             parts += [f"({self._text(layout.between)} call)*"] if parallel else []
             parts.append(self._text(layout.stop))
         else:
-            self._rules["call"] = " | ".join(self._calls(functions, lenient=False, skip=len(mark)))
+            self._rules["call"] = " | ".join(self._calls(tools, lenient=False, skip=len(mark)))
             parts.append("call")
         self._rules["calls"] = " ".join(parts)
         return self._lark("calls* prose" if parallel else "calls | prose")
@@ -111,13 +110,13 @@ class _Grammar:
         self._rules["trigger[lazy]"] = f"TEXT {_quoted(mark)}"
         return f"prose ({tokens}) trigger | trigger" if tokens else "trigger"
 
-    def _calls(self, functions: Sequence[FunctionDefinition], lenient: bool, skip: int = 0) -> list[str]:
-        """One alternative for each function; `skip` leaves out that much of its beginning."""
+    def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> list[str]:
+        """One alternative for each tool; `skip` leaves out that much of its beginning."""
         alternatives = []
-        for at, function in enumerate(functions):
-            parameters = _parameters(function, any_object=not lenient and not function.strict)
-            head = self._layout.call.replace("{name}", function.name)[skip:]
-            arguments = self._arguments(f"f{at}", parameters, strict=bool(function.strict))
+        for at, tool in enumerate(tools):
+            parameters = _parameters(tool, any_object=not lenient and not tool.strict)
+            head = self._layout.call.replace("{name}", tool.name)[skip:]
+            arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
             alternatives.append(f"{self._text(head)} {arguments} {self._text(self._layout.end)}")
         return alternatives
 
@@ -250,12 +249,12 @@ _OPENING = ("additionalProperties", "patternProperties", "unevaluatedProperties"
 """Where a schema has one of these, it may mean properties that it does not name here."""
 
 
-def _parameters(function: FunctionDefinition, any_object: bool) -> dict[str, Any]:
+def _parameters(tool: Tool, any_object: bool) -> dict[str, Any]:
     if any_object:
         return {"type": "object"}
-    if not function.parameters:
+    if not tool.parameters:
         return _EMPTY_OBJECT
-    return {"type": "object", **function.parameters}
+    return {"type": "object", **tool.parameters}
 
 
 def _subschema(schema: Any, root: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import msgspec
 
-from jaxllm.serving.openai.tools import Tool
+from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.formats import CallSyntax, OutputFormats, ReasoningFormat
@@ -53,7 +53,7 @@ class OutputParser:
         self._source = Source()
         self._events: list[Event] = []
         self._format = formats.tools if parse_tools and tools else None
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools or ()}
+        schemas = {tool.name: tool.parameters or {} for tool in tools or ()}
         self._writer = CallWriter(self._source, self._events, schemas, self._format.new_id if self._format else str)
         self._begins = _Beginnings(self._format.syntaxes, schemas) if self._format else None
         self._line_is_blank = True

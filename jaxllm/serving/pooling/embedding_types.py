@@ -7,8 +7,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from jaxllm.serving.http.request_model import Label, PromptTokensDetails, RequestModel, refuse
-from jaxllm.serving.openai.messages import Message, TemplateFields, check_history
+from jaxllm.serving.conversation import Conversation
+from jaxllm.serving.http.request_model import Label, RequestModel, refuse
+from jaxllm.serving.openai.messages import Messages, TemplateFields
+from jaxllm.serving.openai.usage import PromptTokensDetails
 
 MAX_INPUTS = 2048
 """Texts of one request, as at OpenAI."""
@@ -46,7 +48,7 @@ class InputFields(TemplateFields, PoolingFields):
 
     input: str | list[str] | list[int] | list[list[int]] | None = None
     """One text or one list of token ids, or a list of either."""
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     """A chat, rendered through the template and taken as one text."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as the one that ends a text; true for text, false for a chat."""
@@ -76,8 +78,14 @@ class InputFields(TemplateFields, PoolingFields):
             raise refuse(f"give input or messages; {problem}", "input")
         if len(self.inputs) > MAX_INPUTS:
             raise refuse(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
-        check_history(self.messages or ())
         return self
+
+    def conversation(self) -> Conversation:
+        """The chat that is to be looked at. Raises InvalidRequestError: see FIELD_NAMES of openai.messages."""
+        return Conversation(
+            messages=[message.message() for message in self.messages or ()],
+            rendering=self.rendering(special_tokens=bool(self.add_special_tokens)),
+        )
 
     @property
     def inputs(self) -> list[str | list[int]]:

@@ -14,7 +14,8 @@ from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.pooling.embedding_types import Embedding, EmbeddingList, EmbeddingRequest
-from jaxllm.serving.pooling.run import PoolingBatch, input_prompts, pooling_kind
+from jaxllm.serving.pooling.prompts import input_prompts, pooling_kind
+from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
@@ -24,28 +25,28 @@ router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
     state: ServerState = request.app.state.server
-    model = state.resolve_model(body.model)
-    size = state.engine.info.hidden_size
+    name, model = state.find_model(body.model)
+    size = model.engine.info.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequestError(f"dimensions is {body.dimensions}; this model has {size}", "dimensions")
-    prompts = await input_prompts(state, body)
-    batch = PoolingBatch(state, body, "embd")
-    vectors = await batch.run(request, prompts, PoolingParams(kind=pooling_kind(state)))
+    prompts = await input_prompts(state, model, body)
+    run = PoolingRun(model, body, "embd")
+    vectors = await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))
     normalize = body.asks_unit_length
     if normalize is None:
-        normalize = state.engine.info.tasks.normalize
+        normalize = model.engine.info.tasks.normalize
     shaped = (shape_vector(vector, body.dimensions, normalize) for vector in vectors)
     embeddings = EmbeddingList(
-        id=batch.id,
-        created=batch.created,
-        model=model,
+        id=run.id,
+        created=run.created,
+        model=name,
         data=[
             Embedding(index=index, embedding=encode_vector(vector, body.encoding_format))
             for index, vector in enumerate(shaped)
         ],
-        usage=batch.usage(),
+        usage=run.usage(),
     )
-    return json_response(embeddings, request_id=batch.id)
+    return json_response(embeddings, request_id=run.id)
 
 
 def encode_vector(vector: np.ndarray, encoding_format: str) -> list[float] | str:

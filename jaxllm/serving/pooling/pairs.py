@@ -11,8 +11,10 @@ from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.tasks import Activation, ModelTasks
-from jaxllm.serving.pooling.run import PoolingBatch, check_length, kept_tokens, pooling_kind, text_prompt
+from jaxllm.serving.pooling.prompts import check_length, kept_tokens, pooling_kind, text_prompt
+from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.pooling.scoring_types import ComparisonFields
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 Method = Literal["yes_no", "cosine", "classifier"]
@@ -45,22 +47,22 @@ def score_method(config: ServeConfig, tasks: ModelTasks) -> Method:
 
 
 async def score_pairs(
-    state: ServerState, request: Request, pairs: list[Pair], body: ComparisonFields, batch: PoolingBatch
+    state: ServerState, model: ServedModel, request: Request, pairs: list[Pair], body: ComparisonFields, run: PoolingRun
 ) -> list[float]:
     """A score for each pair: a probability, or with cosine a number from -1 to 1.
 
     Raises:
         InvalidRequestError: a field does not suit how this model compares; APIError: a text is too long.
     """
-    method = score_method(state.config, state.engine.info.tasks)
-    _check_fields(state, body, method)
-    pairs = await state.offload(_shorten_pairs, state, pairs, body)
+    method = score_method(model.config, model.engine.info.tasks)
+    _check_fields(model, body, method)
+    pairs = await state.offload(_shorten_pairs, model, pairs, body)
     if method == "cosine":
-        return await _cosines(state, request, pairs, body, batch)
-    params = PoolingParams(kind="logits", token_ids=_answers(state) if method == "yes_no" else ())
-    prompts = await state.offload(lambda: [_pair_prompt(state, pair, body) for pair in pairs])
-    logits = np.stack(await batch.run(request, prompts, params)).astype(np.float64)
-    return _relevance(logits, state.engine.info.tasks, raw=not body.use_activation).tolist()
+        return await _cosines(state, model, request, pairs, body, run)
+    params = PoolingParams(kind="logits", token_ids=_answers(model) if method == "yes_no" else ())
+    prompts = await state.offload(lambda: [_pair_prompt(model, pair, body) for pair in pairs])
+    logits = np.stack(await run.run(request, prompts, params)).astype(np.float64)
+    return _relevance(logits, model.engine.info.tasks, raw=not body.use_activation).tolist()
 
 
 def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
@@ -84,50 +86,50 @@ def _relevance(logits: np.ndarray, tasks: ModelTasks, *, raw: bool) -> np.ndarra
 
 
 async def _cosines(
-    state: ServerState, request: Request, pairs: list[Pair], body: ComparisonFields, batch: PoolingBatch
+    state: ServerState, model: ServedModel, request: Request, pairs: list[Pair], body: ComparisonFields, run: PoolingRun
 ) -> list[float]:
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    keep = kept_tokens(state, body)
-    prompts = await state.offload(lambda: [text_prompt(state, text, keep, _quoted(text)) for text in texts])
-    vectors = np.stack(await batch.run(request, prompts, PoolingParams(kind=pooling_kind(state)))).astype(np.float64)
+    keep = kept_tokens(model, body)
+    prompts = await state.offload(lambda: [text_prompt(model, text, keep, _quoted(text)) for text in texts])
+    vectors = np.stack(await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     unit = dict(zip(texts, units, strict=True))
     return [float(unit[first] @ unit[second]) for first, second in pairs]
 
 
-def _check_fields(state: ServerState, body: ComparisonFields, method: Method) -> None:
-    tasks = state.engine.info.tasks
+def _check_fields(model: ServedModel, body: ComparisonFields, method: Method) -> None:
+    tasks = model.engine.info.tasks
     if method == "classifier" and len(tasks.labels) != 1 and set(tasks.labels) != {"yes", "no"}:
         raise InvalidRequestError(
             f"this model tells {len(tasks.labels)} classes apart; a score needs one, or yes and no; use /classify",
         )
-    if body.instruction is not None and not _judges(state):
+    if body.instruction is not None and not _judges(model):
         raise InvalidRequestError("instruction has no place in how this model compares texts", "instruction")
     if method == "cosine" and not body.use_activation:
         raise InvalidRequestError("use_activation is false, but a cosine has no activation", "use_activation")
 
 
-def _judges(state: ServerState) -> bool:
+def _judges(model: ServedModel) -> bool:
     """Whether pairs are put to the model in JUDGE_PROMPT."""
-    tasks = state.engine.info.tasks
-    method = score_method(state.config, tasks)
+    tasks = model.engine.info.tasks
+    method = score_method(model.config, tasks)
     return method == "yes_no" or (method == "classifier" and tasks.judges_pairs)
 
 
-def _answers(state: ServerState) -> tuple[int, int]:
+def _answers(model: ServedModel) -> tuple[int, int]:
     """The tokens "yes" and "no"."""
-    ids = [state.tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
+    ids = [model.tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
     if any(len(tokens) != 1 for tokens in ids):
         raise InvalidRequestError("score_method is 'yes_no', but this tokenizer has no single token for 'yes' and 'no'")
     return ids[0][0], ids[1][0]
 
 
-def _pair_prompt(state: ServerState, pair: Pair, body: ComparisonFields) -> list[int]:
+def _pair_prompt(model: ServedModel, pair: Pair, body: ComparisonFields) -> list[int]:
     """Token ids of one pair, its document cut where the whole is longer than truncate_prompt_tokens."""
     query, document = pair
-    keep, source = kept_tokens(state, body), _quoted(document)
-    ids = _encode_pair(state, query, document, body)
-    length = len(state.tokenizer.encode(document, add_special_tokens=False)) if len(ids) > keep else 0
+    keep, source = kept_tokens(model, body), _quoted(document)
+    ids = _encode_pair(model, query, document, body)
+    length = len(model.tokenizer.encode(document, add_special_tokens=False)) if len(ids) > keep else 0
     while len(ids) > keep:
         length -= len(ids) - keep
         if length < 1:
@@ -135,18 +137,18 @@ def _pair_prompt(state: ServerState, pair: Pair, body: ComparisonFields) -> list
                 f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, which leaves no room for a document",
                 "truncate_prompt_tokens",
             )
-        ids = _encode_pair(state, query, _first_tokens(state, document, length), body)
-    return check_length(state, ids, source)
+        ids = _encode_pair(model, query, _first_tokens(model, document, length), body)
+    return check_length(model, ids, source)
 
 
-def _encode_pair(state: ServerState, query: str, document: str, body: ComparisonFields) -> list[int]:
-    if not _judges(state):
-        return state.tokenizer.encode_pair(query, document)
+def _encode_pair(model: ServedModel, query: str, document: str, body: ComparisonFields) -> list[int]:
+    if not _judges(model):
+        return model.tokenizer.encode_pair(query, document)
     text = JUDGE_PROMPT.format(instruction=body.instruction or INSTRUCTION, query=query, document=document)
-    return state.tokenizer.encode(text, add_special_tokens=False)
+    return model.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _shorten_pairs(state: ServerState, pairs: list[Pair], body: ComparisonFields) -> list[Pair]:
+def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields) -> list[Pair]:
     limits = body.max_tokens_per_query, body.max_tokens_per_doc
     if not any(limits):
         return pairs
@@ -154,15 +156,15 @@ def _shorten_pairs(state: ServerState, pairs: list[Pair], body: ComparisonFields
 
     def shorten(text: str, limit: int | None) -> str:
         if limit and (text, limit) not in known:
-            known[text, limit] = _first_tokens(state, text, limit)
+            known[text, limit] = _first_tokens(model, text, limit)
         return known.get((text, limit), text)
 
     return [(shorten(query, limits[0]), shorten(document, limits[1])) for query, document in pairs]
 
 
-def _first_tokens(state: ServerState, text: str, count: int) -> str:
-    ids = state.tokenizer.encode(text, add_special_tokens=False)
-    return text if len(ids) <= count else state.tokenizer.decode(ids[:count], skip_special_tokens=False)
+def _first_tokens(model: ServedModel, text: str, count: int) -> str:
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    return text if len(ids) <= count else model.tokenizer.decode(ids[:count], skip_special_tokens=False)
 
 
 def _quoted(text: str) -> str:

@@ -14,7 +14,8 @@ from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.pooling.pairs import activate, score_pairs
-from jaxllm.serving.pooling.run import PoolingBatch, input_prompts
+from jaxllm.serving.pooling.prompts import input_prompts
+from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.pooling.scoring_types import (
     APIVersion,
     Classification,
@@ -40,17 +41,17 @@ cohere_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
 async def score(body: ScoreRequest, request: Request) -> Response:
     """How well each text goes with the query."""
     state: ServerState = request.app.state.server
-    model = state.resolve_model(body.model)
-    batch = PoolingBatch(state, body, "score")
-    scores = await score_pairs(state, request, body.pairs, body, batch)
+    name, model = state.find_model(body.model)
+    run = PoolingRun(model, body, "score")
+    scores = await score_pairs(state, model, request, body.pairs, body, run)
     result = ScoreList(
-        id=batch.id,
-        created=batch.created,
-        model=model,
+        id=run.id,
+        created=run.created,
+        model=name,
         data=[Score(index=index, score=value) for index, value in enumerate(scores)],
-        usage=batch.usage(),
+        usage=run.usage(),
     )
-    return json_response(result, request_id=batch.id)
+    return json_response(result, request_id=run.id)
 
 
 @router.post("/rerank", responses=returns(Ranking))
@@ -69,41 +70,41 @@ async def rerank_v2(body: RerankRequest, request: Request) -> Response:
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The class of each text, for models with a classification head."""
     state: ServerState = request.app.state.server
-    model = state.resolve_model(body.model)
-    tasks = state.engine.info.tasks
+    name, model = state.find_model(body.model)
+    tasks = model.engine.info.tasks
     if not tasks.labels:
-        raise InvalidRequestError(f"model {model!r} has no classification head, so it cannot classify", "model")
-    prompts = await input_prompts(state, body)
-    batch = PoolingBatch(state, body, "classify")
-    logits = np.stack(await batch.run(request, prompts, PoolingParams(kind="logits")))
+        raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")
+    prompts = await input_prompts(state, model, body)
+    run = PoolingRun(model, body, "classify")
+    logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
     probs = activate(logits, tasks.activation if body.use_activation else "identity")
     result = ClassificationList(
-        id=batch.id,
-        created=batch.created,
-        model=model,
+        id=run.id,
+        created=run.created,
+        model=name,
         data=[
             Classification(
                 index=index, label=tasks.labels[int(row.argmax())], probs=row.tolist(), num_classes=len(tasks.labels)
             )
             for index, row in enumerate(probs)
         ],
-        usage=batch.usage(),
+        usage=run.usage(),
     )
-    return json_response(result, request_id=batch.id)
+    return json_response(result, request_id=run.id)
 
 
 async def _rank(
     body: RerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
 ) -> Response:
     state: ServerState = request.app.state.server
-    model = state.resolve_model(body.model)
-    batch = PoolingBatch(state, body, "rerank")
+    name, model = state.find_model(body.model)
+    run = PoolingRun(model, body, "rerank")
     texts = body.texts
-    scores = await score_pairs(state, request, [(body.query, text) for text in texts], body, batch)
+    scores = await score_pairs(state, model, request, [(body.query, text) for text in texts], body, run)
     best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
     result = Ranking(
-        id=batch.id,
-        model=model,
+        id=run.id,
+        model=name,
         results=[
             Rank(
                 index=index,
@@ -112,7 +113,7 @@ async def _rank(
             )
             for index in best_first[: body.top_n or None]
         ],
-        usage=batch.usage(),
+        usage=run.usage(),
         meta=RankingMeta(APIVersion(version)),
     )
-    return json_response(result, request_id=batch.id)
+    return json_response(result, request_id=run.id)

@@ -7,11 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.http.errors import shown
+from jaxllm.serving.conversation import MAX_TOOLS
 from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.openai.sampling import SamplingFields
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
-from jaxllm.serving.openai.tools import MAX_TOOLS, FunctionDefinition
+from jaxllm.serving.openai.tools import FunctionDefinition
 from jaxllm.serving.responses.items import MAX_ITEMS, AnyItem, NewItem
+from jaxllm.serving.shown import shown
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -207,7 +209,7 @@ class ResponseStreamOptions(RequestModel):
     """Only false: this server pads no events."""
 
 
-class ResponseRequest(PromptFields, MetadataFields):
+class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "n", "prompt",
         "prompt_cache_options", "response_format",
@@ -228,12 +230,8 @@ class ResponseRequest(PromptFields, MetadataFields):
     """Send events while the response is made."""
     stream_options: ResponseStreamOptions | None = None
     """Needs stream."""
-    temperature: float | None = None
-    """As in a chat."""
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     """Alternatives of each token, with message.output_text.logprobs."""
-    top_p: float | None = None
-    """As in a chat."""
 
     prompt_cache_key: str | None = None
     """Accepted, without effect: prefixes are always shared."""
@@ -245,37 +243,6 @@ class ResponseRequest(PromptFields, MetadataFields):
     """Accepted, without effect: there is one tier, and the response says "default"."""
     user: str | None = None
     """Accepted, without effect, as OpenAI documents it."""
-
-    cache_salt: str | None = Field(default=None, min_length=1)
-    """Only requests with the same salt share cached prefixes."""
-    frequency_penalty: float | None = None
-    """As in a chat."""
-    ignore_eos: bool | None = None
-    """As in a chat."""
-    include_stop_str_in_output: bool | None = None
-    """As in a chat."""
-    logit_bias: dict[str, float] | None = None
-    """Token id -> value added to its logit."""
-    min_p: float | None = None
-    """As in a chat."""
-    min_tokens: int | None = None
-    """As in a chat."""
-    presence_penalty: float | None = None
-    """As in a chat."""
-    priority: int = 0
-    """Lower runs earlier."""
-    repetition_penalty: float | None = None
-    """As in a chat."""
-    seed: int | None = None
-    """As in a chat."""
-    skip_special_tokens: bool | None = None
-    """As in a chat."""
-    stop: str | list[str] | None = None
-    """Text that ends generation."""
-    stop_token_ids: list[int] | None = None
-    """As in a chat."""
-    top_k: int | None = None
-    """As in a chat."""
 
     @model_validator(mode="after")
     def _response_fields(self) -> ResponseRequest:
@@ -290,14 +257,6 @@ class ResponseRequest(PromptFields, MetadataFields):
     @property
     def logprobs_count(self) -> int | None:
         return self.top_logprobs if LOGPROBS in self.include else None
-
-
-PASSED_ON = (
-    "temperature", "top_p", "chat_template_kwargs", "cache_salt", "frequency_penalty",
-    "ignore_eos", "include_stop_str_in_output", "logit_bias", "min_p", "min_tokens", "presence_penalty", "priority",
-    "repetition_penalty", "seed", "skip_special_tokens", "stop", "stop_token_ids", "top_k",
-)  # fmt: skip
-"""Fields that mean the same, under the same name, in a chat request."""
 
 
 class InputTokensRequest(PromptFields):

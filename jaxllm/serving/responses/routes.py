@@ -12,13 +12,12 @@ from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.http.streaming import EventStream, until_disconnect
 from jaxllm.serving.responses.events import StreamEvent
 from jaxllm.serving.responses.objects import RUNNING, DeletedResponse, InputTokens, ItemList, Response
 from jaxllm.serving.responses.paging import After, Include, Limit, Order, page
 from jaxllm.serving.responses.request import InputTokensRequest, ResponseRequest
 from jaxllm.serving.responses.service import Responses
-from jaxllm.serving.responses.stream import ResponseStream
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["responses"])
@@ -34,10 +33,10 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
     if body.background:
         begun = await responses.background.start(run)
         if body.stream:
-            return ResponseStream(run.response.id, begun.follow(-1, keep_alive))
+            return EventStream(run.response.id, begun.follow(-1, keep_alive))
         return json_response(run.response, request_id=run.response.id)
     if body.stream:
-        return ResponseStream(run.response.id, run.events(keep_alive), run)
+        return EventStream(run.response.id, run.events(keep_alive), run)
     async with run:
         response = await until_disconnect(request.receive, run.to_end())
     return json_response(response, request_id=response.id)
@@ -70,12 +69,12 @@ async def retrieve_response(
         return json_response(response, request_id=response_id)
     after = -1 if starting_after is None else starting_after
     if active is not None and active.run.keeps_events:
-        return ResponseStream(response_id, active.follow(after, state.config.sse_keep_alive))
+        return EventStream(response_id, active.follow(after, state.config.sse_keep_alive))
     events = None if active is not None else await responses.store.events(response_id)
     if events is None:
         message = f"{response_id} has no stream; responses created with background and stream keep theirs"
         raise APIError(400, message, param="stream", code="no_stream")
-    return ResponseStream(response_id, _replay(events, after))
+    return EventStream(response_id, _replay(events, after))
 
 
 @router.delete("/responses/{response_id}", responses=returns(DeletedResponse))

@@ -1,12 +1,12 @@
-"""One response under way: its chat, its events, and its place in the store."""
+"""One response under way: its reply, its events, and its place in the store."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
 
-from jaxllm.serving.chat import ChatTurn
 from jaxllm.serving.http.errors import to_api_error
+from jaxllm.serving.reply import Reply
 from jaxllm.serving.responses.events import server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
@@ -21,7 +21,7 @@ class ResponseRun:
 
     def __init__(
         self,
-        turn: ChatTurn,
+        reply: Reply,
         writer: EventWriter,
         input_items: Sequence[Item],
         store: ResponseStore,
@@ -31,7 +31,7 @@ class ResponseRun:
         self.keeps_events = keeps_events
         self.sent: list[bytes] = []
         """Every event so far, by its sequence number, with `keeps_events`."""
-        self._turn = turn
+        self._reply = reply
         self._writer = writer
         self._input_items = input_items
         self._store = store
@@ -42,11 +42,11 @@ class ResponseRun:
         return self._writer.response
 
     async def __aenter__(self) -> ResponseRun:
-        await self._turn.generation.__aenter__()
+        await self._reply.generation.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._turn.generation.__aexit__(*error)
+        await self._reply.generation.__aexit__(*error)
 
     async def begin_stored(self) -> None:
         """Keep the response before it has run, as one that will be asked for by its id."""
@@ -54,11 +54,11 @@ class ResponseRun:
 
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
-        async for batch in self._turn.generation.batches():
-            for index, delta in batch:
-                for _ in self._writer.add(self._turn.parse(index, delta)):
+        async for gained in self._reply.generation.batches():
+            for index, delta in gained:
+                for _ in self._writer.add(self._reply.parse(index, delta)):
                     pass
-        for _ in self._writer.finish(self._turn.usage()):
+        for _ in self._writer.finish(self._reply.usage()):
             pass
         await self._save()
         return self.response
@@ -69,19 +69,21 @@ class ResponseRun:
         What stops the generation becomes an error event and a failed response. The last event follows the store, so
         that whoever has seen it finds the response there.
         """
-        writer, turn = self._writer, self._turn
+        writer, reply = self._writer, self._reply
         yield self._note([server_sent(event) for event in writer.open()])
         try:
-            async for batch in turn.generation.batches(keep_alive):
-                sent = [server_sent(event) for index, delta in batch for event in writer.add(turn.parse(index, delta))]
-                if sent or not batch:
+            async for gained in reply.generation.batches(keep_alive):
+                sent = [
+                    server_sent(event) for index, delta in gained for event in writer.add(reply.parse(index, delta))
+                ]
+                if sent or not gained:
                     yield self._note(sent)
-            sent = self._note([server_sent(event) for event in writer.finish(turn.usage())])
+            sent = self._note([server_sent(event) for event in writer.finish(reply.usage())])
         except Exception as error:
             api_error = to_api_error(error)
             if api_error.status == 500:
                 logger.exception("%s failed while running", self.response.id)
-            sent = self._note([server_sent(event) for event in writer.fail(api_error, turn.usage())])
+            sent = self._note([server_sent(event) for event in writer.fail(api_error, reply.usage())])
         if sent:
             yield sent
         last = [server_sent(writer.last())]
@@ -90,7 +92,7 @@ class ResponseRun:
 
     def abort(self) -> None:
         """End now, as failed."""
-        self._turn.generation.abort()
+        self._reply.generation.abort()
 
     def _note(self, sent: list[bytes]) -> list[bytes]:
         if self.keeps_events:

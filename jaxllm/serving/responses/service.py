@@ -8,17 +8,18 @@ from typing import Any
 
 from msgspec import UNSET
 
-from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.chat import ChatTurn, begin_chat
+from jaxllm.errors import ContextLengthError, InvalidRequestError
+from jaxllm.serving.conversation import naming
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.prompts import render_chat
+from jaxllm.serving.prompts import render
+from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.responses.background import BackgroundRuns
 from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
 from jaxllm.serving.responses.objects import ConversationReference, Response
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest
 from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.responses.translate import chat_request, renamed, turns
+from jaxllm.serving.responses.translate import Translation, settings, turns
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.conversations import ConversationStore
@@ -37,28 +38,23 @@ class Responses:
     async def prepare(self, body: ResponseRequest) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
         context, own = await self._context(body)
-        try:
-            turn = await self._fitting_chat(body, context)
-        except (APIError, InvalidRequestError) as error:
-            raise renamed(error) from None
-        params = turn.generation.prompts[0].params
-        response = _response(body, turn, temperature=params.temperature, top_p=params.top_p)
+        reply = await self._fitting_reply(body, context, own)
+        params = reply.generation.prompts[0].params
+        response = _response(body, reply.name, temperature=params.temperature, top_p=params.top_p)
         writer = EventWriter(
             response,
             summarizes=body.summarizes,
             logprobs_count=body.logprobs_count,
-            token_text=self._state.token_text,
+            token_text=reply.token_text,
         )
-        return ResponseRun(turn, writer, own, self.store, keeps_events=body.background and body.stream)
+        return ResponseRun(reply, writer, own, self.store, keeps_events=body.background and body.stream)
 
     async def count_tokens(self, body: PromptFields) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
-        self._state.resolve_model(body.model)
-        context, _ = await self._context(body)
-        try:
-            rendered = await self._state.offload(render_chat, self._state, chat_request(body, context))
-        except (APIError, InvalidRequestError) as error:
-            raise renamed(error) from None
+        _, model = self._state.find_model(body.model)
+        translation = Translation(body, *await self._context(body))
+        with naming(translation.name):
+            rendered = await render(self._state, model, translation.conversation())
         return len(rendered.token_ids)
 
     async def _context(self, body: PromptFields) -> tuple[list[Item], list[Item]]:
@@ -101,42 +97,41 @@ class Responses:
             raise APIError(404, message, param=f"input[{at}].id", code="item_not_found")
         return found
 
-    async def _fitting_chat(self, body: PromptFields, context: list[Item]) -> ChatTurn:
-        """With truncation auto, the chat that keeps as many of the latest turns as fit."""
+    async def _fitting_reply(self, body: ResponseRequest, context: list[Item], own: list[Item]) -> Reply:
+        """With truncation auto, the reply to as many of the latest turns as fit."""
         try:
-            return await begin_chat(self._state, chat_request(body, context), kind="resp")
-        except APIError as error:
-            if body.truncation == "disabled" or not _is_too_long(error):
+            return await self._reply(body, context, own)
+        except ContextLengthError as error:
+            if body.truncation == "disabled":
                 raise
             too_long = error
-        fitting: ChatTurn | None = None
+        fitting: Reply | None = None
         cuts = [cut for cut in turns(context) if cut > 0]
         low, high = 0, len(cuts)
         while low < high:
             middle = (low + high) // 2
             kept = [*_leading_instructions(context[: cuts[middle]]), *context[cuts[middle] :]]
             try:
-                fitting = await begin_chat(self._state, chat_request(body, kept), kind="resp")
+                fitting = await self._reply(body, kept, own)
                 high = middle
-            except APIError as error:
-                if not _is_too_long(error):
-                    raise
+            except ContextLengthError as error:
                 too_long = error
                 low = middle + 1
         if fitting is None:
             raise too_long
         return fitting
 
-
-def _is_too_long(error: APIError) -> bool:
-    return error.body["error"]["code"] == "context_length_exceeded"
+    async def _reply(self, body: ResponseRequest, context: list[Item], own: list[Item]) -> Reply:
+        translation = Translation(body, context, own)
+        with naming(translation.name):
+            return await begin_reply(self._state, body.model, translation.conversation(), settings(body), kind="resp")
 
 
 def _leading_instructions(items: Sequence[Item]) -> list[Item]:
     return [item for item in items if item["type"] == "message" and item["role"] in ("system", "developer")]
 
 
-def _response(body: ResponseRequest, turn: ChatTurn, *, temperature: float, top_p: float) -> Response:
+def _response(body: ResponseRequest, model: str, *, temperature: float, top_p: float) -> Response:
     conversation = body.conversation_id
     return Response(
         id=new_id("resp"),
@@ -147,7 +142,7 @@ def _response(body: ResponseRequest, turn: ChatTurn, *, temperature: float, top_
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
-        model=turn.model,
+        model=model,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls,
         previous_response_id=body.previous_response_id,

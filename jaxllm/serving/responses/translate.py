@@ -1,106 +1,92 @@
-"""A response's items and settings as a chat request."""
+"""A response's items and settings as a conversation."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
-from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.http.errors import APIError, to_api_error
-from jaxllm.serving.openai.chat_request import ChatRequest
+from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.serving.conversation import (
+    Call,
+    Conversation,
+    Message,
+    NamedTool,
+    Rendering,
+    Tool,
+    ToolChoice,
+    parse_arguments,
+    thinking_variables,
+)
+from jaxllm.serving.openai.structured import JSONObjectFormat
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.request import (
-    PASSED_ON,
     AllowedFunctions,
     ChosenFunction,
     PromptFields,
     ResponseRequest,
     TextSchemaFormat,
 )
-
-CHAT_NAMES = {
-    "max_completion_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-}  # fmt: skip
-"""What a chat request calls fields that have another name here."""
-
-_chat_name = re.compile(rf"\b({'|'.join(CHAT_NAMES)})\b")
+from jaxllm.serving.settings import Settings
 
 
-def chat_request(body: PromptFields, context: Sequence[Item]) -> ChatRequest:
-    """The chat whose next message is the response; `context` is everything it is given, oldest first.
+class Translation:
+    """What a request and all that it continues say; `context` is oldest first, `own` what the request itself brings.
 
-    Raises InvalidRequestError or APIError, which name fields as a chat request does: see `renamed`.
+    `conversation()` may raise InvalidRequestError; `name` gives its fields, and those of the settings, the names they
+    have in the request.
     """
-    fields: dict[str, Any] = {"model": body.model, "messages": chat_messages(context)}
-    if body.instructions is not None:
-        fields["messages"].insert(0, {"role": "system", "content": body.instructions})
-    if body.tools:
-        fields["tools"] = [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools]
-        fields |= {"tool_choice": _tool_choice(body), "parallel_tool_calls": body.parallel_tool_calls}
-    if body.text is not None and body.text.format is not None:
-        fields["response_format"] = _response_format(body)
-    if body.reasoning is not None:
-        fields["reasoning_effort"] = body.reasoning.effort
-    if isinstance(body, ResponseRequest):
-        fields |= {name: getattr(body, name) for name in PASSED_ON}
-        fields |= {"max_completion_tokens": body.max_output_tokens, "logprobs": body.logprobs_count is not None}
-        if body.logprobs_count is not None:
-            fields["top_logprobs"] = body.logprobs_count
-    else:
-        fields["chat_template_kwargs"] = body.chat_template_kwargs
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        located = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
-        raise to_api_error(RequestValidationError(located, body=fields)) from None
+
+    def __init__(self, body: PromptFields, context: Sequence[Item], own: Sequence[Item]):
+        self._body = body
+        self._context = context
+        self._places = {id(item): at for at, item in enumerate(own)} if not isinstance(body.input, str) else {}
+        self._origins: list[Item | None] = []
+        """The item that each message begins with."""
+
+    def conversation(self) -> Conversation:
+        items = [item for item in self._context if not _is_cut_off(item)]
+        _check_calls(items)
+        spoken = _messages(items)
+        self._origins = [one.origin for one in spoken]
+        messages = [one.message for one in spoken]
+        if self._body.instructions is not None:
+            self._origins.insert(0, None)
+            messages.insert(0, Message("system", self._body.instructions))
+        return Conversation(
+            messages=messages,
+            tools=_tools(self._body),
+            tool_choice=_tool_choice(self._body),
+            parallel_tool_calls=self._body.parallel_tool_calls,
+            rendering=_rendering(self._body),
+            structured_outputs=_constraint(self._body),
+        )
+
+    def name(self, place: Field) -> Field:
+        match place.path:
+            case ("messages", int(at), *rest):
+                origin = self._places.get(id(self._origins[at]))
+                return Field("input") if origin is None else Field("input", origin, *rest)
+            case ("messages", *_):
+                return Field("input")
+            case ("max_tokens",):
+                return Field("max_output_tokens")
+            case ("structured_outputs",):
+                return Field("text", "format")
+            case _:
+                return place
 
 
-def renamed(error: APIError | InvalidRequestError) -> APIError | InvalidRequestError:
-    """The error with the names that fields have in a response instead of those in a chat."""
-    if isinstance(error, InvalidRequestError):
-        param = error.param and _rename(error.param)
-        return InvalidRequestError(_rename(str(error)), param)
-    told = error.body["error"]
-    param = told["param"] and _rename(told["param"])
-    return APIError(
-        error.status, _rename(str(error)), type=str(told["type"]), param=param, code=told["code"], headers=error.headers
+def settings(body: ResponseRequest) -> Settings:
+    return Settings(
+        sampling=body.sampling(),
+        max_tokens=body.max_output_tokens,
+        logprobs=body.logprobs_count,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
     )
-
-
-def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Reasoning, text and calls that follow each other are one assistant's message; each output is a tool's message.
-
-    Calls that max_output_tokens cut off are left out: nobody can run them, and no template renders half of one.
-    Raises InvalidRequestError when calls and outputs do not belong together.
-    """
-    items = [item for item in items if not (item["type"] == "function_call" and item["status"] == "incomplete")]
-    _check_calls(items)
-    messages: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None  # the assistant's message that the next item may join
-    for item in items:
-        match item["type"]:
-            case "message" if item["role"] != "assistant":
-                messages.append({"role": item["role"], "content": _text(item["content"])})
-                answer = None
-            case "function_call_output":
-                output = item["output"]
-                content = output if isinstance(output, str) else _text(output)
-                messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-                answer = None
-            case kind:
-                if answer is None or _begins_anew(answer, kind):
-                    answer = {"role": "assistant"}
-                    messages.append(answer)
-                _join(answer, item)
-    for message in messages:
-        if message["role"] == "assistant" and "tool_calls" not in message:
-            message.setdefault("content", "")
-    return messages
 
 
 def turns(items: Sequence[Item]) -> list[int]:
@@ -114,29 +100,71 @@ def turns(items: Sequence[Item]) -> list[int]:
     ]
 
 
-def _begins_anew(answer: dict[str, Any], kind: str) -> bool:
-    """Reasoning comes before text, text before calls; what follows calls that nobody has answered belongs to them."""
-    if "tool_calls" in answer:
-        return False
-    return len(answer) > 1 if kind == "reasoning" else kind == "message" and "content" in answer
+@dataclass
+class _Spoken:
+    """A message as it is put together from items."""
+
+    message: Message
+    origin: Item
+    has_text: bool = False
+
+    def begins_anew(self, kind: str) -> bool:
+        """Whether an item of the model's starts a message of its own behind this one.
+
+        Reasoning comes before text, text before calls; what follows calls that nobody has answered belongs to them.
+        """
+        if self.message.calls:
+            return False
+        if kind == "reasoning":
+            return self.has_text or self.message.reasoning is not None
+        return kind == "message" and self.has_text
+
+    def join(self, item: Item) -> None:
+        message = self.message
+        match item["type"]:
+            case "reasoning":
+                parts = item.get("content") or item["summary"]
+                if parts:
+                    message.reasoning = _behind(message.reasoning, _text(parts))
+            case "message":
+                message.text = _behind(message.text, _text(item["content"]))
+                self.has_text = True
+            case "function_call":
+                message.calls.append(
+                    Call(item["call_id"], item["name"], parse_arguments(item["arguments"], Field("input")))
+                )
 
 
-def _join(answer: dict[str, Any], item: Item) -> None:
-    match item["type"]:
-        case "reasoning":
-            parts = item.get("content") or item["summary"]
-            if parts:
-                _add(answer, "reasoning_content", _text(parts))
-        case "message":
-            _add(answer, "content", _text(item["content"]))
-        case "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
+def _messages(items: Sequence[Item]) -> list[_Spoken]:
+    """Reasoning, text and calls that follow each other are one assistant's message; each output is a tool's message."""
+    spoken: list[_Spoken] = []
+    answer: _Spoken | None = None  # the assistant's message that the next item may join
+    for item in items:
+        match item["type"]:
+            case "message" if item["role"] != "assistant":
+                message = Message("user" if item["role"] == "user" else "system", _text(item["content"]))
+                spoken.append(_Spoken(message, item))
+                answer = None
+            case "function_call_output":
+                output = item["output"]
+                text = output if isinstance(output, str) else _text(output)
+                spoken.append(_Spoken(Message("tool", text, call_id=item["call_id"]), item))
+                answer = None
+            case kind:
+                if answer is None or answer.begins_anew(kind):
+                    answer = _Spoken(Message("assistant"), item)
+                    spoken.append(answer)
+                answer.join(item)
+    return spoken
 
 
-def _add(answer: dict[str, Any], name: str, text: str) -> None:
-    answer[name] = f"{answer[name]}\n{text}" if answer.get(name) else text
+def _is_cut_off(item: Item) -> bool:
+    """Whether max_output_tokens ended a call in its middle: nobody can run it, and no template renders half of one."""
+    return item["type"] == "function_call" and item["status"] == "incomplete"
+
+
+def _behind(before: str | None, text: str) -> str:
+    return f"{before}\n{text}" if before else text
 
 
 def _text(parts: Sequence[dict[str, Any]]) -> str:
@@ -163,33 +191,40 @@ def _check_calls(items: Sequence[Item]) -> None:
         raise InvalidRequestError(message, "input")
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": tool.pop("type"), "function": tool}
+def _tools(body: PromptFields) -> list[Tool]:
+    tools = [tool.tool() for tool in body.tools]
+    match body.tool_choice:
+        case "none":
+            return []
+        case AllowedFunctions(tools=allowed):
+            names = [function.name for function in allowed]
+            return [tool for tool in tools if tool.name in names]
+        case _:
+            return tools
 
 
-def _tool_choice(body: PromptFields) -> str | dict[str, Any]:
+def _tool_choice(body: PromptFields) -> ToolChoice:
     match body.tool_choice:
         case ChosenFunction(name=name):
-            return _named(name)
-        case AllowedFunctions(mode=mode, tools=tools):
-            allowed = {"mode": mode, "tools": [_named(tool.name) for tool in tools]}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
-        case str(mode):
+            return NamedTool(name)
+        case AllowedFunctions(mode=mode):
             return mode
+        case "required":
+            return "required"
+        case _:
+            return "auto"
 
 
-def _named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+def _rendering(body: PromptFields) -> Rendering:
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return Rendering(variables=thinking_variables(None, effort) | (body.chat_template_kwargs or {}))
 
 
-def _response_format(body: PromptFields) -> dict[str, Any]:
-    assert body.text is not None and body.text.format is not None
-    chosen = body.text.format
-    if not isinstance(chosen, TextSchemaFormat):
-        return {"type": chosen.type}
-    schema = chosen.model_dump(by_alias=True, exclude_none=True)
-    return {"type": schema.pop("type"), "json_schema": schema}
-
-
-def _rename(text: str) -> str:
-    return _chat_name.sub(lambda found: CHAT_NAMES[found.group()], text)
+def _constraint(body: PromptFields) -> StructuredOutputs | None:
+    match body.text.format if body.text is not None else None:
+        case JSONObjectFormat():
+            return StructuredOutputs(json_object=True)
+        case TextSchemaFormat(schema_=schema):
+            return StructuredOutputs(json=json.dumps(schema))
+        case _:
+            return None

@@ -1,4 +1,4 @@
-"""From what a chat gains to a response's items, and the events that tell of them."""
+"""From what a reply gains to a response's items, and the events that tell of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxllm.serving.chat import ChatPiece
+from jaxllm.serving.generation import Step, Usage
 from jaxllm.serving.http.errors import APIError
-from jaxllm.serving.http.request_model import Usage
-from jaxllm.serving.openai.logprobs import Step, TokenText, chat_logprobs
+from jaxllm.serving.openai.logprobs import TokenText, chat_logprobs
 from jaxllm.serving.parsing.events import Content, Reasoning, ToolArguments, ToolCall
+from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -86,8 +86,8 @@ class EventWriter:
             self.response.status = "in_progress"
         yield self._numbered(InProgress(response=self.response))
 
-    def add(self, piece: ChatPiece) -> Iterator[Event]:
-        """What one piece of the chat brings."""
+    def add(self, piece: Piece) -> Iterator[Event]:
+        """What one piece of the reply brings."""
         self._finish_reason = piece.finish_reason
         self._steps += piece.logprobs
         for event in piece.events:
@@ -244,8 +244,8 @@ def _logprobs(steps: Sequence[Step], count: int, token_text: TokenText) -> list[
 def _usage(usage: Usage) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        input_tokens_details=InputTokensDetails(usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
-        total_tokens=usage.total_tokens,
+        output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )

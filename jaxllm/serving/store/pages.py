@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, String, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from jaxllm.serving.http.errors import APIError, shown
+from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.shown import shown
 
 
 class Numbered:

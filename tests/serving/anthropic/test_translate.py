@@ -1,4 +1,4 @@
-"""Messages requests become chat requests, and parser events content blocks, without a server."""
+"""Messages requests become conversations, and parser events content blocks, without a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jaxllm.serving.anthropic.response import (
     ThinkingBlock,
     ToolUseBlock,
 )
-from jaxllm.serving.anthropic.translate import chat_messages, chat_request
+from jaxllm.serving.anthropic.translate import conversation, messages, settings
+from jaxllm.serving.conversation import Call, Message, NamedTool, Tool
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 
 WEATHER = {"name": "weather", "description": "Weather now", "input_schema": {"type": "object", "properties": {}}}
@@ -44,11 +45,11 @@ def text(value: str) -> dict[str, Any]:
 
 def test_system_and_turns() -> None:
     body = request(user("One"), user([text("Two")]), assistant("Yes"), user("Go"), system=[text("Be"), text("brief")])
-    assert chat_messages(body) == [
-        {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}]},
-        {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]},
-        {"role": "assistant", "content": "Yes"},
-        {"role": "user", "content": "Go"},
+    assert messages(body) == [
+        Message("system", "Be\nbrief"),
+        Message("user", "One\nTwo"),
+        Message("assistant", "Yes"),
+        Message("user", "Go"),
     ]
 
 
@@ -62,36 +63,34 @@ def test_tool_history() -> None:
     body = request(
         user("Weather?"), assistant([thought, text("I'll look"), CALL, second]), user([*results, text("Well?")])
     )
-    _, answer, *rest = chat_messages(body)
-    assert answer["content"] == "I'll look" and answer["reasoning_content"] == "Look it up"
-    assert [call["id"] for call in answer["tool_calls"]] == ["c1", "c2"]
-    assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"city": "Köln"}
+    _, answer, *rest = messages(body)
+    calls = [Call("c1", "weather", {"city": "Köln"}), Call("c2", "weather", {})]
+    assert answer == Message("assistant", "I'll look", reasoning="Look it up", calls=calls)
     assert rest == [
-        {"role": "tool", "tool_call_id": "c1", "content": "12 °C"},
-        {"role": "tool", "tool_call_id": "c2", "content": "Error: no such city"},
-        {"role": "user", "content": "Well?"},
+        Message("tool", "12 °C", call_id="c1"),
+        Message("tool", "Error: no such city", call_id="c2"),
+        Message("user", "Well?"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected", "parallel"),
+    ("choice", "tools", "expected", "parallel"),
     [
-        ({"type": "auto"}, "auto", True),
-        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
-        ({"type": "none"}, "none", True),
+        ({"type": "auto"}, 1, "auto", True),
+        ({"type": "any", "disable_parallel_tool_use": True}, 1, "required", False),
+        ({"type": "none"}, 0, "auto", True),
     ],
 )
-def test_tool_choice(choice: dict[str, Any], expected: str, parallel: bool) -> None:
-    chat = chat_request(request(user("x"), tools=[WEATHER], tool_choice=choice))
-    assert (chat.tool_choice, chat.parallel_tool_calls) == (expected, parallel)
+def test_tool_choice(choice: dict[str, Any], tools: int, expected: str, parallel: bool) -> None:
+    chat = conversation(request(user("x"), tools=[WEATHER], tool_choice=choice))
+    assert (len(chat.tools), chat.tool_choice, chat.parallel_tool_calls) == (tools, expected, parallel)
 
 
 def test_named_tool_choice_and_strict() -> None:
     choice = {"type": "tool", "name": "weather"}
-    chat = chat_request(request(user("x"), tools=[WEATHER | {"strict": True}], tool_choice=choice))
-    assert chat.tool_mode == "weather"
-    assert chat.tools and chat.tools[0].function.strict
-    assert chat.tools[0].function.parameters == WEATHER["input_schema"]
+    chat = conversation(request(user("x"), tools=[WEATHER | {"strict": True}], tool_choice=choice))
+    assert chat.tool_choice == NamedTool("weather")
+    assert chat.tools == [Tool("weather", "Weather now", WEATHER["input_schema"], strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -105,26 +104,24 @@ def test_named_tool_choice_and_strict() -> None:
     ],
 )
 def test_thinking(fields: dict[str, Any], thinks: bool | None) -> None:
-    chat = chat_request(request(user("x"), **fields))
-    assert chat.thinks is thinks
+    rendering = conversation(request(user("x"), **fields)).rendering
+    assert rendering.thinks is thinks
     budget = fields.get("thinking", {}).get("budget_tokens")
-    assert chat.template_arguments(None).get("thinking_budget") == budget
+    assert rendering.template_arguments(None).get("thinking_budget") == budget
 
 
 def test_prefill_continues_the_last_message() -> None:
-    chat = chat_request(request(user("x"), assistant("The answer is")))
-    assert chat.continue_final_message and not chat.generation_prompt
-    assert not chat_request(request(user("x"))).continue_final_message
+    rendering = conversation(request(user("x"), assistant("The answer is"))).rendering
+    assert rendering.continues_last and not rendering.opens_answer
+    assert not conversation(request(user("x"))).rendering.continues_last
 
 
 def test_sampling_and_format() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     config = {"format": {"type": "json_schema", "schema": schema}}
-    chat = chat_request(
-        request(user("x"), temperature=0.2, top_p=0.9, top_k=5, stop_sequences=["a", "b"], output_config=config)
-    )
-    assert (chat.temperature, chat.top_p, chat.top_k, chat.stop) == (0.2, 0.9, 5, ["a", "b"])
-    structured = chat.structured(None)
+    body = request(user("x"), temperature=0.2, top_p=0.9, top_k=5, stop_sequences=["a", "b"], output_config=config)
+    assert settings(body).sampling == {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "stop": ["a", "b"]}
+    structured = conversation(body).structured_outputs
     assert structured and json.loads(structured.json or "") == schema
 
 

@@ -21,7 +21,7 @@ import uvicorn
 
 from jaxllm.config import ServeConfig
 from jaxllm.serving.app import create_app
-from jaxllm.serving.batches.caller import BATCH_PRIORITY, Slots
+from jaxllm.serving.batches.caller import BATCH_PRIORITY, Places
 from jaxllm.serving.batches.journal import Journal
 from jaxllm.serving.batches.lines import Line
 from jaxllm.serving.server import bind
@@ -383,13 +383,13 @@ def test_wrong_batches_are_refused(start: Callable[..., Running]) -> None:
 
 def test_slots_go_round_in_order() -> None:
     async def main() -> list[str]:
-        slots, order = Slots(4), []
+        places, order = Places(4), []
 
         async def work(name: str, wanted: int) -> None:
-            taken = await slots.take(wanted)
+            taken = await places.take(wanted)
             order.append(name)
             await asyncio.sleep(0.01)
-            slots.give(taken)
+            places.give(taken)
 
         await asyncio.gather(work("two", 2), work("all", 99), work("one", 1), work("more", 3))
         return order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxllm.serving.openai.tools import Tool
+from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput, join_events
 
@@ -19,9 +19,8 @@ WEATHER = {
 }
 
 
-def tool(name: str, parameters: dict | None = None, strict: bool | None = None) -> Tool:
-    function = {"name": name, "parameters": parameters, "strict": strict}
-    return Tool.model_validate({"type": "function", "function": function})
+def tool(name: str, parameters: dict | None = None, strict: bool = False) -> Tool:
+    return Tool(name, parameters=parameters, strict=strict)
 
 
 TOOLS = [tool("get_weather", WEATHER), tool("get_time")]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jaxllm.serving.openai.tools import FunctionDefinition, Tool
+from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import detect_formats, opens_reasoning
 from jaxllm.serving.parsing.parser import OutputParser
 from tests.serving.parsing.splitting import parse_pieces, parse_whole, seen
@@ -58,10 +58,8 @@ RECORDS = [record for record in _records() if _formats(record)]
 
 def _parser(record: dict) -> OutputParser:
     formats = detect_formats(None, *_formats(record))
-    tools = [
-        Tool(type="function", function=FunctionDefinition.model_construct(**tool["function"]))
-        for tool in record["tools"]
-    ]
+    functions = [tool["function"] for tool in record["tools"]]
+    tools = [Tool(function["name"], parameters=function.get("parameters")) for function in functions]
     prompt = record.get("generation_prompt")
     if not prompt:  # these templates' default
         prompt = "<think>" if record["models"][0].endswith(("GLM-4.7", "GLM-5.3")) else ""

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
-from jaxllm.serving.openai.tools import Tool
+from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, OutputFormats, ToolFormat, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput
@@ -115,7 +115,7 @@ each_vocabulary = pytest.mark.parametrize("words", ["byte", "smollm2", "marked"]
 def test_required_calls(known: ToolFormat, words: str, vocabularies: dict[str, Vocabulary]) -> None:
     vocabulary = vocabularies[words]
 
-    def constraint(choice: str, parallel: bool) -> StructuredOutputs | None:
+    def constraint(choice: ToolChoice, parallel: bool) -> StructuredOutputs | None:
         return tool_constraint(
             _formats(known), TOOLS, choice, parallel=parallel, after=None, special_tokens=vocabulary.special
         )
@@ -124,9 +124,9 @@ def test_required_calls(known: ToolFormat, words: str, vocabularies: dict[str, V
     assert _accepts(vocabulary, constraint("required", False), one)
     assert _accepts(vocabulary, constraint("required", True), one)
     assert _accepts(vocabulary, constraint("required", True), two)
-    assert _accepts(vocabulary, constraint("get_weather", False), one)
+    assert _accepts(vocabulary, constraint(NamedTool("get_weather"), False), one)
     assert not _accepts(vocabulary, constraint("required", False), two)
-    assert not _accepts(vocabulary, constraint("get_time", False), one)
+    assert not _accepts(vocabulary, constraint(NamedTool("get_time"), False), one)
     assert not _accepts(vocabulary, constraint("required", True), "It is sunny in Paris.")
     assert not _accepts(vocabulary, constraint("required", True), _written(known, ("get_news", {})))
     assert not _accepts(vocabulary, constraint("required", True), _written(known, ("get_weather", {"days": 2})))
@@ -230,7 +230,7 @@ def test_definitions_are_found_and_lenient_schemas_are_not_refused(vocabularies:
         formats = detect_formats(None, name)
         assert formats.tools is not None
         outputs = tool_constraint(
-            formats, [tool("plan", parameters)], "plan", parallel=False, after=None, special_tokens={}
+            formats, [tool("plan", parameters)], NamedTool("plan"), parallel=False, after=None, special_tokens={}
         )
         good, bad = (_written(formats.tools, ("plan", {"days": [day]})).replace("'", '"') for day in ("tue", "sun"))
         assert _accepts(vocabularies["byte"], outputs, good)
@@ -240,7 +240,7 @@ def test_definitions_are_found_and_lenient_schemas_are_not_refused(vocabularies:
 def test_a_value_that_ends_its_own_tag_is_masked(vocabularies: dict[str, Vocabulary]) -> None:
     formats = detect_formats(None, "qwen3_coder")
     assert formats.tools is not None
-    outputs = tool_constraint(formats, TOOLS, "get_weather", parallel=False, after=None, special_tokens={})
+    outputs = tool_constraint(formats, TOOLS, NamedTool("get_weather"), parallel=False, after=None, special_tokens={})
     for city, accepted in (("<b>\nx", True), ("x\n</function>y", False), ("x\n<parameter=unit>", False)):
         text = _written(formats.tools, ("get_weather", {"city": city}))
         assert _accepts(vocabularies["byte"], outputs, text) is accepted

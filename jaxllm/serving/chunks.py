@@ -1,0 +1,80 @@
+"""A generation as one API's chunks, streamed or collected."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping
+
+import msgspec
+from fastapi import Request
+
+from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.serving.generation import Choice, Generation, collect
+from jaxllm.serving.http.errors import APIError, to_api_error
+from jaxllm.serving.http.streaming import KEEP_ALIVE, EventStream, until_disconnect
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChunkWriter(ABC):
+    """Turns what choices gain into the chunks of one API; by default events without a name, as OpenAI's."""
+
+    done: bytes = b"data: [DONE]\n\n"
+    """What ends a stream."""
+    keep_alive: bytes = KEEP_ALIVE
+    """What fills its silence."""
+
+    def first(self) -> Iterable[msgspec.Struct]:
+        """Chunks to send before any token exists."""
+        return ()
+
+    @abstractmethod
+    def chunks(self, index: int, delta: TokenDelta) -> Iterable[msgspec.Struct]:
+        """Chunks for what one choice gained; none when there is nothing to show yet."""
+
+    def last(self) -> Iterable[msgspec.Struct]:
+        """Chunks to send when every choice has finished."""
+        return ()
+
+    def encode(self, chunk: msgspec.Struct) -> bytes:
+        """One chunk as a server-sent event."""
+        return b"data: " + _encode(chunk) + b"\n\n"
+
+    def error(self, error: APIError) -> bytes:
+        """The event that tells of an error in mid-stream."""
+        return b"data: " + _encode(error.body) + b"\n\n"
+
+
+def chunk_stream(
+    generation: Generation, writer: ChunkWriter, silence: float, headers: Mapping[str, str] | None = None
+) -> EventStream:
+    """A generation as server-sent events; so many seconds of `silence` are filled, errors become an event."""
+    events = _chunks(generation, writer, silence)
+    return EventStream(generation.id, events, generation, headers=headers, keep_alive=writer.keep_alive)
+
+
+async def collect_for(request: Request, generation: Generation) -> list[Choice]:
+    """Every choice of a generation that nobody streams. Raises ClientDisconnected when the client goes away first."""
+    async with generation:
+        return await until_disconnect(request.receive, collect(generation))
+
+
+async def _chunks(generation: Generation, writer: ChunkWriter, silence: float) -> AsyncIterator[list[bytes]]:
+    try:
+        first = [writer.encode(chunk) for chunk in writer.first()]
+        if first:
+            yield first
+        async for events in generation.batches(silence):
+            sent = [writer.encode(chunk) for index, delta in events for chunk in writer.chunks(index, delta)]
+            if sent or not events:
+                yield sent
+        last = [*(writer.encode(chunk) for chunk in writer.last()), writer.done]
+    except Exception as error:
+        api_error = to_api_error(error)
+        if api_error.status == 500:
+            logger.exception("%s failed while streaming", generation.id)
+        last = [writer.error(api_error), writer.done]
+    yield last

@@ -1,0 +1,41 @@
+"""Tokens used, as chat and text completions count them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxllm.serving import generation
+from jaxllm.serving.http.request_model import RequestModel
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    """Send a last chunk with the usage and no choices."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_object(usage: generation.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(usage.reasoning_tokens),
+    )

@@ -1,0 +1,101 @@
+"""One model of the server: its engine, its words, and what runs on it now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+from jaxllm.config import ServeConfig
+from jaxllm.engine.detokenizer import special_token_ids
+from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxllm.serving.http.errors import unavailable
+from jaxllm.serving.metrics import RequestMetrics
+from jaxllm.serving.parsing.formats import OutputFormats, detect_formats
+from jaxllm.serving.parsing.grammar import special_tokens
+
+if TYPE_CHECKING:
+    from jaxllm.engine.front.async_llm import (
+        AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
+    )
+    from jaxllm.text.tokenizer import Tokenizer
+
+
+class Running(Protocol):
+    """A request under way."""
+
+    def abort(self) -> None:
+        """End it now; its client hears why."""
+
+
+class ServedModel:
+    """An engine with its tokenizer, its chat template and the formats of its answers.
+
+    `running` are the requests under way; none begins once `draining` is true.
+
+    Raises ConfigError when config.chat_template cannot be read, or a parser's name is unknown.
+    """
+
+    def __init__(self, config: ServeConfig, engine: AsyncLLM, name: str):
+        self.config = config
+        self.engine = engine
+        self.chat_template = read_chat_template(config)
+        """Instead of the checkpoint's."""
+        detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names at the start
+        self.metrics = RequestMetrics(name)
+        self.running: set[Running] = set()
+        self.draining = False
+
+    def check_accepting(self) -> None:
+        """Raises 503 when no new request can start."""
+        if self.engine.is_dead:
+            raise EngineDeadError("the engine has stopped")
+        if self.draining:
+            raise unavailable("the server is shutting down", code="shutting_down")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError when the server was started without one."""
+        if self.engine.tokenizer is None:
+            raise InvalidRequestError(
+                "this server runs without a tokenizer (skip_tokenizer_init): send token ids to /v1/completions"
+            )
+        return self.engine.tokenizer
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text for log-probabilities; its number when there is no tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
+    def formats(self, chat_template: str) -> OutputFormats:
+        """How tool calls and reasoning look in answers to prompts of this template."""
+        return _detect(chat_template, self.config.tool_call_parser, self.config.reasoning_parser)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokenizer's special tokens, by text, as grammars need them."""
+        return special_tokens(self.tokenizer.backend)
+
+    def marker_ids(self, formats: OutputFormats, *, with_tools: bool) -> list[int]:
+        """Special tokens that a parser must see in the text."""
+        if not with_tools:
+            formats = replace(formats, tools=None)
+        backend = self.tokenizer.backend
+        special = special_token_ids(backend)
+        ids = map(backend.token_to_id, formats.markers)
+        return [token for token in ids if token in special]
+
+
+@lru_cache(maxsize=32)
+def _detect(chat_template: str, tool_call_parser: str, reasoning_parser: str) -> OutputFormats:
+    return detect_formats(chat_template, tool_call_parser, reasoning_parser)
+
+
+def read_chat_template(config: ServeConfig) -> str | None:
+    """The text of config.chat_template, if one is set. Raises ConfigError when it cannot be read."""
+    if config.chat_template is None:
+        return None
+    try:
+        return config.chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template is {str(config.chat_template)!r}, which cannot be read: {error}") from None
