@@ -204,7 +204,7 @@ def _match_calls(messages: Sequence[Message]) -> None:
             name = waiting.pop(call_id)
             message.name = message.name or name
         elif waiting:
-            problem = f" has role {message.role!r}, but the calls {', '.join(waiting)} await tool messages"
+            problem = f" has role {message.role!r}, but the calls {', '.join(waiting)} await their results"
             raise InvalidRequestError([Field("messages", at), problem])
         waiting |= {call.id: call.name for call in message.calls}
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.conversation import check_pieces
+from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
 from jaxllm.serving.shown import shown
 
 UNREADABLE_BLOCKS = frozenset({
@@ -127,6 +128,20 @@ class MessageParam(RequestModel):
         if isinstance(self.content, str):
             return [TextBlockParam(type="text", text=self.content)]
         return list(self.content)
+
+
+def bounded(messages: Any) -> Any:
+    """Counts messages and blocks before anything looks into them: checking them takes time, on the event loop."""
+    if isinstance(messages, list):
+        blocks = _contents(messages)
+        with refusing():
+            check_pieces(len(messages) + len(blocks) + len(_contents(blocks)))
+    return messages
+
+
+def _contents(owners: list[Any]) -> list[Any]:
+    found = [owner["content"] for owner in owners if isinstance(owner, dict) and "content" in owner]
+    return [part for content in found if isinstance(content, list) for part in content]
 
 
 @dataclass

@@ -12,6 +12,7 @@ from jaxllm.serving.anthropic.content import (
     MessageParam,
     TextBlockParam,
     Turn,
+    bounded,
     check_turns,
     take_turns,
 )
@@ -139,7 +140,7 @@ class CountTokensRequest(RequestModel):
 
     model: str | None = None
     """A name that /v1/models lists; by default the first."""
-    messages: list[MessageParam] = Field(min_length=1)
+    messages: Annotated[list[MessageParam], BeforeValidator(bounded), Field(min_length=1)]
     """Messages in a row of one role are one turn; a last one of role assistant is continued."""
     system: str | list[TextBlockParam] | None = None
     """Put before the messages."""

@@ -302,6 +302,8 @@ REFUSALS = [
     ({"container": "c"}, "container is not supported"),
     ({"mcp_servers": []}, "mcp_servers is not supported"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"stop_sequences": ["a"] * 65}, "stop_sequences"),
+    (turns(*["x"] * 9000), "messages has 9000 messages"),
     ({"temperature": -1}, "temperature is -1"),
     ({"top_k": 1.5}, "top_k is 1.5"),
     ({"top_p": 0}, "top_p is 0"),

@@ -50,7 +50,7 @@ CHAT_REFUSALS = [
     ),
     ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].tool_calls", "at least 1"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "'assistant'"),
-    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}, *HELLO]}, "messages[1]", "await tool messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}, *HELLO]}, "messages[1]", "await their results"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]}, "messages[0].tool_call_id", "no call"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing"),
     (

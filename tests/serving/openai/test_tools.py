@@ -151,6 +151,13 @@ def test_calls_are_enforced(client: TestClient, engine: FakeEngine, choice: Any,
     assert constraint.after == "</think>"
 
 
+@pytest.mark.parametrize("name", ["auto", "required"])
+def test_a_tool_may_be_called_like_a_choice(client: TestClient, engine: FakeEngine, name: str) -> None:
+    function = {"type": "function", "function": {"name": name}}
+    post(client, tools=[CLOCK, function], tool_choice=function)
+    assert "clock" not in grammar(engine).grammar
+
+
 def test_auto_is_constrained_where_a_tool_is_strict(client: TestClient, engine: FakeEngine) -> None:
     post(client, tools=[TOOL])
     assert grammar(engine) is None

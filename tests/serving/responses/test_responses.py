@@ -559,6 +559,8 @@ def test_input_tokens(sdk: Callable[..., Any]) -> None:
 
 
 CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+OTHER_CALL, OTHER_OUTPUT = CALL_ITEM | {"call_id": "d"}, OUTPUT | {"call_id": "d"}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "input", "required"),
     ({"input": []}, "input", "required"),
@@ -576,7 +578,9 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x", "tool_choice": "required"}, "tool_choice", "tools is empty"),
     ({"input": "x", "tool_choice": {"type": "file_search"}}, "tool_choice.type", "'file_search'"),
     ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "f"),
-    ({"input": "x", "model": "gpt"}, "model", "not served"),
+    ({"input": [CALL_ITEM, OTHER_CALL, OUTPUT, CALL_ITEM, OTHER_OUTPUT, OUTPUT]}, "input[3]", "the calls d await"),
+    ({"input": "x", "model": "response_format"}, "model", "'response_format' is not served"),
+    ({"input": "x", "min_tokens": 5, "max_output_tokens": 4}, "min_tokens", "at most max_output_tokens (4)"),
     ({"input": "x", "temperature": -1.0}, "temperature", "0 or more"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "greater"),
     ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens", "at most"),
