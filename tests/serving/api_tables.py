@@ -1,23 +1,23 @@
-"""The tables of docs/api.md: the routes and fields of api_surface.py, the tests of api_coverage.py."""
+"""The tables of docs/api.md: the routes and fields of api_surface.py, with the tests that claim to cover them."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from tests.serving.api_coverage import FIELDS, ROUTES
+from tests.serving.api_coverage import claims
 from tests.serving.api_surface import INERT, Section, routes, sections
 
 TESTS = "../tests/serving"
-REFUSED_TEST = "test_api.py::test_fields_of_other_servers_are_refused_by_name"
-INERT_TEST = "test_api.py::test_inert_fields_change_nothing"
+REFUSED_TEST = f"[test_fields_of_other_servers_are_refused_by_name]({TESTS}/test_api.py)"
+INERT_TEST = f"[test_inert_fields_change_nothing]({TESTS}/test_api.py)"
 
 
 def routes_table() -> str:
     rows = [("Route", "What", "Streams", "Test")]
     for route in routes():
         streams = "yes" if route.streams else ""
-        rows.append((f"`{route}`", _line(route.summary), streams, _test(ROUTES[str(route)])))
+        rows.append((f"`{route}`", _line(route.summary), streams, _tests(str(route))))
     return _table(rows)
 
 
@@ -26,14 +26,13 @@ def fields_tables() -> str:
 
 
 def _section(section: Section) -> str:
-    tests = {name: test for test, names in FIELDS.get(section.title, {}).items() for name in names.split()}
     rows = [("Field", "Accepts", "Meaning", "Status", "Test")]
     for name, schema in section.fields.items():
         status = "inert" if schema["description"].startswith(INERT) else "honoured"
         meaning = _line(schema["description"])
-        rows.append((f"`{name}`", _accepts(schema), meaning, status, _test(tests.get(name, INERT_TEST))))
+        rows.append((f"`{name}`", _accepts(schema), meaning, status, _tests(section.title, name) or INERT_TEST))
     if section.refused:
-        rows.append((_codes(section.refused), "", "Fields of other servers.", "refused", _test(REFUSED_TEST)))
+        rows.append((_codes(section.refused), "", "Fields of other servers.", "refused", REFUSED_TEST))
     if section.parents:
         place = f"In {_codes(sorted(section.parents))}."
     elif str(section.routes[0]) == section.title:
@@ -79,9 +78,11 @@ def _bounds(schema: dict[str, Any], least: str, most: str) -> str:
     return f", {low} or more" if low is not None else f", up to {high}" if high is not None else ""
 
 
-def _test(test: str) -> str:
-    file, _, name = test.partition("::")
-    return f"[{name.rsplit('::', 1)[-1]}]({TESTS}/{file})"
+def _tests(subject: str, field: str | None = None) -> str:
+    """Links to the tests of a route, or of one field of a section."""
+    found = [claim for claim in claims() if claim.subject == subject]
+    shown = [claim for claim in found if (field in claim.fields if field is not None else not claim.fields)]
+    return ", ".join(f"[{claim.test}]({TESTS}/{claim.file})" for claim in shown)
 
 
 def _line(text: str) -> str:

@@ -18,6 +18,8 @@ from tests.serving.fake_engine import BOS, CONTEXT, REPLY, TEMPLATE, FakeEngine
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
+@pytest.mark.covers("GET /v1/models")
+@pytest.mark.covers("GET /v1/models/{model}")
 def test_models(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, model="org/name", served_model_name="org/name, short")
     listed = client.get("/v1/models").json()
@@ -32,6 +34,8 @@ def test_models(make_client: Any, engine: FakeEngine) -> None:
     assert client.post("/v1/completions", json={"prompt": "x"}).json()["model"] == "org/name"
 
 
+@pytest.mark.covers("POST /v1/tokenize")
+@pytest.mark.covers("TokenizeRequest", "prompt", "content", "messages", "add_special_tokens", "add_special")
 @pytest.mark.parametrize(
     ("fields", "tokens"),
     [
@@ -50,6 +54,7 @@ def test_tokenize(client: TestClient, path: str, fields: dict[str, Any], tokens:
     assert body == {"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens, "token_strs": None}
 
 
+@pytest.mark.covers("TokenizeRequest", "return_token_strs")
 def test_tokenize_strings(client: TestClient) -> None:
     assert client.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True}).json()["token_strs"] == [
         "<s>",
@@ -63,6 +68,8 @@ def test_tokenize_refuses(client: TestClient, fields: dict[str, Any]) -> None:
     assert client.post("/tokenize", json=fields).status_code == 400
 
 
+@pytest.mark.covers("POST /v1/detokenize")
+@pytest.mark.covers("DetokenizeRequest", "tokens")
 def test_detokenize(client: TestClient) -> None:
     assert client.post("/detokenize", json={"tokens": [BOS, 72, 105]}).json() == {"prompt": "<s>Hi"}
     for wrong in (-1, 300):
@@ -70,6 +77,9 @@ def test_detokenize(client: TestClient) -> None:
         assert error["param"] == "tokens[1]" and "299" in error["message"]
 
 
+@pytest.mark.covers("GET /health")
+@pytest.mark.covers("GET /ready")
+@pytest.mark.covers("GET /version")
 def test_probes(client: TestClient, engine: FakeEngine) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/ready").status_code == 200
@@ -80,6 +90,7 @@ def test_probes(client: TestClient, engine: FakeEngine) -> None:
     assert client.get("/version").json()["version"][0].isdigit()
 
 
+@pytest.mark.covers("GET /load")
 def test_load_counts_running_requests(listen: Any, engine: FakeEngine) -> None:
     engine.delay = 0.2
     url = listen(engine)
@@ -91,6 +102,7 @@ def test_load_counts_running_requests(listen: Any, engine: FakeEngine) -> None:
     wait_for(lambda: httpx.get(f"{url}/load").json() == {"server_load": 0})
 
 
+@pytest.mark.covers("GET /v1/tokenizer_info")
 def test_tokenizer_info(make_client: Any, engine: FakeEngine) -> None:
     info = make_client(engine, reasoning_parser="think").get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"], info["eos_token_ids"]) == ("<s>", "</s>", [257])
@@ -114,6 +126,7 @@ def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.covers("GET /metrics")
 def test_metrics(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, vllm_metrics=True)
     client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5, "n": 2})

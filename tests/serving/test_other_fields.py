@@ -29,6 +29,12 @@ def send(client: TestClient, path: str, status: int = 200, **fields: Any) -> Any
     return response.json()
 
 
+@pytest.mark.covers("GenerationRequest", "model")
+@pytest.mark.covers("TokenizeRequest", "model")
+@pytest.mark.covers("DetokenizeRequest", "model")
+@pytest.mark.covers("PromptFields", "model")
+@pytest.mark.covers("CountTokensRequest", "model")
+@pytest.mark.covers("PoolingFields", "model")
 @pytest.mark.parametrize(
     "path",
     [path for path in BODIES if "{" not in path and path not in ("/v1/conversations", "/v1/files", "/v1/batches")],
@@ -38,12 +44,14 @@ def test_model_is_a_name_that_is_served(client: TestClient, path: str) -> None:
     assert "'other'" in error["message"] and "fake" in error["message"]
 
 
+@pytest.mark.covers("CompletionRequest", "add_special_tokens")
 def test_completions_add_special_tokens(client: TestClient, engine: FakeEngine) -> None:
     for asked, expected in ((True, [BOS, 72, 105]), (False, [72, 105])):
         send(client, "/v1/completions", add_special_tokens=asked)
         assert engine.seen[-1][0] == expected
 
 
+@pytest.mark.covers("GenerationRequest", "early_stopping")
 def test_early_stopping_reaches_the_search() -> None:
     body = CompletionRequest(prompt="x", use_beam_search=True, early_stopping=True)
     search = body.generation_settings().beam_search_params(4)
@@ -60,6 +68,9 @@ class TestMessages:
         )
         return engine
 
+    @pytest.mark.covers("Message", "role", "content", "name", "refusal", "reasoning_content", "reasoning")
+    @pytest.mark.covers("TextPart", "text")
+    @pytest.mark.covers("RefusalPart", "refusal")
     @pytest.mark.parametrize(
         ("message", "shown"),
         [
@@ -80,6 +91,19 @@ class TestMessages:
 
 
 class TestResponses:
+    @pytest.mark.covers(
+        "SamplingFields",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "skip_special_tokens",
+        "stop_token_ids",
+        "temperature",
+    )
     @pytest.mark.parametrize(
         ("field", "value"),
         [
@@ -99,10 +123,13 @@ class TestResponses:
         send(client, "/v1/responses", **{field: value})
         assert getattr(engine.seen[-1][1], field) == value
 
+    @pytest.mark.covers("PromptFields", "chat_template_kwargs")
     def test_chat_template_kwargs(self, client: TestClient, engine: FakeEngine) -> None:
         send(client, "/v1/responses", chat_template_kwargs={"enable_thinking": False})
         assert "(enable_thinking=False)" in prompt(engine)
 
+    @pytest.mark.covers("ResponseRequest", "stream_options")
+    @pytest.mark.covers("ResponseStreamOptions", "include_obfuscation")
     def test_nothing_is_padded(self, client: TestClient) -> None:
         body = BODIES["/v1/responses"] | {"stream": True}
         fine = client.post("/v1/responses", json=body | {"stream_options": {"include_obfuscation": False}})
@@ -112,10 +139,12 @@ class TestResponses:
         alone = send(client, "/v1/responses", 400, stream_options={"include_obfuscation": False})
         assert alone["error"]["param"] == "stream_options"
 
+    @pytest.mark.covers("TextConfig", "verbosity")
     def test_verbosity_has_its_default_only(self, client: TestClient) -> None:
         send(client, "/v1/responses", text={"verbosity": "medium"})
         assert send(client, "/v1/responses", 400, text={"verbosity": "low"})["error"]["param"] == "text.verbosity"
 
+    @pytest.mark.covers("ReasoningConfig", "generate_summary")
     def test_generate_summary_is_summary(self, make_client: Callable[..., TestClient]) -> None:
         client = make_client(FakeEngine(reply="<think>hm</think>yes"), reasoning_parser="think")
         send_all = {"max_output_tokens": 100}
@@ -125,6 +154,7 @@ class TestResponses:
         ]
         assert texts == [[{"type": "summary_text", "text": "hm"}]] * 2
 
+    @pytest.mark.covers("ReasoningItem", "encrypted_content")
     def test_encrypted_content_alone_cannot_be_read(self, client: TestClient) -> None:
         item = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
         error = send(client, "/v1/responses", 400, input=[item])["error"]
@@ -132,11 +162,17 @@ class TestResponses:
         readable = item | {"content": [{"type": "reasoning_text", "text": "hm"}]}
         send(client, "/v1/responses", input=[readable, {"role": "user", "content": "Hi"}])
 
+    @pytest.mark.covers("TextSchemaFormat", "schema")
     def test_text_follows_a_schema(self, client: TestClient, engine: FakeEngine) -> None:
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         send(client, "/v1/responses", text={"format": {"type": "json_schema", "name": "x", "schema": schema}})
         assert json.loads(engine.seen[-1][1].structured_outputs.json) == schema
 
+    @pytest.mark.covers("GET /v1/responses/{response_id}", "include[]", "include_obfuscation")
+    @pytest.mark.covers("GET /v1/responses/{response_id}/input_items", "include[]")
+    @pytest.mark.covers("POST /v1/conversations/{conversation_id}/items", "include[]")
+    @pytest.mark.covers("GET /v1/conversations/{conversation_id}/items", "include[]")
+    @pytest.mark.covers("GET /v1/conversations/{conversation_id}/items/{item_id}", "include[]")
     def test_include_changes_nothing(self, client: TestClient) -> None:
         names = {"include[]": ["message.output_text.logprobs"]}
         response = "/v1/responses/" + send(client, "/v1/responses")["id"]
@@ -148,6 +184,13 @@ class TestResponses:
             assert plain.status_code == 200 and client.get(path, params=names).json() == plain.json()
         assert client.get(response, params={"include_obfuscation": True}).json() == client.get(response).json()
 
+    @pytest.mark.covers("InputItem", "id")
+    @pytest.mark.covers("MessageItem", "status")
+    @pytest.mark.covers("OutputTextPart", "text", "annotations", "logprobs")
+    @pytest.mark.covers("RefusalContent", "refusal")
+    @pytest.mark.covers("FunctionCallItem", "call_id", "status")
+    @pytest.mark.covers("FunctionCallOutputItem", "status")
+    @pytest.mark.covers("ReasoningItem", "status")
     @pytest.mark.parametrize(
         "item",
         [
@@ -179,6 +222,9 @@ class TestResponses:
         conversation = client.post("/v1/conversations", json={"items": [item]}).json()["id"]
         assert client.get(f"/v1/conversations/{conversation}/items").json()["data"] == [item]
 
+    @pytest.mark.covers("ReasoningItem", "summary", "content")
+    @pytest.mark.covers("SummaryTextPart", "text")
+    @pytest.mark.covers("ReasoningTextPart", "text")
     def test_reasoning_is_shown_to_templates_again(self, client: TestClient, engine: FakeEngine) -> None:
         engine.tokenizer = ByteTokenizer("{% for m in messages %}{{ m.reasoning_content }}{% endfor %}")
         for item in (
@@ -189,6 +235,7 @@ class TestResponses:
             send(client, "/v1/responses", input=[{"type": "reasoning", **item}, answer])
             assert prompt(engine) == "hm"
 
+    @pytest.mark.covers("FunctionDefinition", "name", "description", "parameters")
     def test_tools_reach_the_template(self, client: TestClient, engine: FakeEngine) -> None:
         engine.tokenizer = ByteTokenizer("{{ tools | tojson }}")
         tool = {"name": "f", "description": "Does f", "parameters": {"type": "object", "properties": {"a": {}}}}
@@ -200,6 +247,10 @@ class TestAnthropic:
     def chat(self, **fields: Any) -> Any:
         return conversation(MessagesRequest.model_validate({"max_tokens": 9, "messages": HELLO} | fields))
 
+    @pytest.mark.covers(
+        "ToolParam", "type", "name", "description", "input_schema", "allowed_callers", "eager_input_streaming"
+    )
+    @pytest.mark.covers("ToolChoiceTool", "name", "disable_parallel_tool_use")
     def test_a_tool(self) -> None:
         tool = {
             "type": "custom", "name": "f", "description": "Does f", "input_schema": {"type": "object"},
@@ -213,6 +264,7 @@ class TestAnthropic:
             with pytest.raises(ValueError, match=next(iter(wrong))):
                 self.chat(tools=[tool | wrong])
 
+    @pytest.mark.covers("ToolUseBlockParam", "caller")
     def test_an_earlier_call_has_a_direct_caller(self) -> None:
         call = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "caller": {"type": "direct"}}
         result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
@@ -248,6 +300,12 @@ def tool_use(**inert: Any) -> dict[str, Any]:
 SCHEMA_EXTRAS = {"name": "x", "description": "d", "strict": True}
 
 
+@pytest.mark.covers("JSONSchema", "name", "description", "strict")
+@pytest.mark.covers("HistoryToolCall", "index")
+@pytest.mark.covers("TextSchemaFormat", "name", "description", "strict")
+@pytest.mark.covers("ToolUseBlockParam", "cache_control")
+@pytest.mark.covers("ToolResultBlockParam", "cache_control")
+@pytest.mark.covers("ToolParam", "cache_control")
 @pytest.mark.parametrize(
     ("path", "without", "with_them"),
     [
@@ -275,6 +333,8 @@ def test_inert_parts_of_a_body_change_nothing(
     assert first == second
 
 
+@pytest.mark.covers("BatchRequest", "output_expires_after")
+@pytest.mark.covers("OutputExpiresAfter", "anchor", "seconds")
 def test_output_of_a_batch_may_expire(client: TestClient) -> None:
     line = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}\n'
     file = client.post("/v1/files", files={"file": ("a.jsonl", line)}, data={"purpose": "batch"}).json()["id"]

@@ -76,6 +76,9 @@ def sdk(url: str) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+@pytest.mark.covers("POST /v1/messages")
+@pytest.mark.covers("MessagesRequest", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k")
+@pytest.mark.covers("Metadata", "user_id")
 def test_create(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     message = sdk.messages.create(
         model="fake",
@@ -101,6 +104,7 @@ def test_create(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     assert (params.max_tokens, params.stop) == (100, ("###",))
 
 
+@pytest.mark.covers("MessagesRequest", "stream")
 def test_stream_finishes_cleanly_and_equals_create(sdk: anthropic.Anthropic) -> None:
     whole = sdk.messages.create(model="fake", max_tokens=100, messages=HELLO)
     with sdk.messages.stream(model="fake", max_tokens=100, messages=HELLO) as stream:
@@ -155,6 +159,7 @@ def test_prefill(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     assert engine.last_prompt.endswith("[assistant]The answer is")
 
 
+@pytest.mark.covers("CountTokensRequest", "tools")
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_loop(sdk: anthropic.Anthropic, engine: ScriptedEngine, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
@@ -199,6 +204,7 @@ def test_input_streams_as_it_comes(sdk: anthropic.Anthropic, engine: ScriptedEng
     assert len(parts) > 3 and json.loads("".join(parts)) == {"city": "Paris"}
 
 
+@pytest.mark.covers("ToolChoiceAuto", "disable_parallel_tool_use")
 def test_one_call_at_most(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     engine.reply = f"{CALL}\n{CALL}"
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
@@ -227,6 +233,8 @@ def test_forced_calls_are_constrained(sdk: anthropic.Anthropic, engine: Scripted
     assert engine.last_params.structured_outputs is not None
 
 
+@pytest.mark.covers("ThinkingEnabled", "display")
+@pytest.mark.covers("ThinkingAdaptive", "display")
 @pytest.mark.parametrize("display", [None, "omitted"])
 def test_thinking(sdk: anthropic.Anthropic, engine: ScriptedEngine, display: Any) -> None:
     engine.reply = "<think>\nCapitals, capitals.\n</think>\n\nParis."
@@ -262,6 +270,7 @@ def test_parse_into_a_class(sdk: anthropic.Anthropic, engine: ScriptedEngine) ->
     assert engine.last_params.structured_outputs.kind == "json"
 
 
+@pytest.mark.covers("POST /v1/messages/count_tokens")
 def test_count_tokens_is_exact(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     fields: dict[str, Any] = {"model": "fake", "messages": HELLO, "system": "Be brief.", "tools": [WEATHER]}
     count = sdk.messages.count_tokens(**fields).input_tokens

@@ -101,6 +101,9 @@ def questions(engine: FakeEngine) -> list[str]:
     return [prompt.split("Question ")[1].split("[")[0] for prompt in prompts]
 
 
+@pytest.mark.covers("POST /v1/batches")
+@pytest.mark.covers("GET /v1/batches/{batch_id}")
+@pytest.mark.covers("BatchRequest", "completion_window")
 def test_hundred_chats(start: Callable[..., Running], tmp_path: Path) -> None:
     server = start(api_key="sesame,other")
     made = server.client.batches.retrieve(
@@ -132,6 +135,7 @@ def test_hundred_chats(start: Callable[..., Running], tmp_path: Path) -> None:
     assert list((tmp_path / "data" / "batches").iterdir()) == []
 
 
+@pytest.mark.covers("BatchRequest", "endpoint")
 @pytest.mark.parametrize(
     ("endpoint", "body", "path"),
     [
@@ -249,6 +253,7 @@ def test_only_a_server_of_the_same_model_resumes(start: Callable[..., Running]) 
     assert again.finished(batch_id).request_counts.completed == 1
 
 
+@pytest.mark.covers("POST /v1/batches/{batch_id}/cancel")
 def test_cancel_stops_running_lines(start: Callable[..., Running]) -> None:
     server = start(FakeEngine(delay=0.01))
     batch_id = server.submit([chat(i, **({} if i < 3 else {"n": 3})) for i in range(60)])
@@ -353,6 +358,8 @@ def test_a_signal_in_the_middle_records_no_answer_cut_short(start: Callable[...,
     assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"stop"}
 
 
+@pytest.mark.covers("GET /v1/batches")
+@pytest.mark.covers("GET /v1/batches", "limit", "after")
 def test_pages_and_unknown_ids(start: Callable[..., Running]) -> None:
     server = start()
     ids = [server.submit([chat(i)]) for i in range(5)][::-1]
@@ -364,6 +371,7 @@ def test_pages_and_unknown_ids(start: Callable[..., Running]) -> None:
             call("batch_none")
 
 
+@pytest.mark.covers("BatchRequest", "input_file_id")
 def test_wrong_batches_are_refused(start: Callable[..., Running]) -> None:
     server = start()
     file = server.client.files.create(file=("x", b"{}"), purpose="user_data")

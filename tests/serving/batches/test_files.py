@@ -27,6 +27,11 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
+@pytest.mark.covers("POST /v1/files")
+@pytest.mark.covers("GET /v1/files/{file_id}")
+@pytest.mark.covers("DELETE /v1/files/{file_id}")
+@pytest.mark.covers("GET /v1/files/{file_id}/content")
+@pytest.mark.covers("POST /v1/files", "file", "purpose")
 def test_a_file_comes_back_as_it_was(client: openai.OpenAI, tmp_path: Path) -> None:
     content = bytes(range(256)) * 4000
     made = client.files.create(file=("lines é.jsonl", content), purpose="batch")
@@ -44,6 +49,8 @@ def test_a_file_comes_back_as_it_was(client: openai.OpenAI, tmp_path: Path) -> N
     assert client.files.list().data == []
 
 
+@pytest.mark.covers("GET /v1/files")
+@pytest.mark.covers("GET /v1/files", "purpose", "limit", "after", "order")
 def test_lists_by_purpose_order_and_page(client: openai.OpenAI) -> None:
     purposes: list[Any] = ["batch", "user_data", "batch", "batch", "evals"]
     ids = [client.files.create(file=(f"{i}", LINE), purpose=p).id for i, p in enumerate(purposes)]
@@ -94,6 +101,7 @@ FILE = ("file", ("f", LINE))
 ANCHOR = ("expires_after[anchor]", (None, "created_at"))
 
 
+@pytest.mark.covers("POST /v1/files", "expires_after[anchor]", "expires_after[seconds]")
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

@@ -159,6 +159,7 @@ CHAT_REFUSALS = [
 ]
 
 
+@pytest.mark.covers("ChatRequest", "modalities", "prompt_cache_retention")
 @pytest.mark.parametrize(("fields", "param", "says"), CHAT_REFUSALS, ids=lambda value: str(value)[:40])
 def test_chat_refusals(client: TestClient, fields: dict[str, Any], param: str, says: str) -> None:
     response = client.post("/v1/chat/completions", json={"messages": HELLO} | fields)

@@ -29,6 +29,7 @@ def events(client: TestClient, path: str = "/v1/chat/completions", **fields: Any
     return [json.loads(item) for item in data[:-1]]
 
 
+@pytest.mark.covers("POST /v1/chat/completions")
 def test_whole_response(client: TestClient) -> None:
     body = post(client, model="fake").json()
     assert body["id"].startswith("chatcmpl-")
@@ -57,6 +58,8 @@ def test_same_route_without_v1(client: TestClient) -> None:
     assert response.json()["choices"][0]["message"]["content"] == REPLY
 
 
+@pytest.mark.covers("GenerationRequest", "stream_options")
+@pytest.mark.covers("StreamOptions", "include_usage")
 def test_stream_is_role_then_content_then_finish_then_usage(client: TestClient) -> None:
     chunks = events(client, stream_options={"include_usage": True})
     role, *content, finish, usage = chunks
@@ -77,6 +80,7 @@ def test_stream_has_no_usage_unless_asked(client: TestClient) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.covers("StreamOptions", "continuous_usage_stats")
 def test_continuous_usage_grows_to_the_total(client: TestClient) -> None:
     counts = [c["usage"]["completion_tokens"] for c in events(client, stream_options={"continuous_usage_stats": True})]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == len(REPLY)
@@ -92,6 +96,7 @@ def test_held_back_text_sends_no_empty_chunk_and_keeps_its_logprobs(client: Test
     assert [entry["token"] for entry in choices[0]["logprobs"]["content"]] == ["T", "h", "e"]
 
 
+@pytest.mark.covers("GenerationRequest", "n")
 def test_n_choices_interleave_and_each_is_whole(client: TestClient) -> None:
     chunks = events(client, n=3)
     assert [c["choices"][0]["index"] for c in chunks[:6]] == [0, 1, 2, 0, 1, 2]
@@ -105,6 +110,7 @@ def test_n_choices_interleave_and_each_is_whole(client: TestClient) -> None:
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
 
 
+@pytest.mark.covers("ChatRequest", "logprobs", "top_logprobs")
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_top_logprobs_are_the_best_whether_or_not_chosen(client: TestClient, count: int) -> None:
     content = post(client, logprobs=True, top_logprobs=count, max_tokens=2).json()["choices"][0]["logprobs"]["content"]
@@ -114,6 +120,7 @@ def test_top_logprobs_are_the_best_whether_or_not_chosen(client: TestClient, cou
     assert [(e["token"], e["logprob"]) for e in content[0]["top_logprobs"]] == expected
 
 
+@pytest.mark.covers("GenerationRequest", "prompt_logprobs")
 def test_prompt_logprobs(client: TestClient) -> None:
     entries = post(client, prompt_logprobs=1).json()["prompt_logprobs"]
     assert entries[0] is None and len(entries) == len(PROMPT)
@@ -123,6 +130,7 @@ def test_prompt_logprobs(client: TestClient) -> None:
     }
 
 
+@pytest.mark.covers("SamplingFields", "logit_bias", "seed", "temperature", "top_p", "top_k", "min_p")
 def test_sampling_is_the_requests_then_the_models_then_openais(client: TestClient, engine: FakeEngine) -> None:
     post(client)
     post(client, temperature=0, top_k=None, top_p=0.5, seed=7, logit_bias={"5": -2}, min_p=0.1, ignore_eos=True)
@@ -132,6 +140,7 @@ def test_sampling_is_the_requests_then_the_models_then_openais(client: TestClien
     assert (asked.logit_bias, asked.min_p, asked.ignore_eos) == ({5: -2.0}, 0.1, True)
 
 
+@pytest.mark.covers("ChatRequest", "max_tokens", "max_completion_tokens")
 def test_max_tokens_is_the_rest_of_the_context_by_default(client: TestClient, engine: FakeEngine) -> None:
     post(client)
     post(client, max_completion_tokens=5)
@@ -140,6 +149,7 @@ def test_max_tokens_is_the_rest_of_the_context_by_default(client: TestClient, en
     assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("The ", "length")
 
 
+@pytest.mark.covers("SamplingFields", "stop")
 @pytest.mark.parametrize(
     ("sent", "meant"),
     [
@@ -155,12 +165,24 @@ def test_stop_in_every_shape(client: TestClient, engine: FakeEngine, sent: Any, 
     assert engine.seen[0][1].stop == meant
 
 
+@pytest.mark.covers("GenerationRequest", "request_id")
+@pytest.mark.covers("SamplingFields", "priority", "cache_salt")
 def test_engine_extras_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
     body = post(client, priority=-3, cache_salt="mine", request_id="abc").json()
     assert engine.seen[0][2] == {"priority": -3, "cache_salt": "mine"}
     assert body["id"] == "chatcmpl-abc"
 
 
+@pytest.mark.covers("ChatRequest", "messages")
+@pytest.mark.covers("GenerationRequest", "truncate_prompt_tokens")
+@pytest.mark.covers(
+    "TemplateFields",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+)
 @pytest.mark.parametrize(
     ("fields", "prompt"),
     [
@@ -182,6 +204,7 @@ def test_rendering(client: TestClient, engine: FakeEngine, fields: dict[str, Any
     assert bytes(engine.seen[0][0]).decode() == prompt
 
 
+@pytest.mark.covers("ChatRequest", "add_special_tokens")
 def test_add_special_tokens(client: TestClient, engine: FakeEngine) -> None:
     post(client, add_special_tokens=True)
     assert engine.seen[0][0][0] == 256

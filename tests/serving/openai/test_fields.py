@@ -28,6 +28,18 @@ def text(choice: dict[str, Any]) -> str:
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
+@pytest.mark.covers("GenerationRequest", "repeat_last_n", "allowed_token_ids", "bad_words")
+@pytest.mark.covers(
+    "SamplingFields",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     ("fields", "name", "value"),
@@ -61,6 +73,20 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
 
 
+@pytest.mark.covers(
+    "StructuredFields",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+@pytest.mark.covers("JSONSchemaFormat", "json_schema")
+@pytest.mark.covers("JSONSchema", "schema")
+@pytest.mark.covers("StructuralTagFormat", "structures", "triggers")
+@pytest.mark.covers("Structure", "begin", "schema", "end")
+@pytest.mark.covers("StructuredOutputsFields", "json", "json_object", "regex", "choice", "grammar", "structural_tag")
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     ("fields", "kind", "value"),
@@ -100,6 +126,7 @@ def test_constraints_reach_the_engine(
     assert (json.loads(given) if kind in ("json", "structural_tag") else given) == value
 
 
+@pytest.mark.covers("GenerationRequest", "best_of")
 @pytest.mark.parametrize("path", ROUTES)
 def test_best_of_returns_the_likeliest_and_counts_all(client: TestClient, engine: FakeEngine, path: str) -> None:
     engine.replies = ["bad", "best", "good"]
@@ -117,6 +144,7 @@ def test_best_of_with_several_prompts(client: TestClient, engine: FakeEngine) ->
     assert choices[1]["logprobs"]["tokens"] == ["<s>", "B", " ", "b", "e", "s", "t"]
 
 
+@pytest.mark.covers("GenerationRequest", "conversation_id", "resource_id")
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_labels_come_back(client: TestClient, path: str, stream: bool) -> None:
@@ -129,6 +157,7 @@ def test_labels_come_back(client: TestClient, path: str, stream: bool) -> None:
         assert (response.json()["conversation_id"], response.json()["resource_id"]) == ("mine", "r1")
 
 
+@pytest.mark.covers("GenerationRequest", "return_token_ids")
 def test_token_ids_come_back(client: TestClient, engine: FakeEngine) -> None:
     chat = send(client, ROUTES[0], return_token_ids=True, max_tokens=3, n=2).json()
     assert chat["prompt_token_ids"] == engine.seen[0][0]
@@ -141,6 +170,7 @@ def test_token_ids_come_back(client: TestClient, engine: FakeEngine) -> None:
     assert ["prompt_token_ids" in c["choices"][0] for c in chunks] == [True, False, False]
 
 
+@pytest.mark.covers("GenerationRequest", "return_tokens_as_token_ids")
 def test_tokens_named_by_their_ids(client: TestClient) -> None:
     fields: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 1}
     chat = send(client, ROUTES[0], logprobs=True, top_logprobs=1, **fields).json()["choices"][0]["logprobs"]["content"]
@@ -161,6 +191,7 @@ class TestEchoOfAChat:
         assert chunks[1]["choices"][0]["delta"] == {"content": "Well, "}
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Well, " + REPLY
 
+    @pytest.mark.covers("ChatRequest", "echo")
     def test_not_of_another_role(self, client: TestClient) -> None:
         assert text(post(client, echo=True).json()["choices"][0]) == REPLY
         assert text(post(client, echo=True, add_generation_prompt=False).json()["choices"][0]) == "Hi" + REPLY
@@ -250,6 +281,7 @@ class TestOwnTemplates:
         assert seconds < 1.5 and statuses == [400] * 4
 
 
+@pytest.mark.covers("POST /v1/chat/completions/render")
 def test_render(client: TestClient, engine: FakeEngine) -> None:
     assert client.post("/v1/chat/completions/render", json={"messages": HELLO}).json() == {
         "prompt": PROMPT,
@@ -272,6 +304,7 @@ class TestBeamSearch:
 
         engine.next_tokens = next_tokens
 
+    @pytest.mark.covers("GenerationRequest", "use_beam_search")
     @pytest.mark.parametrize("path", ROUTES)
     def test_finds_what_greedy_does_not(self, client: TestClient, engine: FakeEngine, path: str) -> None:
         greedy = send(client, path, temperature=0, max_tokens=3).json()
@@ -281,6 +314,7 @@ class TestBeamSearch:
         assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length"]
         assert body["usage"]["completion_tokens"] == 6 and not engine.active
 
+    @pytest.mark.covers("GenerationRequest", "length_penalty")
     def test_length_penalty_and_eos(self, client: TestClient) -> None:
         fields: dict[str, Any] = {"prompt": "x", "use_beam_search": True, "best_of": 3, "max_tokens": 4}
         short = send(client, ROUTES[1], **fields, length_penalty=-5.0).json()["choices"][0]

@@ -39,6 +39,8 @@ def vectors(body: Any) -> np.ndarray:
     return np.array([entry["embedding"] for entry in body["data"]])
 
 
+@pytest.mark.covers("POST /v1/embeddings")
+@pytest.mark.covers("InputFields", "input")
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [
@@ -69,6 +71,7 @@ def test_pooling_is_the_servers_or_the_checkpoints(make_client: Any, setting: st
     np.testing.assert_allclose(vectors(embed(client, input=[1, 2, 3]))[0], expected, atol=1e-6)
 
 
+@pytest.mark.covers("EmbeddingRequest", "dimensions")
 @pytest.mark.parametrize("dimensions", [1, 5, HIDDEN_SIZE, None])
 def test_vectors_are_of_unit_length_whatever_their_dimensions(client: TestClient, dimensions: int | None) -> None:
     found = vectors(embed(client, input="Hello", dimensions=dimensions))[0]
@@ -76,6 +79,7 @@ def test_vectors_are_of_unit_length_whatever_their_dimensions(client: TestClient
     assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.covers("EmbeddingRequest", "normalize", "use_activation")
 @pytest.mark.parametrize("field", ["normalize", "use_activation"])
 @pytest.mark.parametrize("by_default", [True, False])
 def test_raw_vectors(make_client: Any, field: str, by_default: bool) -> None:
@@ -87,6 +91,7 @@ def test_raw_vectors(make_client: Any, field: str, by_default: bool) -> None:
     np.testing.assert_allclose(vectors(embed(client, input=[1, 2, 3], **{field: True}))[0], unit, atol=1e-6)
 
 
+@pytest.mark.covers("EmbeddingRequest", "encoding_format")
 def test_base64_is_the_same_numbers_as_little_endian_float32(client: TestClient) -> None:
     numbers = vectors(embed(client, input=["Hi", "a"]))
     encoded = [e["embedding"] for e in embed(client, input=["Hi", "a"], encoding_format="base64")["data"]]
@@ -110,11 +115,13 @@ def test_openai_sdk(listen: Callable[..., str], engine: FakeEngine) -> None:
     assert (made.usage.prompt_tokens, made.usage.total_tokens) == (5, 5)
 
 
+@pytest.mark.covers("InputFields", "add_special_tokens")
 def test_special_tokens(client: TestClient, engine: FakeEngine) -> None:
     embed(client, input="Hi", add_special_tokens=False)
     assert engine.pooled[-1][0] == [72, 105]
 
 
+@pytest.mark.covers("InputFields", "messages", "add_generation_prompt")
 def test_a_chat_is_one_text(client: TestClient, engine: FakeEngine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     embed(client, messages=messages)
@@ -126,6 +133,8 @@ def test_a_chat_is_one_text(client: TestClient, engine: FakeEngine) -> None:
     assert [BOS in seen[0] for seen in engine.pooled] == [False, True, False]
 
 
+@pytest.mark.covers("InputFields", "truncation_side")
+@pytest.mark.covers("PoolingFields", "truncate_prompt_tokens")
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -180,6 +189,7 @@ def test_refusals(client: TestClient, engine: FakeEngine, fields: dict[str, Any]
     assert engine.pooled == []
 
 
+@pytest.mark.covers("PoolingFields", "priority", "request_id", "cache_salt")
 def test_priority_and_salt_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
     response = client.post("/embeddings", json={"input": "a", "priority": 3, "cache_salt": "s", "request_id": "mine"})
     assert engine.pooled[0][2] == {"priority": 3, "cache_salt": "s"}

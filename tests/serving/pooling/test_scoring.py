@@ -81,6 +81,8 @@ def sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
+@pytest.mark.covers("POST /v1/score")
+@pytest.mark.covers("ScoreRequest", "text_1", "text_2")
 def test_cosine_of_one_text_and_many(client: TestClient, engine: FakeEngine) -> None:
     body = post(client, "/v1/score", text_1="France", text_2=[*TEXTS, "Paris"])
     expected = [float(unit("France") @ unit(text)) for text in [*TEXTS, "Paris"]]
@@ -104,6 +106,7 @@ def test_vllms_other_names(client: TestClient, names: tuple[str, str]) -> None:
     assert scores(client, **given) == scores(client, text_1="France", text_2=TEXTS)
 
 
+@pytest.mark.covers("ComparisonFields", "instruction")
 @pytest.mark.parametrize("tasks", [JUDGE, YES_AND_NO], ids=["language model", "head of two rows"])
 @pytest.mark.parametrize("instruction", [None, "Find capitals"])
 def test_a_reranker_is_asked_for_yes_or_no(make_client: Any, tasks: ModelTasks, instruction: str | None) -> None:
@@ -122,6 +125,7 @@ def test_a_reranker_is_asked_for_yes_or_no(make_client: Any, tasks: ModelTasks, 
     np.testing.assert_allclose(raw, odds, atol=1e-4)
 
 
+@pytest.mark.covers("ComparisonFields", "use_activation")
 def test_one_class_scores_a_pair(make_client: Any) -> None:
     engine = FakeEngine(tasks=ONE_CLASS)
     client = make_client(engine)
@@ -132,6 +136,9 @@ def test_one_class_scores_a_pair(make_client: Any) -> None:
     assert engine.pooled[0][0] == pair
 
 
+@pytest.mark.covers("POST /v1/rerank")
+@pytest.mark.covers("TextDocument", "text")
+@pytest.mark.covers("RerankRequest", "query", "documents", "top_n")
 def test_jina_ranks_best_first(client: TestClient) -> None:
     body = post(client, "/v1/rerank", model="fake", query="France", documents=[TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]])
     expected = {text: float(unit("France") @ unit(text)) for text in TEXTS}
@@ -145,6 +152,8 @@ def test_jina_ranks_best_first(client: TestClient) -> None:
     assert best["results"] == [{"index": TEXTS.index(order[0]), "relevance_score": pytest.approx(expected[order[0]])}]
 
 
+@pytest.mark.covers("POST /v2/rerank")
+@pytest.mark.covers("RerankRequest", "return_documents")
 def test_cohere_shapes(client: TestClient) -> None:
     first = post(client, "/v1/rerank", query="France", documents=TEXTS, top_n=10)
     second = post(client, "/v2/rerank", query="France", documents=TEXTS, max_tokens_per_doc=4096)
@@ -160,6 +169,7 @@ def test_equal_documents_keep_their_order(client: TestClient) -> None:
     assert [result["index"] for result in body["results"]] == [0, 1, 2]
 
 
+@pytest.mark.covers("ComparisonFields", "max_tokens_per_doc", "max_tokens_per_query")
 def test_documents_and_queries_are_cut(client: TestClient, engine: FakeEngine) -> None:
     post(client, "/rerank", query="abcdef", documents=["uvwxyz", "uv"], max_tokens_per_doc=3, max_tokens_per_query=2)
     assert [seen[0] for seen in engine.pooled] == [[BOS, *b"ab"], [BOS, *b"uvw"], [BOS, *b"uv"]]
@@ -247,6 +257,8 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covers("POST /v1/classify")
+@pytest.mark.covers("ClassifyRequest", "use_activation")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("use_activation", [True, False])
 def test_classify(make_client: Any, activation: str, use_activation: bool) -> None:

@@ -105,6 +105,8 @@ def types(events: list[dict[str, Any]]) -> list[str]:
 
 
 class TestCreate:
+    @pytest.mark.covers("POST /v1/responses")
+    @pytest.mark.covers("MetadataFields", "metadata")
     def test_answers_with_a_response_that_the_sdk_knows(self, post: Callable[..., Any]) -> None:
         answer = post(input="hi", instructions="Be brief.", metadata={"k": "v"}, temperature=0.25, user="u")
         assert answer.status_code == 200
@@ -119,6 +121,9 @@ class TestCreate:
         assert response.usage.input_tokens_details.cached_tokens == 3
         assert abs(response.completed_at - time.time()) < 60
 
+    @pytest.mark.covers("PromptFields", "input")
+    @pytest.mark.covers("MessageItem", "role", "content")
+    @pytest.mark.covers("InputText", "text")
     def test_items_become_the_messages_of_a_chat(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk()
         client.responses.create(
@@ -133,12 +138,14 @@ class TestCreate:
         )
         assert prompt_text(engine) == "[system]d[user]a\nb[assistant]c[assistant]c2[user]e[assistant]"
 
+    @pytest.mark.covers("ResponseRequest", "max_output_tokens")
     def test_length_is_incomplete(self, post: Callable[..., Any]) -> None:
         response = Response.model_validate(post(input="hi", max_output_tokens=5).json())
         assert response.status == "incomplete"
         assert response.incomplete_details.reason == "max_output_tokens"
         assert response.output_text == REPLY[:5] and response.output[0].status == "incomplete"
 
+    @pytest.mark.covers("ResponseRequest", "include", "top_logprobs")
     def test_log_probabilities_when_included(self, post: Callable[..., Any]) -> None:
         body = post(input="hi", include=["message.output_text.logprobs"], top_logprobs=2).json()
         logprobs = Response.model_validate(body).output[0].content[0].logprobs
@@ -158,11 +165,14 @@ class TestCreate:
         assert json.loads(constraint.json)["properties"].keys() == {"name", "country"}
         assert response.text.format.type == "json_schema" and response.text.format.name == "City"
 
+    @pytest.mark.covers("PromptFields", "text")
+    @pytest.mark.covers("TextConfig", "format")
     def test_json_object(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk(reply="{}")
         client.responses.create(model="fake", input="x", text={"format": {"type": "json_object"}})
         assert engine.seen[-1][1].structured_outputs.json_object
 
+    @pytest.mark.covers("SamplingFields", "cache_salt", "logit_bias", "priority", "seed", "stop", "top_k", "top_p")
     def test_sampling_fields_reach_the_engine(self, post: Callable[..., Any], sdk: Callable[..., Any]) -> None:
         client, engine = sdk()
         extra = {"top_k": 7, "seed": 3, "stop": ["zz"], "logit_bias": {"65": -1}, "priority": 4, "cache_salt": "s"}
@@ -192,6 +202,7 @@ class TestStream:
         assert final["status"] == "completed" and final["output"] == [events[-2]["item"]]
         assert post.client.get(f"/v1/responses/{final['id']}").json() == final
 
+    @pytest.mark.covers("ResponseRequest", "stream")
     def test_the_sdk_helper_finishes(self, sdk: Callable[..., Any]) -> None:
         client, _ = sdk()
         with client.responses.stream(model="fake", input="hi") as stream:
@@ -270,6 +281,8 @@ class TestStream:
 
 
 class TestTools:
+    @pytest.mark.covers("PromptFields", "tools")
+    @pytest.mark.covers("FunctionCallOutputItem", "call_id", "output")
     def test_a_call_and_its_output(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk(PARSERS, reply=CALL)
         first = client.responses.create(model="fake", input="weather?", tools=[WEATHER])
@@ -314,6 +327,9 @@ class TestTools:
             final = stream.get_final_response()
         assert final.output[0].parsed_arguments == {"city": "Paris"}
 
+    @pytest.mark.covers("PromptFields", "tool_choice", "parallel_tool_calls")
+    @pytest.mark.covers("ChosenFunction", "name")
+    @pytest.mark.covers("AllowedFunctions", "mode", "tools")
     def test_choices_are_shown_as_they_were_sent(
         self, make_client: Callable[..., TestClient], roomy: Callable[..., FakeEngine], tmp_path: Path
     ) -> None:
@@ -347,6 +363,7 @@ class TestReasoning:
         assert 0 < response.usage.output_tokens_details.reasoning_tokens < len(self.REPLY)
         assert types(events)[2:4] == ["output_item.added", "content_part.added"]
 
+    @pytest.mark.covers("ReasoningConfig", "summary")
     def test_as_a_summary(
         self, make_client: Callable[..., TestClient], roomy: Callable[..., FakeEngine], tmp_path: Path
     ) -> None:
@@ -357,6 +374,8 @@ class TestReasoning:
         assert told == item.summary[0].text == "Paris, surely." and item.content == []
         assert "reasoning_text.delta" not in types(events)
 
+    @pytest.mark.covers("PromptFields", "reasoning")
+    @pytest.mark.covers("ReasoningConfig", "effort")
     def test_effort_reaches_the_template(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk()
         client.responses.create(model="fake", input="hi", reasoning={"effort": "low"})
@@ -364,6 +383,7 @@ class TestReasoning:
 
 
 class TestChain:
+    @pytest.mark.covers("PromptFields", "instructions", "previous_response_id")
     def test_continues_what_was_said_without_its_instructions(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk()
         first = client.responses.create(model="fake", input="one", instructions="first only")
@@ -374,6 +394,9 @@ class TestChain:
         )
         assert third.previous_response_id == second.id
 
+    @pytest.mark.covers("GET /v1/responses/{response_id}/input_items")
+    @pytest.mark.covers("GET /v1/responses/{response_id}/input_items", "after", "limit", "order")
+    @pytest.mark.covers("GET /v1/conversations/{conversation_id}/items", "after", "limit", "order")
     def test_input_items_in_pages(self, sdk: Callable[..., Any]) -> None:
         client, _ = sdk()
         response = client.responses.create(model="fake", input=[{"role": "user", "content": str(i)} for i in range(5)])
@@ -389,6 +412,7 @@ class TestChain:
         with pytest.raises(openai.NotFoundError):
             client.responses.input_items.list(response.id, after="msg_nobody")
 
+    @pytest.mark.covers("ItemReference", "id")
     def test_an_item_is_referred_to(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk()
         first = client.responses.create(model="fake", input="one")
@@ -396,6 +420,7 @@ class TestChain:
         client.responses.create(model="fake", input=[reference, {"role": "user", "content": "and?"}])
         assert prompt_text(engine) == f"[assistant]{REPLY}[user]and?[assistant]"
 
+    @pytest.mark.covers("ResponseRequest", "store")
     def test_what_is_not_stored_cannot_be_continued(self, sdk: Callable[..., Any]) -> None:
         client, _ = sdk()
         kept = client.responses.create(model="fake", input="x")
@@ -421,6 +446,7 @@ class TestChain:
         after.post("/v1/responses", json={"input": "two", "previous_response_id": before["id"]})
         assert prompt_text(engine) == f"[user]one[assistant]{REPLY}[user]two[assistant]"
 
+    @pytest.mark.covers("PromptFields", "truncation")
     def test_truncation_auto_drops_the_oldest_turns(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk()
         engine.info.max_model_len = 256
@@ -438,6 +464,7 @@ class TestChain:
 
 
 class TestBackground:
+    @pytest.mark.covers("ResponseRequest", "background")
     def test_runs_until_it_is_polled_as_completed(self, sdk: Callable[..., Any]) -> None:
         client, _ = sdk(delay=0.005)
         response = client.responses.create(model="fake", input="hi", background=True)
@@ -447,6 +474,7 @@ class TestBackground:
         later = client.responses.create(model="fake", input="more", previous_response_id=response.id)
         assert later.status == "completed"
 
+    @pytest.mark.covers("POST /v1/responses/{response_id}/cancel")
     def test_cancel_frees_the_engine(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk(delay=0.05)
         response = client.responses.create(model="fake", input="hi", background=True)
@@ -461,6 +489,7 @@ class TestBackground:
         with pytest.raises(openai.BadRequestError, match="background"):
             client.responses.cancel(plain.id)
 
+    @pytest.mark.covers("DELETE /v1/responses/{response_id}")
     def test_delete_stops_it(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk(delay=0.05)
         response = client.responses.create(model="fake", input="hi", background=True)
@@ -469,6 +498,8 @@ class TestBackground:
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(response.id)
 
+    @pytest.mark.covers("GET /v1/responses/{response_id}")
+    @pytest.mark.covers("GET /v1/responses/{response_id}", "stream", "starting_after")
     def test_its_stream_can_be_followed_again(self, sdk: Callable[..., Any]) -> None:
         client, engine = sdk(delay=0.01)
         stream = client.responses.create(model="fake", input="hi", background=True, stream=True)
@@ -550,6 +581,7 @@ def test_unknown_fields_are_listed_where_the_server_only_warns(
     assert "warnings" not in client.post("/v1/responses", json={"input": "x"}).json()
 
 
+@pytest.mark.covers("POST /v1/responses/input_tokens")
 def test_input_tokens(sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     counted = client.responses.input_tokens.count(model="fake", input="hi", instructions="x" * 5000)
