@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import FakeEngine
 
@@ -137,3 +138,20 @@ def test_key_is_needed(listen: Callable[..., str], engine: FakeEngine) -> None:
         assert httpx.request(method, f"{url}/v1/files{path}").status_code == 401
     with openai.OpenAI(base_url=f"{url}/v1", api_key="sesame") as client:
         assert client.files.create(file=("f", LINE), purpose="batch").bytes == len(LINE)
+
+
+@pytest.mark.covers("BatchRequest", "output_expires_after")
+@pytest.mark.covers("OutputExpiresAfter", "anchor", "seconds")
+def test_output_of_a_batch_may_expire(make_client: Callable[..., TestClient]) -> None:
+    client = make_client(FakeEngine())
+    line = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}\n'
+    file = client.post("/v1/files", files={"file": ("a.jsonl", line)}, data={"purpose": "batch"}).json()["id"]
+    batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    made = client.post("/v1/batches", json=batch | {"output_expires_after": expiry}).json()
+    while made["status"] not in ("completed", "failed"):
+        made = client.get(f"/v1/batches/{made['id']}").json()
+    output = client.get(f"/v1/files/{made['output_file_id']}").json()
+    assert output["expires_at"] == output["created_at"] + 3600
+    soon = client.post("/v1/batches", json=batch | {"output_expires_after": expiry | {"seconds": 60}})
+    assert soon.status_code == 400 and soon.json()["error"]["param"] == "output_expires_after.seconds"

@@ -1,0 +1,46 @@
+"""Fields of Messages requests that no other test speaks of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxllm.serving.anthropic.request import MessagesRequest
+from jaxllm.serving.anthropic.translate import conversation, messages
+from jaxllm.serving.conversation import NamedTool, Tool
+from tests.serving.sending import HELLO
+
+
+def translated(**fields: Any) -> Any:
+    return conversation(MessagesRequest.model_validate({"max_tokens": 9, "messages": HELLO} | fields))
+
+
+@pytest.mark.covers(
+    "ToolParam", "type", "name", "description", "input_schema", "allowed_callers", "eager_input_streaming"
+)
+@pytest.mark.covers("ToolChoiceTool", "name", "disable_parallel_tool_use")
+def test_a_tool() -> None:
+    tool = {
+        "type": "custom", "name": "f", "description": "Does f", "input_schema": {"type": "object"},
+        "allowed_callers": ["direct"], "eager_input_streaming": True,
+    }  # fmt: skip
+    choice = {"type": "tool", "name": "f", "disable_parallel_tool_use": True}
+    chat = translated(tools=[tool], tool_choice=choice)
+    assert chat.tools == [Tool("f", "Does f", {"type": "object"})]
+    assert chat.tool_choice == NamedTool("f") and not chat.parallel_tool_calls
+    for wrong in ({"type": "bash_20250124"}, {"allowed_callers": ["code"]}, {"eager_input_streaming": False}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            translated(tools=[tool | wrong])
+
+
+@pytest.mark.covers("ToolUseBlockParam", "caller")
+def test_an_earlier_call_has_a_direct_caller() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "caller": {"type": "direct"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+    sent = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    body = MessagesRequest.model_validate({"max_tokens": 9, "messages": sent})
+    assert [message.role for message in messages(body)] == ["user", "assistant", "tool"]
+    call["caller"] = {"type": "code_execution"}
+    with pytest.raises(ValueError, match="caller"):
+        MessagesRequest.model_validate({"max_tokens": 9, "messages": sent})

@@ -1,0 +1,176 @@
+"""Fields of a response that no other test speaks of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.serving.api_surface import BODIES
+from tests.serving.fake_engine import ByteTokenizer, FakeEngine
+from tests.serving.sending import HELLO, prompt, send
+
+
+@pytest.mark.covers(
+    "SamplingFields",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "stop_token_ids",
+    "temperature",
+)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frequency_penalty", 0.5),
+        ("ignore_eos", True),
+        ("include_stop_str_in_output", True),
+        ("min_p", 0.25),
+        ("min_tokens", 2),
+        ("presence_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("skip_special_tokens", False),
+        ("stop_token_ids", (5,)),
+        ("temperature", 0.25),
+    ],
+)
+def test_means_the_same_as_in_a_chat(client: TestClient, engine: FakeEngine, field: str, value: Any) -> None:
+    send(client, "/v1/responses", **{field: value})
+    assert getattr(engine.seen[-1][1], field) == value
+
+
+@pytest.mark.covers("PromptFields", "chat_template_kwargs")
+def test_chat_template_kwargs(client: TestClient, engine: FakeEngine) -> None:
+    send(client, "/v1/responses", chat_template_kwargs={"enable_thinking": False})
+    assert "(enable_thinking=False)" in prompt(engine)
+
+
+@pytest.mark.covers("ResponseRequest", "stream_options")
+@pytest.mark.covers("ResponseStreamOptions", "include_obfuscation")
+def test_nothing_is_padded(client: TestClient) -> None:
+    body = BODIES["/v1/responses"] | {"stream": True}
+    fine = client.post("/v1/responses", json=body | {"stream_options": {"include_obfuscation": False}})
+    assert fine.status_code == 200 and "obfuscation" not in fine.text
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    assert "include_obfuscation" in send(client, "/v1/responses", 400, **options)["error"]["message"]
+    alone = send(client, "/v1/responses", 400, stream_options={"include_obfuscation": False})
+    assert alone["error"]["param"] == "stream_options"
+
+
+@pytest.mark.covers("TextConfig", "verbosity")
+def test_verbosity_has_its_default_only(client: TestClient) -> None:
+    send(client, "/v1/responses", text={"verbosity": "medium"})
+    assert send(client, "/v1/responses", 400, text={"verbosity": "low"})["error"]["param"] == "text.verbosity"
+
+
+@pytest.mark.covers("ReasoningConfig", "generate_summary")
+def test_generate_summary_is_summary(make_client: Callable[..., TestClient]) -> None:
+    client = make_client(FakeEngine(reply="<think>hm</think>yes"), reasoning_parser="think")
+    send_all = {"max_output_tokens": 100}
+    texts = [
+        send(client, "/v1/responses", reasoning={name: "auto"}, **send_all)["output"][0]["summary"]
+        for name in ("summary", "generate_summary")
+    ]
+    assert texts == [[{"type": "summary_text", "text": "hm"}]] * 2
+
+
+@pytest.mark.covers("ReasoningItem", "encrypted_content")
+def test_encrypted_content_alone_cannot_be_read(client: TestClient) -> None:
+    item = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    error = send(client, "/v1/responses", 400, input=[item])["error"]
+    assert error["param"] == "input[0].encrypted_content"
+    readable = item | {"content": [{"type": "reasoning_text", "text": "hm"}]}
+    send(client, "/v1/responses", input=[readable, {"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.covers("TextSchemaFormat", "schema")
+def test_text_follows_a_schema(client: TestClient, engine: FakeEngine) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    send(client, "/v1/responses", text={"format": {"type": "json_schema", "name": "x", "schema": schema}})
+    assert json.loads(engine.seen[-1][1].structured_outputs.json) == schema
+
+
+@pytest.mark.covers("GET /v1/responses/{response_id}", "include[]", "include_obfuscation")
+@pytest.mark.covers("GET /v1/responses/{response_id}/input_items", "include[]")
+@pytest.mark.covers("POST /v1/conversations/{conversation_id}/items", "include[]")
+@pytest.mark.covers("GET /v1/conversations/{conversation_id}/items", "include[]")
+@pytest.mark.covers("GET /v1/conversations/{conversation_id}/items/{item_id}", "include[]")
+def test_include_changes_nothing(client: TestClient) -> None:
+    names = {"include[]": ["message.output_text.logprobs"]}
+    response = "/v1/responses/" + send(client, "/v1/responses")["id"]
+    conversation = "/v1/conversations/" + client.post("/v1/conversations", json={}).json()["id"]
+    added = client.post(f"{conversation}/items", json={"items": HELLO}, params=names).json()["data"]
+    item = f"{conversation}/items/{added[0]['id']}"
+    for path in (response, f"{response}/input_items", f"{conversation}/items", item):
+        plain = client.get(path)
+        assert plain.status_code == 200 and client.get(path, params=names).json() == plain.json()
+    assert client.get(response, params={"include_obfuscation": True}).json() == client.get(response).json()
+
+
+@pytest.mark.covers("InputItem", "id")
+@pytest.mark.covers("MessageItem", "status")
+@pytest.mark.covers("OutputTextPart", "text", "annotations", "logprobs")
+@pytest.mark.covers("RefusalContent", "refusal")
+@pytest.mark.covers("FunctionCallItem", "call_id", "status")
+@pytest.mark.covers("FunctionCallOutputItem", "status")
+@pytest.mark.covers("ReasoningItem", "status")
+@pytest.mark.parametrize(
+    "item",
+    [
+        {
+            "id": "msg_1", "type": "message", "role": "assistant", "status": "incomplete",
+            "content": [
+                {"type": "output_text", "text": "a", "annotations": [{"type": "x"}], "logprobs": [{"token": "a"}]},
+                {"type": "refusal", "refusal": "No."},
+            ],
+        },
+        {
+            "id": "rs_1", "type": "reasoning", "status": "incomplete",
+            "summary": [{"type": "summary_text", "text": "s"}],
+            "content": [{"type": "reasoning_text", "text": "t"}],
+        },
+        {
+            "id": "fc_1", "type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}',
+            "status": "in_progress",
+        },
+        {"id": "o_1", "type": "function_call_output", "call_id": "c", "output": "x", "status": "incomplete"},
+        {
+            "id": "o_2", "type": "function_call_output", "call_id": "c", "status": "completed",
+            "output": [{"type": "input_text", "text": "x"}],
+        },
+    ],
+    ids=lambda item: item["id"],
+)  # fmt: skip
+def test_items_come_back_as_they_were(client: TestClient, item: dict[str, Any]) -> None:
+    conversation = client.post("/v1/conversations", json={"items": [item]}).json()["id"]
+    assert client.get(f"/v1/conversations/{conversation}/items").json()["data"] == [item]
+
+
+@pytest.mark.covers("ReasoningItem", "summary", "content")
+@pytest.mark.covers("SummaryTextPart", "text")
+@pytest.mark.covers("ReasoningTextPart", "text")
+def test_reasoning_is_shown_to_templates_again(client: TestClient, engine: FakeEngine) -> None:
+    engine.tokenizer = ByteTokenizer("{% for m in messages %}{{ m.reasoning_content }}{% endfor %}")
+    for item in (
+        {"summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"summary": [{"type": "summary_text", "text": "hm"}]},
+    ):
+        answer = {"role": "assistant", "content": "a"}
+        send(client, "/v1/responses", input=[{"type": "reasoning", **item}, answer])
+        assert prompt(engine) == "hm"
+
+
+@pytest.mark.covers("FunctionDefinition", "name", "description", "parameters")
+def test_tools_reach_the_template(client: TestClient, engine: FakeEngine) -> None:
+    engine.tokenizer = ByteTokenizer("{{ tools | tojson }}")
+    tool = {"name": "f", "description": "Does f", "parameters": {"type": "object", "properties": {"a": {}}}}
+    send(client, "/v1/responses", tools=[{"type": "function", "strict": True, **tool}])
+    assert '"name": "f"' in prompt(engine) and '"a": {}' in prompt(engine) and "Does f" in prompt(engine)
