@@ -29,6 +29,7 @@ from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState, comma_separated
+from jaxllm.serving.store.database import Database, sqlite_url
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
@@ -49,6 +50,7 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
     model = ServedModel(config, engine, names[0])
     score_method(config, engine.info.tasks)
     state = ServerState(config, dict.fromkeys(names, model))
+    database = Database(config.database_url or sqlite_url(config.data_dir))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,12 +58,13 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
         yield
         await app.state.batches.close()
         await app.state.responses.background.close()
+        await database.close()
         await state.close()
 
     app = FastAPI(title="jaxllm", version=version("jaxllm"), lifespan=lifespan, redirect_slashes=False)
     app.state.server = state
-    app.state.responses = Responses(state)
-    app.state.batches = Batches(app, state)
+    app.state.responses = Responses(state, database)
+    app.state.batches = Batches(app, state, database)
     app.state.registry = build_registry(engine, model.metrics, config.vllm_metrics)
     shown_key = [Security(HTTPBearer(auto_error=False))] if state.api_keys else []
     for router in API_ROUTERS:

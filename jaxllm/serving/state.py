@@ -12,7 +12,6 @@ from typing import ParamSpec, TypeVar
 from jaxllm.config import ServeConfig
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.served_model import Running, ServedModel
-from jaxllm.serving.store.database import Database, sqlite_url
 from jaxllm.serving.template_process import TemplateProcesses
 
 P = ParamSpec("P")
@@ -28,7 +27,6 @@ class ServerState:
         self.api_keys = [key.encode() for key in comma_separated(config.api_key)]
         self.templates = TemplateProcesses()
         self.created = int(time.time())
-        self.database = Database(config.database_url or sqlite_url(config.data_dir))
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
 
     @property
@@ -75,7 +73,6 @@ class ServerState:
 
     async def close(self) -> None:
         await self.templates.close()
-        await self.database.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
 

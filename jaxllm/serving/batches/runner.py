@@ -15,6 +15,7 @@ from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.batches import CANCELLABLE, BatchRow, BatchStore, new_batch_id
+from jaxllm.serving.store.database import Database
 from jaxllm.serving.store.files import FileStore
 
 logger = logging.getLogger(__name__)
@@ -25,19 +26,19 @@ POLL_SECONDS = 0.5
 class Batches:
     """A task for each batch under way; `files` and `store` are for the routes too."""
 
-    def __init__(self, app: FastAPI, state: ServerState):
+    def __init__(self, app: FastAPI, state: ServerState, database: Database):
         self._state = state
         directory = state.config.data_dir.expanduser()
-        self.files = FileStore(state.database, directory / "files")
-        self.store = BatchStore(state.database)
-        self._stores = Stores(state.database, self.store, self.files, directory / "batches")
+        self.files = FileStore(database, directory / "files")
+        self.store = BatchStore(database)
+        self._stores = Stores(database, self.store, self.files, directory / "batches")
         self._caller = Caller(app, state)
         self._closing = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def resume(self) -> None:
         """Go on with the unfinished batches of this directory that were made for a model served here."""
-        if not self._state.database.exists:
+        if not self._stores.database.exists:
             return
         await self.files.delete_expired()
         for batch in await self.store.unfinished():

@@ -23,16 +23,17 @@ from jaxllm.serving.responses.translate import Translation, settings, turns
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.conversations import ConversationStore
+from jaxllm.serving.store.database import Database
 from jaxllm.serving.store.responses import ResponseStore
 
 
 class Responses:
     """One server's responses and conversations."""
 
-    def __init__(self, state: ServerState):
+    def __init__(self, state: ServerState, database: Database):
         self._state = state
-        self.store = ResponseStore(state.database)
-        self.conversations = ConversationStore(state.database)
+        self.store = ResponseStore(database)
+        self.conversations = ConversationStore(database)
         self.background = BackgroundRuns(self.store)
 
     async def prepare(self, body: ResponseRequest) -> ResponseRun:
