@@ -16,10 +16,10 @@ from jaxllm.engine.front.beam_search import BeamSearchParams, beam_search
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.metrics import SequenceTimer
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.settings import Settings
 
 OPENING_SECONDS = 0.1
 """How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
@@ -93,7 +93,7 @@ class Generation:
         self,
         model: ServedModel,
         prompts: list[Prompt],
-        request: Settings,
+        request: GenerationSettings,
         kind: str,
         *,
         prompt_only: bool = False,

@@ -11,10 +11,10 @@ from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.constraints import answer_constraint
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Prompt
+from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.parsing.formats import OutputFormats, opens_reasoning
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.settings import Settings
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
 from jaxllm.text import chat_template
@@ -61,7 +61,7 @@ async def render(state: ServerState, model: ServedModel, conversation: Conversat
 
 
 async def conversation_prompt(
-    state: ServerState, model: ServedModel, conversation: Conversation, settings: Settings
+    state: ServerState, model: ServedModel, conversation: Conversation, settings: GenerationSettings
 ) -> ConversationPrompt:
     """Render, tokenize and check a conversation off the event loop. Raises InvalidRequestError naming the field."""
     rendered = await render(state, model, conversation)
@@ -86,7 +86,7 @@ def template_values(model: ServedModel, conversation: Conversation) -> dict[str,
 
 
 def fitted(
-    model: ServedModel, token_ids: list[int], params: SamplingParams, settings: Settings, source: Field
+    model: ServedModel, token_ids: list[int], params: SamplingParams, settings: GenerationSettings, source: Field
 ) -> Prompt:
     """Cut a prompt if asked to, check it, and settle max_tokens: as asked, or the default, or the rest of the context.
 
@@ -120,7 +120,7 @@ def fitted(
     return Prompt(token_ids, params, beam_search=settings.beam_search_params(max_tokens))
 
 
-def sampling_params(model: ServedModel, settings: Settings, **derived: Any) -> SamplingParams:
+def sampling_params(model: ServedModel, settings: GenerationSettings, **derived: Any) -> SamplingParams:
     """What the settings ask of this model's sampler. Raises InvalidRequestError when a value is out of range."""
     detokenize = model.engine.tokenizer is not None
     return settings.sampling_params(model.engine.info.default_sampling, detokenize=detokenize, **derived)
@@ -136,7 +136,7 @@ def _rendered(model: ServedModel, conversation: Conversation, text: str | None) 
 
 
 def _checked(
-    model: ServedModel, conversation: Conversation, settings: Settings, rendered: Rendered
+    model: ServedModel, conversation: Conversation, settings: GenerationSettings, rendered: Rendered
 ) -> ConversationPrompt:
     formats = rendered.formats
     continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Choice, Generation, Step, Usage
+from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.parsing.events import Content, Event, ToolArguments, ToolCall
 from jaxllm.serving.parsing.parser import ParsedCall, join_events
 from jaxllm.serving.prompts import ConversationPrompt, conversation_prompt
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.settings import Settings
 from jaxllm.serving.state import ServerState
 
 
@@ -49,7 +49,9 @@ class Reply:
     `name` is what the client calls the model.
     """
 
-    def __init__(self, name: str, model: ServedModel, prompt: ConversationPrompt, settings: Settings, kind: str):
+    def __init__(
+        self, name: str, model: ServedModel, prompt: ConversationPrompt, settings: GenerationSettings, kind: str
+    ):
         self.name = name
         self.generation = Generation(model, [prompt.prompt], settings, kind)
         self.token_text = model.token_text
@@ -117,7 +119,7 @@ class Reply:
 
 
 async def begin_reply(
-    state: ServerState, name: str | None, conversation: Conversation, settings: Settings, *, kind: str
+    state: ServerState, name: str | None, conversation: Conversation, settings: GenerationSettings, *, kind: str
 ) -> Reply:
     """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
 

@@ -10,7 +10,7 @@ from jaxllm.serving.anthropic.errors import AnthropicRoute
 from jaxllm.serving.anthropic.message import MessageWriter
 from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
 from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, StreamEvent, TokenCount
-from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, settings
+from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
 from jaxllm.serving.chunks import chunk_stream
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.generation import Generation
@@ -31,7 +31,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Continue a conversation, as Anthropic's Messages API does."""
     state: ServerState = request.app.state.server
     with naming(FIELD_NAMES):
-        reply = await begin_reply(state, body.model, conversation(body), settings(body), kind="msg")
+        reply = await begin_reply(state, body.model, conversation(body), generation_settings(body), kind="msg")
     writer = MessageWriter(reply, body)
     headers = {"request-id": reply.generation.id}
     if body.stream:

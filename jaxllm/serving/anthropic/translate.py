@@ -27,12 +27,12 @@ from jaxllm.serving.conversation import (
     renaming,
     thinking_variables,
 )
-from jaxllm.serving.settings import Settings
+from jaxllm.serving.generation_settings import GenerationSettings
 
 ERROR_PREFIX = "Error: "
 
 FIELD_NAMES = renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
-"""What the fields of a Conversation and its Settings are called here."""
+"""What the fields of a Conversation and its GenerationSettings are called here."""
 
 
 def conversation(body: CountTokensRequest) -> Conversation:
@@ -48,11 +48,11 @@ def conversation(body: CountTokensRequest) -> Conversation:
     )
 
 
-def settings(body: MessagesRequest) -> Settings:
+def generation_settings(body: MessagesRequest) -> GenerationSettings:
     asked = {
         "temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences,
     }  # fmt: skip
-    return Settings(
+    return GenerationSettings(
         sampling={name: value for name, value in asked.items() if value is not None},
         max_tokens=body.max_tokens,
         cut_to_context=True,

@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.conversation import Conversation, renaming
+from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import refuse
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.tools import ToolFields
-from jaxllm.serving.settings import Settings
 
 MAX_METADATA = 16
 """OpenAI's limit."""
@@ -85,7 +85,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             structured_outputs=self.constraint(),
         )
 
-    def generation_settings(self) -> Settings:
+    def generation_settings(self) -> GenerationSettings:
         return self.settings(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=self.logprobs_count,
@@ -93,7 +93,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
         )
 
     def own_names(self) -> Callable[[Place], Place]:
-        """What the fields of its Conversation and Settings are called here."""
+        """What the fields of its Conversation and GenerationSettings are called here."""
         names = {"structured_outputs": self.constraint_field or "structured_outputs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"

@@ -9,11 +9,11 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import refuse
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.usage import Usage
-from jaxllm.serving.settings import Settings
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
@@ -60,7 +60,7 @@ class CompletionRequest(GenerationRequest):
             )
         return self
 
-    def generation_settings(self) -> Settings:
+    def generation_settings(self) -> GenerationSettings:
         return self.settings(
             max_tokens=max(self.max_tokens, 1) if "max_tokens" in self.model_fields_set else None,
             default_max_tokens=DEFAULT_MAX_TOKENS,

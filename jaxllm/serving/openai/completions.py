@@ -12,6 +12,7 @@ from jaxllm.errors import Field
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.constraints import compiled
 from jaxllm.serving.generation import Choice, Generation, Prompt, Step
+from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import DONE, returns
@@ -29,7 +30,6 @@ from jaxllm.serving.openai.logprobs import (
 from jaxllm.serving.openai.usage import StreamOptions, usage_object
 from jaxllm.serving.prompts import fitted, sampling_params
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.settings import Settings
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
@@ -62,7 +62,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     return json_response(completion, request_id=generation.id, headers=labels)
 
 
-def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Settings) -> list[Prompt]:
+def completion_prompts(model: ServedModel, body: CompletionRequest, settings: GenerationSettings) -> list[Prompt]:
     """Tokenize and check every prompt of a request. Raises InvalidRequestError naming the field."""
     constraint = body.constraint() and compiled(body.constraint(), Field(body.constraint_field or ""))
     params = sampling_params(model, settings, structured_outputs=constraint)

@@ -15,10 +15,10 @@ from jaxllm.requests.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from jaxllm.serving.generation_settings import BeamSearch, GenerationSettings
 from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, RequestModel, refuse
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.serving.openai.usage import StreamOptions
-from jaxllm.serving.settings import BeamSearch, Settings
 from jaxllm.serving.shown import shown
 
 UNSUPPORTED_SAMPLING = frozenset({
@@ -203,13 +203,13 @@ class GenerationRequest(SamplingFields, StructuredFields):
         """Choices to generate of each prompt, of which n are returned."""
         return self.n if self.best_of is None else self.best_of
 
-    def settings(self, **own: Any) -> Settings:
+    def settings(self, **own: Any) -> GenerationSettings:
         """What is asked of generating; `own` are the fields in which chat and text completions differ."""
         beams = None
         if self.use_beam_search:
             length_penalty = 1.0 if self.length_penalty is None else self.length_penalty
             beams = BeamSearch(length_penalty, bool(self.early_stopping))
-        return Settings(
+        return GenerationSettings(
             sampling=self.sampling(),
             n=self.n,
             num_generated=self.num_generated,

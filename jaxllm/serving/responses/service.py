@@ -19,7 +19,7 @@ from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new
 from jaxllm.serving.responses.objects import ConversationReference, Response
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest
 from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.responses.translate import Translation, settings, turns
+from jaxllm.serving.responses.translate import Translation, generation_settings, turns
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.conversations import ConversationStore
@@ -125,7 +125,9 @@ class Responses:
     async def _reply(self, body: ResponseRequest, context: list[Item], own: list[Item]) -> Reply:
         translation = Translation(body, context, own)
         with naming(translation.name):
-            return await begin_reply(self._state, body.model, translation.conversation(), settings(body), kind="resp")
+            return await begin_reply(
+                self._state, body.model, translation.conversation(), generation_settings(body), kind="resp"
+            )
 
 
 def _leading_instructions(items: Sequence[Item]) -> list[Item]:

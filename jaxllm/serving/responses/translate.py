@@ -20,6 +20,7 @@ from jaxllm.serving.conversation import (
     parse_arguments,
     thinking_variables,
 )
+from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.openai.structured import JSONObjectFormat
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.request import (
@@ -29,14 +30,12 @@ from jaxllm.serving.responses.request import (
     ResponseRequest,
     TextSchemaFormat,
 )
-from jaxllm.serving.settings import Settings
 
 
 class Translation:
-    """What a request and all that it continues say; `context` is oldest first, `own` what the request itself brings.
+    """One request's way to a conversation, and the way back of the errors.
 
-    `conversation()` may raise InvalidRequestError; `name` gives its fields, and those of the settings, the names they
-    have in the request.
+    `context` is all that is said, oldest first; its end, `own`, is what the request itself brings.
     """
 
     def __init__(self, body: PromptFields, context: Sequence[Item], own: Sequence[Item]):
@@ -47,6 +46,7 @@ class Translation:
         """The item that each message begins with."""
 
     def conversation(self) -> Conversation:
+        """Raises InvalidRequestError: see `name`."""
         items = [item for item in self._context if not _is_cut_off(item)]
         _check_calls(items)
         spoken = _messages(items)
@@ -65,6 +65,7 @@ class Translation:
         )
 
     def name(self, place: Field) -> Field:
+        """What the request calls a place of its Conversation or GenerationSettings."""
         match place.path:
             case ("messages", int(at), *rest):
                 origin = self._places.get(id(self._origins[at]))
@@ -79,8 +80,8 @@ class Translation:
                 return place
 
 
-def settings(body: ResponseRequest) -> Settings:
-    return Settings(
+def generation_settings(body: ResponseRequest) -> GenerationSettings:
+    return GenerationSettings(
         sampling=body.sampling(),
         max_tokens=body.max_output_tokens,
         logprobs=body.logprobs_count,

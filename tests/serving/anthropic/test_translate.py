@@ -19,7 +19,7 @@ from jaxllm.serving.anthropic.response import (
     ThinkingBlock,
     ToolUseBlock,
 )
-from jaxllm.serving.anthropic.translate import conversation, messages, settings
+from jaxllm.serving.anthropic.translate import conversation, generation_settings, messages
 from jaxllm.serving.conversation import Call, Message, NamedTool, Tool
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 
@@ -136,7 +136,7 @@ def test_sampling_and_format() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     config = {"format": {"type": "json_schema", "schema": schema}}
     body = request(user("x"), temperature=0.2, top_p=0.9, top_k=5, stop_sequences=["a", "b"], output_config=config)
-    assert settings(body).sampling == {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "stop": ["a", "b"]}
+    assert generation_settings(body).sampling == {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "stop": ["a", "b"]}
     structured = conversation(body).structured_outputs
     assert structured and json.loads(structured.json or "") == schema
 

@@ -22,7 +22,7 @@ class BeamSearch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GenerationSettings:
     """What a request asks of generating.
 
     Attributes:
