@@ -55,7 +55,7 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(number)
     ]
     ropes = c.get("rope_parameters") or {}
-    local = {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | ropes.get("sliding_attention", {})
+    local = {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | (ropes.get("sliding_attention") or {})
     kind_of = {
         "full_attention": LayerKind(
             hf_rope(c, c["head_dim"], theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))

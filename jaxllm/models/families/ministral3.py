@@ -24,7 +24,7 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     parameters = c.get("rope_parameters") or ROPE
     layer = LayerKind(hf_rope(c, c["head_dim"], parameters=parameters), c.get("sliding_window"))
     beta = parameters.get("llama_4_scaling_beta")
-    scaling = QueryScaling(beta, parameters["original_max_position_embeddings"]) if beta else None
+    scaling = QueryScaling(beta, layer.rope.original_length) if beta and layer.rope else None
     return DecoderConfig(**hf_fields(c, layers=(layer,) * c["num_hidden_layers"], query_scaling=scaling))
 
 
