@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from jaxllm.errors import CheckpointError, JaxLLMError
+from jaxllm.errors import CheckpointError, JaxLLMError, one_line
 from jaxllm.weights.folder import read_text
 
 MAX_GROWTH = 4096
@@ -54,7 +54,7 @@ def rust_errors(kind: type[JaxLLMError], before: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise kind(f"{before}{' '.join(str(error).split())[:300]}") from None
+        raise kind(f"{before}{one_line(error)}") from None
 
 
 def _growth(step: Any) -> float:

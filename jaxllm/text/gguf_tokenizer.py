@@ -143,7 +143,7 @@ def _build(path: Path, header: GGUFHeader, tokens: list[str]) -> tuple[Tokenizer
     elif model == "gpt2":
         backend, add_bos = _byte_level(path, header.metadata, tokens)
     else:
-        raise CheckpointError(f"{path}: tokenizer.ggml.model is {model!r}; supported are 'gpt2' and 'llama'")
+        raise CheckpointError(f"{path}: tokenizer.ggml.model is {shown(model)}; supported are 'gpt2' and 'llama'")
     vocabulary = backend.get_vocab()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (_UNKNOWN, _CONTROL)]
     plain = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED and token in vocabulary]
@@ -155,7 +155,7 @@ def _build(path: Path, header: GGUFHeader, tokens: list[str]) -> tuple[Tokenizer
 def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _SPLITS:
-        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {pre!r}; supported are {', '.join(sorted(_SPLITS))}")
+        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {shown(pre)}; supported are {', '.join(sorted(_SPLITS))}")
     split = _SPLITS[pre]
     merges = [_merge(path, merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -236,7 +236,9 @@ def _turn_ends(metadata: dict[str, Any], tokens: list[str]) -> list[int]:
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     template = str(metadata.get("tokenizer.chat_template", ""))
     written = [tokens.index(text) for text in _TURN_ENDS if text in template and text in tokens]
-    return list(dict.fromkeys(token_id for token_id in (*named, *written) if token_id is not None))
+    return list(
+        dict.fromkeys(token_id for token_id in (*named, *written) if token_id is not None and token_id < len(tokens))
+    )
 
 
 def _write_json(path: Path, value: Any) -> None:

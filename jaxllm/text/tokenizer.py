@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError
-from jaxllm.text import chat_template as chat_templates
 from jaxllm.text.backend import load_backend, rust_errors
+from jaxllm.text.template_process import TemplateProcess
 from jaxllm.weights.fields import FLAG, NULL, TEXT, Kind, Kinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
@@ -56,6 +56,7 @@ class Tokenizer:
         eos = self._id_of("eos_token")
         self.eos_token_ids = list(dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids]))
         self._templates = templates or {}
+        self._template_process = TemplateProcess()
         self.chat_template = self._templates.get("default")
 
     def _id_of(self, name: str) -> int | None:
@@ -100,11 +101,11 @@ class Tokenizer:
         """Render a chat to the prompt text; encode it with `encode_chat`.
 
         `chat_template` is Jinja source, or the name of one of the checkpoint's templates; without it the checkpoint's
-        default is used, or its `tool_use` template when `tools` are given.
-        Raises InvalidRequestError when there is no template, or it refuses the messages.
+        default is used, or its `tool_use` template when `tools` are given. It is rendered in a process of its own.
+        Raises InvalidRequestError when there is no template, it refuses the messages, or it needs too much to render.
         """
-        return chat_templates.render(
-            **self.chat_template_values(
+        return self._template_process.render(
+            self.chat_template_values(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -136,6 +137,10 @@ class Tokenizer:
             **self.special_tokens,
             **template_kwargs,
         }
+
+    def close(self) -> None:
+        """End the process that renders templates, where one was started."""
+        self._template_process.close()
 
     def _template(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
