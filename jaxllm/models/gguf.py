@@ -110,7 +110,7 @@ def gguf_rope(
     get = Metadata(checkpoint)
     kind = get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise CheckpointError(f"rope.scaling.type is {kind!r}; supported are none, linear, yarn and longrope")
+        raise CheckpointError(f"rope.scaling.type is {shown(kind)}; supported are none, linear, yarn and longrope")
     factor = float(get("rope.scaling.factor", 0) or get("rope.scale_linear", 0) or 1)
     longest = get("context_length")
     original = get("rope.scaling.original_context_length", longest)

@@ -102,7 +102,7 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         check_decoder(config)
         labels = class_labels(checkpoint)
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its metadata have no {error.args[0]!r}") from None
+        raise CheckpointError(f"{checkpoint.path}: its metadata have no {shown(error.args[0])}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     patterns = GGUF_NAMES | family.gguf_names(config)
@@ -129,7 +129,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         check_decoder(config)
         labels = class_labels(checkpoint)
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its config.json has no {error.args[0]!r}") from None
+        raise CheckpointError(f"{checkpoint.path}: its config.json has no {shown(error.args[0])}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     rename = hf_renaming(checkpoint.tensors)
@@ -160,7 +160,7 @@ def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
 def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family]) -> Family:
     if not isinstance(kind, str) or kind not in known:
         supported = [*known, *(WRAPPERS if key == "model_type" else ())]
-        hint = did_you_mean(shown(kind), supported)
+        hint = did_you_mean(str(kind)[:60], supported)
         raise CheckpointError(f"{checkpoint.path}: {key} is {shown(kind)}; supported are {', '.join(supported)}{hint}")
     return known[kind]
 
@@ -170,7 +170,7 @@ def _check_quantization(checkpoint: Checkpoint) -> None:
     method = given.get("quant_method")
     if given and not (method == "fp8" and given.get("weight_block_size")):
         raise CheckpointError(
-            f"{checkpoint.path}: quantization_config.quant_method is {method!r}; "
+            f"{checkpoint.path}: quantization_config.quant_method is {shown(method)}; "
             "supported is fp8 with weight_block_size"
         )
 

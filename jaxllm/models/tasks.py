@@ -143,7 +143,7 @@ def _is_reranker(checkpoint: Checkpoint, modules: list[str]) -> bool:
     if "LogitScore" in modules or checkpoint.config.get("is_original_qwen3_reranker"):
         return True
     has_card = model_file(checkpoint.path, "README.md").exists()
-    if has_card and f"# {RERANKER}" in read_text(checkpoint.path, "README.md").lower():
+    if has_card and f"# {RERANKER}" in read_text(checkpoint.path, "README.md", errors="replace").lower():
         return True
     return any(RERANKER in part.lower() for part in checkpoint.path.parts)
 

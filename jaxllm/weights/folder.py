@@ -24,6 +24,8 @@ def model_file(folder: Path, name: str) -> Path:
         CheckpointError: it lies outside of `folder`, by its name or through a symbolic link. Links into the `blobs` of
             the hub's cache are how that cache is made, and are followed.
     """
+    if "\0" in name:
+        raise CheckpointError(f"{folder}: {shown(name)} is no name of a file")
     file, root = folder / name, Path(os.path.realpath(folder))
     target = Path(os.path.realpath(file))
     blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
@@ -32,15 +34,15 @@ def model_file(folder: Path, name: str) -> Path:
     return file
 
 
-def read_text(folder: Path, name: str) -> str:
-    """A text file of the folder. Raises CheckpointError when it is outside, too large, or not UTF-8."""
+def read_text(folder: Path, name: str, errors: str = "strict") -> str:
+    """A text file of the folder. Raises CheckpointError when it is outside, too large, or (if strict) not UTF-8."""
     file = model_file(folder, name)
     try:
         if not file.is_file():
             raise CheckpointError(f"{folder}: holds no {name}")
         if (size := file.stat().st_size) > MAX_TEXT_BYTES:
             raise CheckpointError(f"{file}: has {size:,} bytes; accepted are {MAX_TEXT_BYTES:,}")
-        return file.read_text(encoding="utf-8-sig")
+        return file.read_text(encoding="utf-8-sig", errors=errors)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as text: {error}") from None
 
@@ -49,7 +51,10 @@ def read_json(folder: Path, name: str) -> Any:
     """The value in a JSON file of the folder. Raises CheckpointError when it is outside, too large, or not JSON."""
     text = read_text(folder, name)
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half a surrogate pair can be written in JSON, and nowhere else
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / name}: not readable as JSON: {error}") from None
 

@@ -84,20 +84,22 @@ class SafetensorsCheckpoint:
     def _add_file(self, file: Path) -> None:
         for name, info, place in _read_header(file):
             if name in self.tensors:
-                raise CheckpointError(f"{file}: tensor {name!r} is also in {self._places[name].file.name}")
+                raise CheckpointError(f"{file}: tensor {shown(name)} is also in {self._places[name].file.name}")
             self.tensors[name], self._places[name] = info, place
 
     def _check_index(self) -> None:
         for name, file in _index(self.path).items():
             if name not in self._places or self._places[name].file.name != file:
-                raise CheckpointError(f"{self.path / _INDEX}: names tensor {name!r} in {file}, which does not hold it")
+                raise CheckpointError(
+                    f"{self.path / _INDEX}: names tensor {shown(name)} in {file}, which does not hold it"
+                )
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in its stored dtype, as a read-only view of the file; FP8 blocks are dequantized."""
         if self._maps is None:
             raise CheckpointError(f"{self.path}: closed")
         if name not in self._places:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}")
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         file, offset, nbytes = self._places[name]
         if file not in self._maps:
             self._maps[file] = np.memmap(file, np.uint8, mode="r")

@@ -14,6 +14,7 @@ from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern
 
 V2_METHODS = ("greedy", "group_limited_greedy")
@@ -25,7 +26,7 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = SHARED | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407} | c
     method = c.get("topk_method", "greedy")
     if method not in V2_METHODS:
-        raise CheckpointError(f"topk_method is {method!r}; supported are {', '.join(V2_METHODS)}")
+        raise CheckpointError(f"topk_method is {shown(method)}; supported are {', '.join(V2_METHODS)}")
     limited = method == "group_limited_greedy"
     moe = MoEConfig(
         num_experts=c["n_routed_experts"],
