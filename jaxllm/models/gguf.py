@@ -174,6 +174,11 @@ def _row(weight: np.ndarray) -> np.ndarray:
 
 def _join_kv_b(k_b: np.ndarray, v_b: np.ndarray) -> np.ndarray:
     """`[H, L, nope]` and `[H, v, L]` -> `[H * (nope + v), L]`, a head's key rows before its value rows."""
+    if k_b.ndim != 3 or v_b.ndim != 3 or (k_b.shape[0], k_b.shape[1]) != (v_b.shape[0], v_b.shape[2]):
+        raise CheckpointError(
+            f"tensors attn_k_b and attn_v_b are of shapes {k_b.shape} and {v_b.shape}; accepted are (heads, latent, "
+            "key) and (heads, value, latent)"
+        )
     rows = np.concatenate([np.asarray(k_b, np.float32).swapaxes(1, 2), np.asarray(v_b, np.float32)], axis=1)
     return rows.reshape(-1, rows.shape[-1])
 

@@ -13,11 +13,15 @@ from gguf import GGMLQuantizationType
 from jaxllm import EngineConfig
 from jaxllm.engine.start.plan import Platform, make_blueprint
 from jaxllm.errors import CheckpointError
+from jaxllm.models.abstract import abstract_model
+from jaxllm.models.config import BuildOptions
 from jaxllm.models.registry import model_spec
 from jaxllm.models.tasks import read_tasks
+from jaxllm.sharding.mesh import build_mesh
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.gguf_header import read_header
+from jaxllm.weights.loader import load_parameters
 from tests.fuzz.harness import COUNTS, check_message, fuzz
 from tests.fuzz.mutants import JUNK, mutate_bytes, pick
 from tests.reference.tiny_gguf import GGUF_MODELS, write_gguf
@@ -230,6 +234,19 @@ def test_a_wrong_value_is_named_with_what_would_do(pair, says, tmp_path, heads):
         model_spec(open_checkpoint(path))
     check_message(str(caught.value))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("dims", [(28, 20, 4), (2240,), (1, 20, 28, 4)])
+def test_parts_of_latent_attention_that_do_not_fit(dims, tmp_path, heads):
+    _, head = heads[MODELS.index("deepseek_v2")]
+    path = tmp_path / "model.gguf"
+    changed = [(n, dims if n == "blk.0.attn_k_b.weight" else d, k, o) for n, d, k, o in head.tensors]
+    path.write_bytes(assembled(head.pairs, changed, head.data))
+    checkpoint = open_checkpoint(path)
+    spec = model_spec(checkpoint)
+    _, params = abstract_model(spec, BuildOptions())
+    with pytest.raises(CheckpointError, match="attn_k_b and attn_v_b are of shapes"):
+        load_parameters(checkpoint, params, spec.names, build_mesh(1), ignored=spec.ignored)
 
 
 def test_tensors_that_share_bytes(tmp_path, heads):
