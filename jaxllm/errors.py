@@ -10,6 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
+def one_line(text: object, most: int = 300) -> str:
+    """Somebody else's words on one printable line, and not as long as they like."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))[:most]
+
+
 class JaxLLMError(Exception):
     """Base of all errors below: catching it catches everything jaxllm says on purpose."""
 

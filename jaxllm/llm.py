@@ -182,6 +182,8 @@ class LLM:
     def shutdown(self) -> None:
         """Stop the engine and free the device."""
         self._client.shutdown()
+        if self.tokenizer is not None:
+            self.tokenizer.close()
 
     def __enter__(self) -> LLM:
         return self

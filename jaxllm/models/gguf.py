@@ -11,16 +11,24 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.gguf_fields import GGUF_FIELDS
 from jaxllm.models.hf import yarn_mscale
+from jaxllm.models.hf_fields import FACTOR, SIZE
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import check_fields, shown
 from jaxllm.weights.names import AnyOf, Pattern, Source, unpermute_rope
 
 REQUIRED = object()
 
 
 class Metadata:
-    """The keys of one file, without the architecture's name in front. KeyError: a required one is missing."""
+    """The keys of one file, without the architecture's name in front.
+
+    Raises:
+        KeyError: a required one is missing.
+        CheckpointError: one is not as `GGUF_FIELDS` has it, or differs from layer to layer.
+    """
 
     def __init__(self, checkpoint: Checkpoint):
         self._all = checkpoint.config
@@ -29,10 +37,12 @@ class Metadata:
     def __call__(self, key: str, default: Any = REQUIRED) -> Any:
         name = f"{self._prefix}.{key}"
         value = self._all[name] if default is REQUIRED else self._all.get(name, default)
-        if isinstance(value, list):
+        if isinstance(value, list) and not isinstance(default, list):
             if len(set(value)) != 1:
                 raise CheckpointError(f"{name} differs from layer to layer; one value for all is supported")
-            return value[0]
+            value = value[0]
+        if name in self._all:
+            check_fields({key: value}, {key: GGUF_FIELDS[key]}, f"{self._prefix}.")
         return value
 
 
@@ -45,7 +55,7 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
     get, tensors = Metadata(checkpoint), checkpoint.tensors
     heads = get("attention.head_count")
     fields: dict[str, Any] = {
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": gguf_rows(checkpoint, "token_embd.weight"),
         "hidden_size": get("embedding_length"),
         "intermediate_size": get("feed_forward_length"),
         "num_heads": heads,
@@ -63,6 +73,15 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
     if "layers" not in differences:
         fields["layers"] = (LayerKind(gguf_rope(checkpoint)),) * get("block_count")
     return fields | differences
+
+
+def gguf_rows(checkpoint: Checkpoint, name: str) -> int:
+    """Rows of a matrix. Raises CheckpointError where there is no such tensor."""
+    info = checkpoint.tensors.get(name)
+    if info is None or len(info.shape) != 2 or not SIZE.fits(info.shape[0]):
+        found = "missing" if info is None else f"of shape {info.shape}"
+        raise CheckpointError(f"tensor {name!r} is {found}; accepted is a matrix, its rows {SIZE.accepted}")
+    return info.shape[0]
 
 
 def gguf_head_dim(checkpoint: Checkpoint) -> int:
@@ -91,7 +110,7 @@ def gguf_rope(
     get = Metadata(checkpoint)
     kind = get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise CheckpointError(f"rope.scaling.type is {kind!r}; supported are none, linear, yarn and longrope")
+        raise CheckpointError(f"rope.scaling.type is {shown(kind)}; supported are none, linear, yarn and longrope")
     factor = float(get("rope.scaling.factor", 0) or get("rope.scale_linear", 0) or 1)
     longest = get("context_length")
     original = get("rope.scaling.original_context_length", longest)
@@ -122,11 +141,21 @@ def gguf_rope(
     )
 
 
+SIZE_OF_VECTORS = 2**16
+"""Of rotary factors, one a pair of a head's channels."""
+
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def _vector(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
-    return tuple(float(x) for x in checkpoint.read(name).expand())
+    info = checkpoint.tensors.get(name)
+    if info is None or len(info.shape) != 1 or info.shape[0] > SIZE_OF_VECTORS:
+        found = "missing" if info is None else f"of shape {info.shape}"
+        raise CheckpointError(f"tensor {name!r} is {found}; accepted is a vector of up to {SIZE_OF_VECTORS} factors")
+    values = checkpoint.read(name).expand().tolist()
+    if not all(map(FACTOR.fits, values)):
+        raise CheckpointError(f"tensor {name!r} is {shown(values)}; accepted is {FACTOR.accepted} in each place")
+    return tuple(values)
 
 
 def gguf_linear(path: str, *names: str, fused: str | None = None) -> dict[str, Pattern]:
@@ -145,6 +174,11 @@ def _row(weight: np.ndarray) -> np.ndarray:
 
 def _join_kv_b(k_b: np.ndarray, v_b: np.ndarray) -> np.ndarray:
     """`[H, L, nope]` and `[H, v, L]` -> `[H * (nope + v), L]`, a head's key rows before its value rows."""
+    if k_b.ndim != 3 or v_b.ndim != 3 or (k_b.shape[0], k_b.shape[1]) != (v_b.shape[0], v_b.shape[2]):
+        raise CheckpointError(
+            f"tensors attn_k_b and attn_v_b are of shapes {k_b.shape} and {v_b.shape}; accepted are (heads, latent, "
+            "key) and (heads, value, latent)"
+        )
     rows = np.concatenate([np.asarray(k_b, np.float32).swapaxes(1, 2), np.asarray(v_b, np.float32)], axis=1)
     return rows.reshape(-1, rows.shape[-1])
 

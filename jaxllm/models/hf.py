@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.layers.rope import RopeConfig
+from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern, Source
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -64,7 +65,7 @@ def hf_rope(
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"the rope type is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
+        raise CheckpointError(f"the rope type is {shown(kind)}; supported are {', '.join(ROPE_KINDS)}")
     longest = c.get("max_position_embeddings") or 2048
     original = c.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
     if kind == "dynamic":

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
+from jaxllm.models.checks import check_decoder
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.families import (
@@ -30,9 +31,11 @@ from jaxllm.models.families import (
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import GGUF_NAMES
 from jaxllm.models.hf import hf_names, hf_renaming
+from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import GGUF_HEAD, class_labels
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
 from jaxllm.weights.names import NameMap, expand
 
 FAMILIES: tuple[Family, ...] = (
@@ -97,34 +100,42 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     assert family.from_gguf is not None
     try:
         config = family.from_gguf(checkpoint)
+        check_decoder(config)
+        labels = class_labels(checkpoint)
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its metadata have no {error.args[0]!r}") from None
+        raise CheckpointError(f"{checkpoint.path}: its metadata have no {shown(error.args[0])}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     patterns = GGUF_NAMES | family.gguf_names(config)
-    if labels := class_labels(checkpoint):
+    if labels:
         config, patterns = _classifier(config, len(labels)), patterns | {"head.weight": GGUF_HEAD}
     return ModelSpec(family, config, expand(patterns, config.num_layers), IGNORED_TENSORS)
 
 
 def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     c, ignored = checkpoint.config, IGNORED_TENSORS
-    if "text_config" in c and c.get("model_type") in WRAPPERS:
+    kind = c.get("model_type")
+    if "text_config" in c and isinstance(kind, str) and kind in WRAPPERS:
+        if not isinstance(c["text_config"], dict):
+            raise CheckpointError(f"{checkpoint.path}: text_config is {shown(c['text_config'])}; accepted is an object")
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
-        c = {"model_type": WRAPPERS[c["model_type"]]} | c["text_config"] | tied
+        c = {"model_type": WRAPPERS[kind]} | c["text_config"] | tied
     _check_quantization(checkpoint)
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     try:
+        check_hf(c)
         config = family.from_hf(c)
+        check_decoder(config)
+        labels = class_labels(checkpoint)
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its config.json has no {error.args[0]!r}") from None
+        raise CheckpointError(f"{checkpoint.path}: its config.json has no {shown(error.args[0])}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     rename = hf_renaming(checkpoint.tensors)
     patterns = hf_names(config) | family.hf_names(config)
-    if labels := class_labels(checkpoint):
+    if labels:
         config, patterns = _classifier(config, len(labels)), patterns | {"head.weight": "score.weight"}
     names = {
         path: tuple(tuple(source.renamed(rename) for source in sources) for sources in options)
@@ -148,10 +159,10 @@ def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
 
 
 def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family]) -> Family:
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         supported = [*known, *(WRAPPERS if key == "model_type" else ())]
-        hint = did_you_mean(str(kind), supported)
-        raise CheckpointError(f"{checkpoint.path}: {key} is {kind!r}; supported are {', '.join(supported)}{hint}")
+        hint = did_you_mean(str(kind)[:60], supported)
+        raise CheckpointError(f"{checkpoint.path}: {key} is {shown(kind)}; supported are {', '.join(supported)}{hint}")
     return known[kind]
 
 
@@ -160,7 +171,7 @@ def _check_quantization(checkpoint: Checkpoint) -> None:
     method = given.get("quant_method")
     if given and not (method == "fp8" and given.get("weight_block_size")):
         raise CheckpointError(
-            f"{checkpoint.path}: quantization_config.quant_method is {method!r}; "
+            f"{checkpoint.path}: quantization_config.quant_method is {shown(method)}; "
             "supported is fp8 with weight_block_size"
         )
 

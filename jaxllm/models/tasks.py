@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
+from jaxllm.models.gguf import Metadata, gguf_rows
+from jaxllm.models.hf_fields import COUNT, maybe
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import OBJECT, TEXT, Kinds, check_fields, either, many, shown
+from jaxllm.weights.folder import model_file, read_json, read_object, read_text
 
 CLASSIFIER = "ForSequenceClassification"
 """How the architecture of a checkpoint with a classification head ends."""
@@ -26,6 +29,14 @@ _POOLING_FLAGS: dict[str, Pooling] = {
 _ACTIVATIONS: dict[str | None, Activation] = {
     "single_label_classification": "softmax", "multi_label_classification": "sigmoid", "regression": "identity",
 }  # fmt: skip
+_CLASSIFIER_FIELDS: Kinds = {
+    "architectures": maybe(many(TEXT, 64)),
+    "id2label": maybe(OBJECT),
+    "num_labels": COUNT,
+    "problem_type": maybe(TEXT),
+    "sentence_transformers": maybe(OBJECT),
+    "sbert_ce_default_activation_function": maybe(TEXT),
+}
 _MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
 
 
@@ -35,12 +46,15 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
     if checkpoint.format == "gguf":
         if GGUF_HEAD not in checkpoint.tensors:
             return ()
-        labels = c.get(f"{c['general.architecture']}.classifier.output_labels")
-        return tuple(labels or _numbered(checkpoint.tensors[GGUF_HEAD].shape[0]))
+        labels = Metadata(checkpoint)("classifier.output_labels", [])
+        return tuple(labels) or _numbered(gguf_rows(checkpoint, GGUF_HEAD))
+    check_fields(c, _CLASSIFIER_FIELDS)
     if not any(name.endswith(CLASSIFIER) for name in c.get("architectures") or ()):
         return ()
     named = c.get("id2label")
     if named:
+        if not all(isinstance(name, str) and number.isdecimal() for number, name in named.items()):
+            raise CheckpointError(f"id2label is {shown(named)}; accepted is an object of number to name")
         return tuple(name for _, name in sorted(named.items(), key=lambda item: int(item[0])))
     return _numbered(c.get("num_labels", 2))  # transformers leaves two unnamed labels out of the file
 
@@ -59,7 +73,7 @@ def read_tasks(checkpoint: Checkpoint) -> ModelTasks:
     kinds = [kind for kind, _ in modules]
     folder = next((folder for kind, folder in modules if kind == "Pooling"), None)
     return ModelTasks(
-        pooling=_pooling(path / folder / "config.json") if folder is not None else "last",
+        pooling=_pooling(path, f"{folder}/config.json") if folder is not None else "last",
         normalize="Normalize" in kinds or folder is None,
         labels=labels,
         activation=_activation(c, len(labels)),
@@ -70,7 +84,7 @@ def read_tasks(checkpoint: Checkpoint) -> ModelTasks:
 def _gguf_tasks(checkpoint: Checkpoint, labels: tuple[str, ...]) -> ModelTasks:
     c = checkpoint.config
     kind = c["general.architecture"]
-    pooling = _GGUF_POOLING.get(c.get(f"{kind}.pooling_type", 0), "last")
+    pooling = _GGUF_POOLING.get(Metadata(checkpoint)("pooling_type", 0), "last")
     activation: Activation = "sigmoid" if len(labels) == 1 else "softmax"
     judge = kind == "qwen3" and set(labels) == {"yes", "no"}
     return ModelTasks(pooling=pooling, labels=labels, activation=activation, judges_pairs=judge)
@@ -78,28 +92,33 @@ def _gguf_tasks(checkpoint: Checkpoint, labels: tuple[str, ...]) -> ModelTasks:
 
 def _modules(path: Path) -> list[tuple[str, str]]:
     """(kind, folder) of each step that sentence-transformers takes; none where the directory is not one of its."""
-    file = path / "modules.json"
+    file = model_file(path, "modules.json")
     if not file.exists():
         return []
-    modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in _read(file)]
+    given = read_json(path, file.name)
+    if not isinstance(given, list) or not all(
+        isinstance(entry, dict) and TEXT.fits(entry.get("type")) and TEXT.fits(entry.get("path")) for entry in given
+    ):
+        raise CheckpointError(f"{file}: is {shown(given)}; accepted is a list of objects with a type and a path")
+    modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in given]
     for kind, _ in modules:
         if kind not in _MODULES:
-            raise CheckpointError(f"{file}: has a module {kind!r}; supported are {', '.join(_MODULES)}")
+            raise CheckpointError(f"{file}: has a module {shown(kind)}; supported are {', '.join(_MODULES)}")
     return modules
 
 
-def _pooling(file: Path) -> Pooling:
+def _pooling(path: Path, name: str) -> Pooling:
     """`pooling_mode` of sentence-transformers 5, or the one flag of earlier versions that is true."""
-    given = _read(file)
+    given, file = read_object(path, name), path / name
     if "pooling_mode" in given:
-        modes = given["pooling_mode"]
-        modes = [modes] if isinstance(modes, str) else modes
+        check_fields(given, {"pooling_mode": either(TEXT, many(TEXT, 16))}, f"{file}: ")
+        modes = [given["pooling_mode"]] if isinstance(given["pooling_mode"], str) else given["pooling_mode"]
         known: dict[str, Pooling] = _POOLING
     else:
         modes = [flag for flag, value in given.items() if flag.startswith("pooling_mode_") and value is True]
         known = _POOLING_FLAGS
     if len(modes) != 1 or modes[0] not in known:
-        raise CheckpointError(f"{file}: pools by {' and '.join(modes)}; supported is one of {', '.join(known)}")
+        raise CheckpointError(f"{file}: pools by {shown(modes)}; supported is one of {', '.join(known)}")
     return known[modes[0]]
 
 
@@ -109,9 +128,10 @@ def _activation(c: dict[str, Any], count: int) -> Activation:
         "sbert_ce_default_activation_function"
     )
     if chosen:
+        check_fields({"the activation": chosen}, {"the activation": TEXT})
         name = chosen.rpartition(".")[2].lower()
         if name not in ("sigmoid", "identity", "softmax"):
-            raise CheckpointError(f"the activation is {chosen!r}; supported are Sigmoid, Identity and Softmax")
+            raise CheckpointError(f"the activation is {shown(chosen)}; supported are Sigmoid, Identity and Softmax")
         return name
     return _ACTIVATIONS.get(c.get("problem_type"), "sigmoid" if count == 1 else "softmax")
 
@@ -122,18 +142,11 @@ def _is_reranker(checkpoint: Checkpoint, modules: list[str]) -> bool:
         return False
     if "LogitScore" in modules or checkpoint.config.get("is_original_qwen3_reranker"):
         return True
-    card = checkpoint.path / "README.md"
-    if card.exists() and f"# {RERANKER}" in card.read_text(encoding="utf-8", errors="replace").lower():
+    has_card = model_file(checkpoint.path, "README.md").exists()
+    if has_card and f"# {RERANKER}" in read_text(checkpoint.path, "README.md", errors="replace").lower():
         return True
     return any(RERANKER in part.lower() for part in checkpoint.path.parts)
 
 
 def _numbered(count: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(count))
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON: {error}") from None

@@ -16,8 +16,9 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import InvalidRequestError, one_line
 
+MAX_TEMPLATE_CHARACTERS = 2**20
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -66,12 +67,24 @@ def render(
     """
     if continue_final_message:
         messages = [*messages[:-1], _tagged(messages)]
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise InvalidRequestError(
+            f"the chat template has {len(template)} characters; accepted are {MAX_TEMPLATE_CHARACTERS}",
+            param="chat_template",
+        )
     try:
         text = _compile(template).render(messages=messages, **values)
     except jinja2.TemplateSyntaxError as error:
-        raise InvalidRequestError(f"the chat template is invalid at line {error.lineno}: {error.message}") from None
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        raise InvalidRequestError(
+            f"the chat template is invalid at line {error.lineno}: {one_line(error.message)}"
+        ) from None
+    except SyntaxError as error:  # what Jinja accepts and Python does not: too many blocks inside each other
+        raise InvalidRequestError(f"the chat template is invalid: {one_line(error.msg)}") from None
+    except (RecursionError, MemoryError) as error:
+        kind = "memory" if isinstance(error, MemoryError) else "recursion"
+        raise InvalidRequestError(f"the chat template needs too much {kind} to render", param="chat_template") from None
+    except Exception as error:  # whatever the template's own code comes to
+        raise InvalidRequestError(f"the chat template refuses these messages: {one_line(error)}", "messages") from None
     return _cut_at_tag(text) if continue_final_message else text
 
 

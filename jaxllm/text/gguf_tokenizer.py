@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jaxllm.errors import CheckpointError
+from jaxllm.text.backend import rust_errors
+from jaxllm.weights.fields import FLAG, TEXT, Kind, Kinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_header import GGUFHeader, read_header
 
 _REVISION = 1  # part of the cache key: raise it whenever this file builds something different
@@ -61,6 +63,24 @@ _SPLITS = {
 }
 
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_TEMPLATE = "tokenizer.chat_template"
+_TOKEN = Kind("a string of up to 4096 characters", lambda value: isinstance(value, str) and len(value) <= 4096)
+_FIELDS: Kinds = {
+    "tokenizer.ggml.model": TEXT,
+    "tokenizer.ggml.pre": TEXT,
+    "tokenizer.ggml.tokens": many(_TOKEN, 2**24),
+    "tokenizer.ggml.scores": many(real(-1e38, 1e38), 2**24),
+    "tokenizer.ggml.token_type": many(whole(0, 2**10), 2**24),
+    "tokenizer.ggml.merges": many(TEXT, 2**24),
+    "tokenizer.ggml.add_bos_token": FLAG,
+    "tokenizer.ggml.add_eos_token": FLAG,
+    "tokenizer.ggml.add_space_prefix": FLAG,
+    **{
+        f"tokenizer.ggml.{name}_token_id": whole(0, 2**32 - 1)
+        for name in ("bos", "eos", "unknown", "padding", "eot", "eom")
+    },
+    _TEMPLATE: TEXT,
+}
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 
 
@@ -90,6 +110,7 @@ def write_gguf_tokenizer(path: Path, directory: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json for the tokenizer of a GGUF file."""
     header = read_header(path, skip=())
     metadata = header.metadata
+    check_fields(metadata, _FIELDS, f"{path}: ")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise CheckpointError(
@@ -113,12 +134,16 @@ def write_gguf_tokenizer(path: Path, directory: Path) -> None:
 def _build(path: Path, header: GGUFHeader, tokens: list[str]) -> tuple[Tokenizer, bool]:
     model = header.metadata.get("tokenizer.ggml.model")
     kinds = header.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    for name, listed in (("token_type", kinds), ("scores", scores)):
+        if listed is not None and len(listed) != len(tokens):
+            raise CheckpointError(f"{path}: tokenizer.ggml.{name} has {len(listed)} entries for {len(tokens)} tokens")
     if model == "llama":
         backend, add_bos = _sentencepiece(path, header.metadata, tokens, kinds), True
     elif model == "gpt2":
         backend, add_bos = _byte_level(path, header.metadata, tokens)
     else:
-        raise CheckpointError(f"{path}: tokenizer.ggml.model is {model!r}; supported are 'gpt2' and 'llama'")
+        raise CheckpointError(f"{path}: tokenizer.ggml.model is {shown(model)}; supported are 'gpt2' and 'llama'")
     vocabulary = backend.get_vocab()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (_UNKNOWN, _CONTROL)]
     plain = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED and token in vocabulary]
@@ -130,7 +155,7 @@ def _build(path: Path, header: GGUFHeader, tokens: list[str]) -> tuple[Tokenizer
 def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _SPLITS:
-        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {pre!r}; supported are {', '.join(sorted(_SPLITS))}")
+        raise CheckpointError(f"{path}: tokenizer.ggml.pre is {shown(pre)}; supported are {', '.join(sorted(_SPLITS))}")
     split = _SPLITS[pre]
     merges = [_merge(path, merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -146,7 +171,7 @@ def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> tupl
 def _merge(path: Path, merge: str) -> tuple[str, str]:
     left, space, right = merge[1:].partition(" ")
     if not space:
-        raise CheckpointError(f"{path}: tokenizer.ggml.merges holds {merge!r}, which is no pair")
+        raise CheckpointError(f"{path}: tokenizer.ggml.merges holds {shown(merge)}, which is no pair")
     return merge[0] + left, right
 
 
@@ -192,16 +217,14 @@ def implied_merges(tokens: list[str], vocabulary: dict[str, int], ranks: Sequenc
 
 
 def _bpe(path: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
-    try:
+    with rust_errors(CheckpointError, f"{path}: the tokenizer's merges do not fit its vocabulary: "):
         return models.BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # tokenizers raises bare Exception from Rust
-        raise CheckpointError(f"{path}: the tokenizer's merges do not fit its vocabulary: {error}") from None
 
 
 def _chat_templates(metadata: dict[str, Any]) -> str | list[dict[str, str]] | None:
-    default = metadata.get("tokenizer.chat_template")
-    prefix = "tokenizer.chat_template."
+    default, prefix = metadata.get(_TEMPLATE), f"{_TEMPLATE}."
     named = {key.removeprefix(prefix): text for key, text in metadata.items() if key.startswith(prefix)}
+    check_fields(named, dict.fromkeys(named, TEXT), prefix)
     if not named:
         return default
     every = {"default": default, **named} if default else named
@@ -213,7 +236,9 @@ def _turn_ends(metadata: dict[str, Any], tokens: list[str]) -> list[int]:
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     template = str(metadata.get("tokenizer.chat_template", ""))
     written = [tokens.index(text) for text in _TURN_ENDS if text in template and text in tokens]
-    return list(dict.fromkeys(token_id for token_id in (*named, *written) if token_id is not None))
+    return list(
+        dict.fromkeys(token_id for token_id in (*named, *written) if token_id is not None and token_id < len(tokens))
+    )
 
 
 def _write_json(path: Path, value: Any) -> None:

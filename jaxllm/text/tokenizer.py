@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,23 @@ import tokenizers
 from tokenizers import processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError
-from jaxllm.text import chat_template as chat_templates
+from jaxllm.text.backend import load_backend, rust_errors
+from jaxllm.text.template_process import TemplateProcess
+from jaxllm.weights.fields import FLAG, NULL, TEXT, Kind, Kinds, check_fields, either, many, shown
+from jaxllm.weights.folder import model_file, read_object, read_text
+from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
 
 _CACHE_DIR = Path("~/.cache/jaxllm/tokenizers")
+_NAMED_TEMPLATE = Kind(
+    "an object with a name and a template",
+    lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
+)
+_CONFIG_FIELDS: Kinds = {
+    "add_bos_token": either(FLAG, NULL),
+    "add_eos_token": either(FLAG, NULL),
+    "chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL),
+}
+"""Of tokenizer_config.json."""
 
 
 class Tokenizer:
@@ -43,6 +56,7 @@ class Tokenizer:
         eos = self._id_of("eos_token")
         self.eos_token_ids = list(dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids]))
         self._templates = templates or {}
+        self._template_process = TemplateProcess()
         self.chat_template = self._templates.get("default")
 
     def _id_of(self, name: str) -> int | None:
@@ -50,12 +64,17 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. A rendered chat holds its special tokens already: use `encode_chat`."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`. A rendered chat holds its special tokens already: use `encode_chat`.
+
+        Raises InvalidRequestError for a text that the tokenizer fails on.
+        """
+        with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_pair(self, text: str, other: str) -> list[int]:
         """Token ids of two texts as one input, as models that compare them were trained on."""
-        return self.backend.encode(text, other).ids
+        with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
+            return self.backend.encode(text, other).ids
 
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a rendered chat: special tokens are those in the text, and no second BOS is put before it."""
@@ -82,11 +101,11 @@ class Tokenizer:
         """Render a chat to the prompt text; encode it with `encode_chat`.
 
         `chat_template` is Jinja source, or the name of one of the checkpoint's templates; without it the checkpoint's
-        default is used, or its `tool_use` template when `tools` are given.
-        Raises InvalidRequestError when there is no template, or it refuses the messages.
+        default is used, or its `tool_use` template when `tools` are given. It is rendered in a process of its own.
+        Raises InvalidRequestError when there is no template, it refuses the messages, or it needs too much to render.
         """
-        return chat_templates.render(
-            **self.chat_template_values(
+        return self._template_process.render(
+            self.chat_template_values(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -119,6 +138,10 @@ class Tokenizer:
             **template_kwargs,
         }
 
+    def close(self) -> None:
+        """End the process that renders templates, where one was started."""
+        self._template_process.close()
+
     def _template(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
             return self._templates.get(wanted, wanted)
@@ -143,7 +166,7 @@ def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) != 1:
             raise CheckpointError(f"{path}: holds no tokenizer.json")
-        path = ggufs[0]
+        path = model_file(path, ggufs[0].name)
     if path.is_file():
         from jaxllm.text.gguf_tokenizer import cached_gguf_tokenizer
 
@@ -152,14 +175,9 @@ def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
 
 
 def _from_directory(path: Path) -> Tokenizer:
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises bare Exception from Rust
-        raise CheckpointError(f"{path / 'tokenizer.json'}: {error}") from None
-    backend.no_truncation()
-    backend.no_padding()
-    config = _read_json(path / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json")) | _special_tokens(config)
+    backend = load_backend(path)
+    config = _read(path, "tokenizer_config.json", _CONFIG_FIELDS)
+    special_tokens = _special_tokens(_read(path, "special_tokens_map.json")) | _special_tokens(config)
     _set_added_tokens(path, backend, config, special_tokens)
     return Tokenizer(
         backend,
@@ -185,38 +203,44 @@ def _set_added_tokens(
     """
     if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
         return
-    before, after = found = _added_tokens(backend)
+    before, after = found = _added_tokens(path, backend)
     for name in ("bos_token", "eos_token"):
         stated, token = config.get(f"add_{name}"), special_tokens.get(name)
         if stated is None:
             continue
         if stated and token is not None and backend.token_to_id(token) is None:
             raise CheckpointError(
-                f"{path / 'tokenizer_config.json'}: {name} is {token!r}, which is not in the vocabulary"
+                f"{path / 'tokenizer_config.json'}: {name} is {shown(token)}, which is not in the vocabulary"
             )
         added = [token] if stated and token is not None else []
         before, after = (added, after) if name == "bos_token" else (before, added)
     if (before, after) != found:
         single = [*before, "$A", *after]
         other = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
-        backend.post_processor = processors.TemplateProcessing(
-            single=" ".join(single),
-            pair=" ".join(single + other),
-            special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
-        )
+        with rust_errors(CheckpointError, f"{path / 'tokenizer_config.json'}: add_bos_token or add_eos_token: "):
+            backend.post_processor = processors.TemplateProcessing(
+                single=single,
+                pair=single + other,
+                special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
+            )
 
 
-def _added_tokens(backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
+def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
     """What tokenizer.json's own rule puts before and behind a text."""
-    plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
-    start = next(i for i in range(len(full)) if full[i : i + len(plain)] == plain)
+    with rust_errors(CheckpointError, f"{path / 'tokenizer.json'}: "):
+        plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
+    start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)
+    if start is None:
+        raise CheckpointError(f"{path / 'tokenizer.json'}: its post_processor leaves out the text")
     return full[:start], full[start + len(plain) :]
 
 
 def _generation_eos(path: Path) -> list[int]:
     """generation_config.json's eos_token_id, or config.json's where there is no generation_config.json."""
-    generation = path / "generation_config.json"
-    eos = _read_json(generation if generation.exists() else path / "config.json").get("eos_token_id")
+    if model_file(path, "generation_config.json").exists():
+        eos = read_generation_config(path).get("eos_token_id")
+    else:
+        eos = _read(path, "config.json", EOS_FIELDS).get("eos_token_id")
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
@@ -227,20 +251,18 @@ def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
         templates = {entry["name"]: entry["template"] for entry in stated}
     else:
         templates = {"default": stated} if stated else {}
-    files = sorted((path / "additional_chat_templates").glob("*.jinja"))
-    templates |= {file.stem: file.read_text(encoding="utf-8") for file in files}
-    if (single := path / "chat_template.jinja").exists():
-        templates["default"] = single.read_text(encoding="utf-8")
+    more = "additional_chat_templates"
+    files = sorted(model_file(path, more).glob("*.jinja"))
+    templates |= {file.stem: read_text(path, f"{more}/{file.name}") for file in files}
+    if model_file(path, "chat_template.jinja").exists():
+        templates["default"] = read_text(path, "chat_template.jinja")
     return templates
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
+def _read(path: Path, name: str, kinds: Kinds | None = None) -> dict[str, Any]:
+    """The object in a file of the folder, checked; empty where there is no such file."""
+    if not model_file(path, name).exists():
         return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
-    return value
+    given = read_object(path, name)
+    check_fields(given, kinds or {}, f"{path / name}: ")
+    return given

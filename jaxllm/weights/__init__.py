@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+from jaxllm.weights.folder import NO_PICKLES, PICKLES, model_file, pickles
 
 __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
 
@@ -20,6 +21,8 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     from jaxllm.weights.gguf_file import GGUFCheckpoint
     from jaxllm.weights.safetensors_file import SafetensorsCheckpoint
 
+    if path.suffix in PICKLES and path.is_file():
+        raise CheckpointError(f"{path}: {NO_PICKLES}")
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if load_format in ("auto", "safetensors", "dummy") and path.is_dir() and (path / "config.json").exists():
@@ -38,7 +41,9 @@ def the_gguf_file(path: Path) -> Path:
     files = sorted(path.glob("*.gguf"))
     if len(files) != 1:
         held = ", ".join(file.name for file in files) or "none"
+        if not files and (found := pickles(path)):
+            held = f"{', '.join(found[:3])}: {NO_PICKLES}"
         raise CheckpointError(
             f"{path}: needs config.json and *.safetensors, or exactly one .gguf file; it holds {held}"
         )
-    return files[0]
+    return model_file(path, files[0].name)

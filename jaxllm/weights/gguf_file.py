@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import GGUF_FLOATS, Stored
 from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.generation import read_generation_config
 from jaxllm.weights.gguf_header import read_header
 
 
@@ -34,7 +34,7 @@ class GGUFCheckpoint:
         self.path = path
         self.config: dict[str, Any] = header.metadata
         beside = generation_config_of(path)
-        self.generation_config: dict[str, Any] = json.loads(beside.read_text()) if beside.is_file() else {}
+        self.generation_config = read_generation_config(beside.parent, beside.name)
         self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in header.tensors.items()}
         self._places = header.tensors
         self._data: np.ndarray | None = np.memmap(path, np.uint8, mode="r")

@@ -7,6 +7,7 @@ parse takes a tenth of a second. Layout: https://github.com/ggml-org/ggml/blob/m
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import mmap
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError
+from jaxllm.weights.fields import MAX_RANK, TEXT, check_fields, is_storable, shown, whole
 
 VOCABULARY_ARRAYS = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "merges", "token_type"))
 
@@ -22,6 +24,9 @@ _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_GENERAL_FIELDS = {
+    "general.architecture": TEXT, "general.alignment": whole(1, 2**30), "split.count": whole(0, 2**16),
+}  # fmt: skip
 
 
 class GGUFTensor(NamedTuple):
@@ -79,8 +84,9 @@ class _Parser:
                 metadata[key] = value
         digest = hashlib.sha256(memoryview(self.data)[: self.position]).hexdigest()
         entries = [self.tensor_entry() for _ in range(tensor_count)]
+        check_fields(metadata, _GENERAL_FIELDS, f"{self.path}: ")
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        if alignment & (alignment - 1):
             raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}; a power of two is expected")
         data_start = -(-self.position // alignment) * alignment
         return GGUFHeader(metadata, self.place(entries, data_start), digest)
@@ -93,28 +99,38 @@ class _Parser:
             try:
                 kind = GGMLQuantizationType(type_id)
             except ValueError:
-                raise CheckpointError(f"{self.path}: tensor {name!r} has unknown GGML type {type_id}") from None
+                raise CheckpointError(f"{self.path}: tensor {shown(name)} has unknown GGML type {type_id}") from None
             if name in tensors:
-                raise CheckpointError(f"{self.path}: tensor {name!r} is listed twice")
+                raise CheckpointError(f"{self.path}: tensor {shown(name)} is listed twice")
+            if not shape or not is_storable(shape):
+                raise CheckpointError(f"{self.path}: tensor {shown(name)} claims the shape {shape}")
             elements, block_bytes = GGML_QUANT_SIZES[kind]
-            if shape and shape[-1] % elements:
+            if shape[-1] % elements:
                 raise CheckpointError(
-                    f"{self.path}: {kind.name} tensor {name!r} has rows of {shape[-1]}, no multiple of {elements}"
+                    f"{self.path}: {kind.name} tensor {shown(name)} has rows of {shape[-1]}, no multiple of {elements}"
                 )
             tensor = GGUFTensor(shape, kind.name, data_start + offset, math.prod(shape) // elements * block_bytes)
             if tensor.offset + tensor.nbytes > len(self.data):
                 raise CheckpointError(
-                    f"{self.path}: truncated: tensor {name!r} ends at byte {tensor.offset + tensor.nbytes:,} "
+                    f"{self.path}: truncated: tensor {shown(name)} ends at byte {tensor.offset + tensor.nbytes:,} "
                     f"of a file of {len(self.data):,}"
                 )
             tensors[name] = tensor
+        self.check_apart(tensors)
         return tensors
+
+    def check_apart(self, tensors: dict[str, GGUFTensor]) -> None:
+        """Tensors that share bytes would make much memory of a small file."""
+        stored = sorted((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items() if tensor.nbytes)
+        for (offset, nbytes, name), (begin, _, other) in itertools.pairwise(stored):
+            if offset + nbytes > begin:
+                raise CheckpointError(f"{self.path}: tensors {shown(name)} and {shown(other)} share bytes")
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()
         rank = self.unpack("<I")
-        if rank > 8:
-            raise CheckpointError(f"{self.path}: tensor {name!r} claims {rank} dimensions")
+        if rank > MAX_RANK:
+            raise CheckpointError(f"{self.path}: tensor {shown(name)} claims {rank} dimensions")
         dims = tuple(self.unpack("<Q") for _ in range(rank))
         return name, dims[::-1], self.unpack("<I"), self.unpack("<Q")
 

@@ -181,6 +181,10 @@ def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) ->
 def _read(checkpoint: Checkpoint, source: Source) -> np.ndarray:
     tensors = [_expanded(checkpoint, name) for name in source.tensors]
     if source.stack:
+        odd = next((n for n, t in zip(source.tensors, tensors, strict=True) if t.shape != tensors[0].shape), None)
+        if odd is not None:
+            shape, first = checkpoint.tensors[odd].shape, tensors[0].shape
+            raise CheckpointError(f"{checkpoint.path}: tensor {odd!r} is {shape}; expected {first}, as the others have")
         tensors = [np.stack(tensors)]
     return tensors[0] if source.transform is None else source.transform(*tensors)
 

@@ -6,6 +6,7 @@ Layout: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,22 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.fields import (
+    MAX_RANK,
+    MAX_SIZE,
+    NULL,
+    OBJECT,
+    check_fields,
+    either,
+    is_storable,
+    many,
+    one_of,
+    several,
+    shown,
+    whole,
+)
+from jaxllm.weights.folder import NO_PICKLES, model_file, pickles, read_object
+from jaxllm.weights.generation import read_generation_config
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -25,6 +42,12 @@ _DTYPES = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 _MAX_HEADER = 100_000_000
+_SIZE = whole(0, MAX_SIZE)
+_ENTRY_FIELDS = {"dtype": one_of(*_DTYPES), "shape": many(_SIZE, MAX_RANK), "data_offsets": several(_SIZE, 2)}
+_QUANTIZATION = {
+    "quantization_config": either(OBJECT, NULL),
+    "quantization_config.weight_block_size": either(several(whole(1, 2**20), 2), NULL),
+}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -44,83 +67,108 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path, *, weights: bool = True):
         self.path = path
-        self.config: dict[str, Any] = _read_json(path / "config.json")
-        generation = path / "generation_config.json"
-        self.generation_config: dict[str, Any] = _read_json(generation) if generation.exists() else {}
+        self.config: dict[str, Any] = read_object(path, "config.json")
+        self.generation_config: dict[str, Any] = read_generation_config(path)
+        self._fp8_block = _fp8_block(path, self.config)
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, _Place] = {}
         self._maps: dict[Path, np.ndarray] | None = {}
         for file in _weight_files(path):
             self._add_file(file)
         if weights and not self.tensors:
-            raise CheckpointError(f"{path}: holds no *.safetensors file")
+            held = f", but {', '.join(found[:3])}: {NO_PICKLES}" if (found := pickles(path)) else ""
+            raise CheckpointError(f"{path}: holds no *.safetensors file{held}")
         self._check_index()
 
     def _add_file(self, file: Path) -> None:
         for name, info, place in _read_header(file):
             if name in self.tensors:
-                raise CheckpointError(f"{file}: tensor {name!r} is also in {self._places[name].file.name}")
+                raise CheckpointError(f"{file}: tensor {shown(name)} is also in {self._places[name].file.name}")
             self.tensors[name], self._places[name] = info, place
 
     def _check_index(self) -> None:
         for name, file in _index(self.path).items():
             if name not in self._places or self._places[name].file.name != file:
-                raise CheckpointError(f"{self.path / _INDEX}: names tensor {name!r} in {file}, which does not hold it")
+                raise CheckpointError(
+                    f"{self.path / _INDEX}: names tensor {shown(name)} in {file}, which does not hold it"
+                )
 
     def read(self, name: str) -> Stored:
         """One tensor, a read-only view of the file."""
         if self._maps is None:
             raise CheckpointError(f"{self.path}: closed")
         if name not in self._places:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}")
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         file, offset, nbytes = self._places[name]
         if file not in self._maps:
             self._maps[file] = np.memmap(file, np.uint8, mode="r")
         shape, dtype = self.tensors[name]
         tensor = self._maps[file][offset : offset + nbytes].view(np.ndarray).view(_DTYPES[dtype]).reshape(shape)
-        block = self.config.get("quantization_config", {}).get("weight_block_size")
-        if block and dtype == "F8_E4M3":
-            scale = self.read(f"{name}_scale_inv").data
-            return Stored(tensor, dtype, shape, scale=scale, scale_block=tuple(block))
-        return Stored(tensor, dtype, shape)
+        if self._fp8_block is None or dtype != "F8_E4M3":
+            return Stored(tensor, dtype, shape)
+        scale = self.read(self._scales_of(name, self._fp8_block)).data
+        return Stored(tensor, dtype, shape, scale=scale, scale_block=self._fp8_block)
+
+    def _scales_of(self, name: str, block: tuple[int, int]) -> str:
+        """The tensor with a scale for each block of an FP8 tensor."""
+        scales, shape = f"{name}_scale_inv", self.tensors[name].shape
+        if scales not in self.tensors:
+            raise CheckpointError(f"{self.path}: tensor {shown(name)} is FP8, and {shown(scales)} is missing")
+        expected = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
+        found = self.tensors[scales]
+        if len(shape) != 2 or found.shape != expected or found.dtype not in ("F32", "F16", "BF16"):
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(scales)} is {found.dtype} of shape {found.shape}; "
+                f"accepted is F32 of shape {expected}, for {shown(name)} of shape {shape} in blocks of {block}"
+            )
+        return scales
 
     def close(self) -> None:
         """Let go of the maps; arrays already read keep theirs alive."""
         self._maps = None
 
 
+def _fp8_block(path: Path, config: dict[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, of a checkpoint that is quantized so."""
+    given = config.get("quantization_config")
+    block = given.get("weight_block_size") if isinstance(given, dict) else None
+    try:
+        check_fields({"quantization_config": given, "quantization_config.weight_block_size": block}, _QUANTIZATION)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
+    return (block[0], block[1]) if block else None
+
+
 def _weight_files(path: Path) -> list[Path]:
     """The index's shards; else model.safetensors alone, else every *.safetensors file."""
     if index := _index(path):
-        files = [path / name for name in sorted(set(index.values()))]
+        files = [model_file(path, name) for name in sorted(set(index.values()))]
         for file in files:
             if not file.is_file():
                 raise CheckpointError(f"{path / _INDEX}: names shard {file.name}, which is missing")
         return files
-    single = path / "model.safetensors"
-    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    single = model_file(path, "model.safetensors")
+    return (
+        [single] if single.is_file() else [model_file(path, file.name) for file in sorted(path.glob("*.safetensors"))]
+    )
 
 
 def _index(path: Path) -> dict[str, str]:
-    index = path / _INDEX
-    if not index.exists():
+    if not model_file(path, _INDEX).exists():
         return {}
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_object(path, _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map is missing or not a map of tensor name to file name")
+        raise CheckpointError(f"{path / _INDEX}: weight_map is missing or not a map of tensor name to file name")
+    for name, file in weight_map.items():
+        if not _is_plain_name(file):
+            raise CheckpointError(
+                f"{path / _INDEX}: weight_map has {shown(name)} in {shown(file)}; accepted are names of files beside it"
+            )
     return weight_map
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: holds no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
-    return value
+def _is_plain_name(file: str) -> bool:
+    return file not in ("", ".", "..") and file.isprintable() and not set(file) & set("/\\") and len(file) <= 200
 
 
 def _read_header(file: Path) -> list[tuple[str, TensorInfo, _Place]]:
@@ -131,22 +179,32 @@ def _read_header(file: Path) -> list[tuple[str, TensorInfo, _Place]]:
             raise CheckpointError(f"{file}: truncated or not safetensors: a header of {length:,} bytes in {size:,}")
         try:
             header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: corrupt safetensors header: {error}") from None
-    return [_checked(file, size, 8 + length, *entry) for entry in entries]
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: corrupt safetensors header: it is no object")
+    header.pop("__metadata__", None)
+    found = [_entry(file, size, 8 + length, name, entry) for name, entry in header.items()]
+    _check_apart(file, found)
+    return found
 
 
-def _checked(
-    file: Path, size: int, start: int, name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int
-) -> tuple[str, TensorInfo, _Place]:
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{file}: tensor {name!r} has unknown dtype {dtype!r}; known are {', '.join(_DTYPES)}")
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
-        raise CheckpointError(f"{file}: tensor {name!r} has shape {shape} at bytes {begin} to {end}")
-    if end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
-        raise CheckpointError(f"{file}: tensor {name!r}: {end - begin:,} bytes are no {dtype} of shape {shape}")
+def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, _Place]:
+    here = f"{file}: tensor {shown(name)}"
+    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_FIELDS.keys():
+        raise CheckpointError(f"{here}: corrupt safetensors header: accepted are dtype, shape and data_offsets")
+    check_fields(entry, _ENTRY_FIELDS, f"{here}: ")
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not is_storable(shape) or end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+        raise CheckpointError(f"{here}: {end - begin:,} bytes are no {dtype} of shape {shape}")
     if start + end > size:
-        raise CheckpointError(f"{file}: truncated: tensor {name!r} ends at byte {start + end:,} of a file of {size:,}")
+        raise CheckpointError(f"{here}: truncated: it ends at byte {start + end:,} of a file of {size:,}")
     return name, TensorInfo(shape, dtype), _Place(file, start + begin, end - begin)
+
+
+def _check_apart(file: Path, found: list[tuple[str, TensorInfo, _Place]]) -> None:
+    """Tensors that share bytes would make much memory of a small file."""
+    stored = sorted((place.offset, place.nbytes, name) for name, _, place in found if place.nbytes)
+    for (offset, nbytes, name), (begin, _, other) in itertools.pairwise(stored):
+        if offset + nbytes > begin:
+            raise CheckpointError(f"{file}: tensors {shown(name)} and {shown(other)} share bytes from {begin:,} on")

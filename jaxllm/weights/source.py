@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from jaxllm.config import CACHE_DIR, did_you_mean
 from jaxllm.errors import CheckpointError, ModelNotFoundError
+from jaxllm.weights.folder import NO_PICKLES, PICKLES
 from jaxllm.weights.gguf_file import generation_config_of
 from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
 from jaxllm.weights.wheels import Wheel, fetch_wheels
@@ -113,7 +114,8 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
         return _model_directory(path)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file")
+            why = f": {NO_PICKLES}" if path.suffix in PICKLES else ""
+            raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file{why}")
         return path
     return _from_hub(model, revision, _MODEL_FILES, weights=True)
 
@@ -139,6 +141,9 @@ def _model_directory(path: Path) -> Path:
 
 def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
     repo, _, file = model.partition(":")
+    if file and not file.endswith(".gguf"):
+        why = f": {NO_PICKLES}" if file.endswith(PICKLES) else ""
+        raise ModelNotFoundError(f"model {model!r} names {file!r}, which is no .gguf file{why}")
     if repo.endswith(".gguf"):
         raise ModelNotFoundError(f"model {model!r}: no such file")
     if not _HUB_ID.fullmatch(repo) or model.startswith((".", "/", "~")):

@@ -119,11 +119,11 @@ def test_what_is_not_supported_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"modules.json: has a module 'Dense'; supported are Transformer, Pool"):
         tasks(directory(tmp_path / "a", modules=[*EMBEDDING, *modules("", "Dense")[1:]]))
     both = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
-    with pytest.raises(CheckpointError, match="pools by pooling_mode_mean_tokens and pooling_mode_max_tokens"):
+    with pytest.raises(CheckpointError, match=r"pools by .*mean_tokens.*max_tokens"):
         tasks(directory(tmp_path / "b", modules=EMBEDDING, **{"1_Pooling__config": both}))
     with pytest.raises(CheckpointError, match=r"torch.nn.ReLU"):
         tasks(directory(tmp_path / "c", CLASSIFIER | {"sbert_ce_default_activation_function": "torch.nn.ReLU"}))
-    with pytest.raises(CheckpointError, match=r"config.json: not readable as JSON"):
+    with pytest.raises(CheckpointError, match=r"holds no 1_Pooling/config\.json"):
         tasks(directory(tmp_path / "d", modules=EMBEDDING))
 
 

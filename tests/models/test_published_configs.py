@@ -15,10 +15,21 @@ from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.models.registry import FAMILIES, model_spec
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
+from tests.reference.tiny import tiny_config
 
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "reference" / "configs").glob("*.json"))}
 ROOMY = Platform("cpu", 1, 2**44, 2**44)
 UNITS = {"M": 10**6, "B": 10**9}
+
+
+def test_stablelm_ignores_a_head_dim_as_its_own_code_does(tmp_path):
+    """transformers' StableLmAttention shares the hidden size out among the heads, whatever the config says."""
+    configs = []
+    for change in ({}, {"head_dim": 80}):
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config("stablelm") | change))
+        configs.append(model_spec(open_checkpoint(tmp_path, "dummy")).config)
+    assert configs[0] == configs[1]
+    assert configs[1].head_dim == 96 // 4
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError
+from jaxllm.text.template_process import TemplateProcess
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.weights.models import real_model
 
@@ -358,6 +359,15 @@ def test_a_template_that_refuses_or_misbehaves_is_the_requests_error(tmp_path, t
     tokenizer = load_tokenizer(write_directory(tmp_path))
     with pytest.raises(InvalidRequestError, match=message):
         tokenizer.apply_chat_template(HI, chat_template=template)
+
+
+def test_a_checkpoints_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": endless}))
+    monkeypatch.setattr(tokenizer, "_template_process", TemplateProcess(seconds=2))
+    with pytest.raises(InvalidRequestError, match="the chat template needs more than 2 seconds to render"):
+        tokenizer.apply_chat_template(HI)
+    tokenizer.close()
 
 
 def test_broken_directories(tmp_path):

@@ -230,3 +230,19 @@ def test_anything_else_names_the_builtins(name):
     with pytest.raises(ModelNotFoundError, match=r"smollm2-135m, gemma3-270m") as caught:
         resolve_model(name)
     assert ("did you mean 'smollm2-135m'?" in str(caught.value)) == (name == "smolm2-135m")
+
+
+@pytest.mark.parametrize("name", ["org/name:pytorch_model.bin", "org/name:model.ckpt", "org/name:README.md"])
+def test_only_gguf_files_are_fetched_by_name(name, hub, tmp_path, monkeypatch):
+    forbid(monkeypatch, "hub_file")
+    with pytest.raises(ModelNotFoundError, match=r"which is no \.gguf file") as caught:
+        resolve_model(name)
+    assert ("pickle" in str(caught.value)) == name.endswith((".bin", ".ckpt"))
+
+
+def test_a_pickle_file_is_refused_by_name(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+    with pytest.raises(ModelNotFoundError, match=r"no \.gguf file: pickle files can run code"):
+        resolve_model(str(tmp_path / "pytorch_model.bin"))
+    with pytest.raises(ModelNotFoundError, match=r"pytorch_model\.bin: pickle files can run code"):
+        resolve_model(str(tmp_path))

@@ -12,7 +12,9 @@ from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_linear, hf_rope, yarn_mscale
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern
 
 V2_METHODS = ("greedy", "group_limited_greedy")
@@ -24,7 +26,7 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = SHARED | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407} | c
     method = c.get("topk_method", "greedy")
     if method not in V2_METHODS:
-        raise CheckpointError(f"topk_method is {method!r}; supported are {', '.join(V2_METHODS)}")
+        raise CheckpointError(f"topk_method is {shown(method)}; supported are {', '.join(V2_METHODS)}")
     limited = method == "group_limited_greedy"
     moe = MoEConfig(
         num_experts=c["n_routed_experts"],
@@ -35,7 +37,7 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
         top_groups=c["topk_group"] if limited else 1,
         group_score="max",
         scale=c.get("routed_scaling_factor", 1.0),
-        shared_hidden=c["n_shared_experts"] * c["moe_intermediate_size"],
+        shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
     )
     return _config(c, moe, interleaved=True)
 
@@ -58,7 +60,7 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         renormalize=c["norm_topk_prob"],
         renormalize_eps=1e-20,
         scale=c.get("routed_scaling_factor", 2.5),
-        shared_hidden=c["n_shared_experts"] * c["moe_intermediate_size"],
+        shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
     )
     return _config(c, moe, interleaved=c.get("rope_interleave", True))
 
@@ -133,7 +135,7 @@ def _config(c: dict[str, Any], moe: MoEConfig, interleaved: bool) -> DecoderConf
             c,
             head_dim=mla.qk_head_dim,
             layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(c["num_hidden_layers"])),
-            attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c),
+            attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope),
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=c.get("mlp_bias", False),
@@ -143,12 +145,12 @@ def _config(c: dict[str, Any], moe: MoEConfig, interleaved: bool) -> DecoderConf
     )
 
 
-def _sharpening(c: dict[str, Any]) -> float:
+def _sharpening(c: dict[str, Any], rope: RopeConfig) -> float:
     """YaRN's factor on the logits, which DeepSeek applies here and not to cosine and sine."""
     given = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    if given.get("rope_type", given.get("type", "default")) == "default" or not given.get("mscale_all_dim"):
+    if rope.kind == "default" or not given.get("mscale_all_dim"):
         return 1.0
-    return yarn_mscale(given["factor"], given["mscale_all_dim"]) ** 2
+    return yarn_mscale(rope.factor, given["mscale_all_dim"]) ** 2
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:

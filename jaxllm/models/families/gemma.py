@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_head_dim, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern, Source, plus_one
@@ -34,7 +34,7 @@ def gemma2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = DEFAULTS | {"num_key_value_heads": 4, "sliding_window": 4096, "max_position_embeddings": 8192} | c
     number = c["num_hidden_layers"]
     kinds = c.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(number)]
-    rope = hf_rope(c, c["head_dim"])
+    rope = hf_rope(c, hf_head_dim(c))
     layers = tuple(LayerKind(rope, c["sliding_window"] if kind == "sliding_attention" else None) for kind in kinds)
     return DecoderConfig(
         **_later_fields(c, layers),
@@ -55,12 +55,12 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(number)
     ]
     ropes = c.get("rope_parameters") or {}
-    local = {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | ropes.get("sliding_attention", {})
+    local = {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | (ropes.get("sliding_attention") or {})
     kind_of = {
         "full_attention": LayerKind(
-            hf_rope(c, c["head_dim"], theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))
+            hf_rope(c, hf_head_dim(c), theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))
         ),
-        "sliding_attention": LayerKind(hf_rope(c, c["head_dim"], parameters=local), c["sliding_window"]),
+        "sliding_attention": LayerKind(hf_rope(c, hf_head_dim(c), parameters=local), c["sliding_window"]),
     }
     return DecoderConfig(**_later_fields(c, tuple(kind_of[kind] for kind in kinds)), qk_norm="rms")
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
@@ -26,7 +26,7 @@ def glm4_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def _fields(c: dict[str, Any]) -> dict[str, Any]:
     c = DEFAULTS | c
-    rope = hf_rope(c, c["head_dim"], partial=0.5, interleaved=True)
+    rope = hf_rope(c, hf_head_dim(c), partial=0.5, interleaved=True)
     layers = (LayerKind(rope),) * c["num_hidden_layers"]
     return hf_fields(c, layers=layers, qkv_bias=c.get("attention_bias", True))
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, permuted_names
-from jaxllm.models.hf import hf_fields, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.weights.checkpoint import Checkpoint
 
@@ -22,9 +22,9 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The query scaling is part of `rope_parameters`."""
     c = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144} | c
     parameters = c.get("rope_parameters") or ROPE
-    layer = LayerKind(hf_rope(c, c["head_dim"], parameters=parameters), c.get("sliding_window"))
+    layer = LayerKind(hf_rope(c, hf_head_dim(c), parameters=parameters), c.get("sliding_window"))
     beta = parameters.get("llama_4_scaling_beta")
-    scaling = QueryScaling(beta, parameters["original_max_position_embeddings"]) if beta else None
+    scaling = QueryScaling(beta, layer.rope.original_length) if beta and layer.rope else None
     return DecoderConfig(**hf_fields(c, layers=(layer,) * c["num_hidden_layers"], query_scaling=scaling))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
+from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, gguf_rows
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
@@ -50,7 +50,7 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     return DecoderConfig(
         **gguf_fields(
             checkpoint,
-            intermediate_size=checkpoint.tensors["blk.0.ffn_up.weight"].shape[0],
+            intermediate_size=gguf_rows(checkpoint, "blk.0.ffn_up.weight"),
             layers=(LayerKind(gguf_rope(checkpoint, partial=0.5)),) * get("block_count"),
             hidden_act="gelu_new",
             norm_eps=get("attention.layer_norm_epsilon"),

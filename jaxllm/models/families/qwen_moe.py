@@ -85,7 +85,7 @@ def _gguf_experts(checkpoint: Checkpoint) -> MoEConfig:
     return MoEConfig(
         num_experts=get("expert_count"),
         top_k=top_k,
-        hidden=get("expert_feed_forward_length", get("feed_forward_length") // top_k),
+        hidden=get("expert_feed_forward_length", get("feed_forward_length") // max(top_k, 1)),
     )
 
 

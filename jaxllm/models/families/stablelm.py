@@ -13,8 +13,11 @@ from jaxllm.weights.names import Pattern, Source
 
 
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The 12B model has a norm for every query and key head, and runs attention and MLP side by side."""
-    c = {"num_key_value_heads": 32, "max_position_embeddings": 4096} | c
+    """The 12B model has a norm for every query and key head, and runs attention and MLP side by side.
+
+    A `head_dim` says nothing: StableLM's own code shares the hidden size out among the heads.
+    """
+    c = {"num_key_value_heads": 32, "max_position_embeddings": 4096} | c | {"head_dim": None}
     rope = hf_rope(c, hf_head_dim(c), partial=0.25)
     return DecoderConfig(
         **hf_fields(

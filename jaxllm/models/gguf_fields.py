@@ -1,0 +1,60 @@
+"""What the metadata of a GGUF file must be, whatever its architecture; what is not read is not looked at."""
+
+from __future__ import annotations
+
+from jaxllm.models.hf_fields import CAP, COUNT, EPSILON, FACTOR, LAYERS, LENGTH, ORIGINAL_LENGTH, SIZE, THETA
+from jaxllm.weights.fields import FLAG, TEXT, Kind, Kinds, either, many, real, whole
+
+_NONE = whole(0, 0)
+
+
+def or_zero(kind: Kind) -> Kind:
+    """A 0 is as good as absent, or says that the model has none."""
+    return either(kind, _NONE, real(0, 0))
+
+
+GGUF_FIELDS: Kinds = {
+    "block_count": LAYERS,
+    "context_length": LENGTH,
+    "embedding_length": SIZE,
+    "feed_forward_length": SIZE,
+    "attention.head_count": COUNT,
+    "attention.head_count_kv": COUNT,
+    "attention.key_length": or_zero(SIZE),
+    "attention.value_length": SIZE,
+    "attention.key_length_mla": SIZE,
+    "attention.value_length_mla": SIZE,
+    "attention.layer_norm_epsilon": EPSILON,
+    "attention.layer_norm_rms_epsilon": EPSILON,
+    "attention.sliding_window": or_zero(LENGTH),
+    "attention.temperature_scale": real(0, 1e3),
+    "attention.kv_lora_rank": SIZE,
+    "attention.q_lora_rank": or_zero(SIZE),
+    "attn_logit_softcapping": CAP,
+    "final_logit_softcapping": CAP,
+    "rope.dimension_count": or_zero(SIZE),
+    "rope.freq_base": THETA,
+    "rope.freq_base_swa": THETA,
+    "rope.scale_linear": or_zero(FACTOR),
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": or_zero(FACTOR),
+    "rope.scaling.attn_factor": FACTOR,
+    "rope.scaling.original_context_length": ORIGINAL_LENGTH,
+    "rope.scaling.yarn_beta_fast": FACTOR,
+    "rope.scaling.yarn_beta_slow": FACTOR,
+    "rope.scaling.yarn_log_multiplier": real(0, 1e2),
+    "expert_count": or_zero(COUNT),
+    "expert_used_count": or_zero(COUNT),
+    "expert_group_count": or_zero(COUNT),
+    "expert_group_used_count": or_zero(COUNT),
+    "expert_shared_count": whole(0, 2**10),
+    "expert_feed_forward_length": SIZE,
+    "expert_shared_feed_forward_length": whole(0, 2**24),
+    "expert_gating_func": whole(0, 2**10),
+    "expert_weights_norm": FLAG,
+    "expert_weights_scale": real(-1e6, 1e6),
+    "leading_dense_block_count": whole(0, 2**10),
+    "pooling_type": whole(0, 2**10),
+    "classifier.output_labels": many(TEXT, 2**16),
+}
+"""By their names without the architecture's in front."""

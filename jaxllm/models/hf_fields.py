@@ -1,0 +1,135 @@
+"""What the values of a config.json must be, whatever its family; what is not read is not looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, Kind, Kinds, check_fields, either, many, one_of, real, whole
+from jaxllm.weights.generation import EOS_FIELDS
+
+SIZE = whole(1, 2**24)
+"""Of a layer or a vocabulary."""
+COUNT = whole(1, 2**16)
+"""Of heads or experts."""
+LAYERS = whole(1, 2**10)
+LENGTH = whole(1, 2**31 - 1)
+"""In tokens: positions are 32-bit integers."""
+ORIGINAL_LENGTH = whole(2, 2**31 - 1)
+"""Its logarithm is divided by."""
+EPSILON = real(0, 1)
+THETA = real(1.001, 1e15)
+"""The base of rotary frequencies, whose logarithm is divided by."""
+FACTOR = real(1e-3, 1e6)
+CAP = real(1e-3, 1e9)
+MAYBE_FLAG = either(FLAG, NULL)
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def maybe(kind: Kind) -> Kind:
+    """Null is as good as absent, or says that the model has none."""
+    return either(kind, NULL)
+
+
+HF_FIELDS: Kinds = EOS_FIELDS | {
+    "architectures": maybe(many(TEXT, 64)),
+    "quantization_config": maybe(OBJECT),
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": LAYERS,
+    "num_nextn_predict_layers": maybe(whole(0, 2**10)),
+    "tie_word_embeddings": MAYBE_FLAG,
+    "hidden_act": maybe(TEXT),
+    "hidden_activation": maybe(TEXT),
+    "rms_norm_eps": EPSILON,
+    "layer_norm_eps": EPSILON,
+    # attention
+    "num_attention_heads": COUNT,
+    "num_key_value_heads": maybe(COUNT),
+    "head_dim": maybe(SIZE),
+    "attention_bias": MAYBE_FLAG,
+    "mlp_bias": MAYBE_FLAG,
+    "qkv_bias": MAYBE_FLAG,
+    "use_qkv_bias": MAYBE_FLAG,
+    "qk_layernorm": MAYBE_FLAG,
+    "use_parallel_residual": MAYBE_FLAG,
+    "query_pre_attn_scalar": real(1e-6, 1e9),
+    "attn_logit_softcapping": maybe(CAP),
+    "final_logit_softcapping": maybe(CAP),
+    # positions and windows
+    "max_position_embeddings": maybe(LENGTH),
+    "original_max_position_embeddings": maybe(ORIGINAL_LENGTH),
+    "rope_theta": maybe(THETA),
+    "rope_local_base_freq": THETA,
+    "rope_interleave": FLAG,
+    "rope_scaling": maybe(OBJECT),
+    "rope_parameters": maybe(OBJECT),
+    "partial_rotary_factor": maybe(real(1e-3, 1)),
+    "no_rope_layers": maybe(many(whole(0, 1), 2**10)),
+    "no_rope_layer_interval": maybe(LAYERS),
+    "layer_types": maybe(many(one_of(*LAYER_TYPES), 2**10)),
+    "sliding_window": maybe(LENGTH),
+    "use_sliding_window": MAYBE_FLAG,
+    "sliding_window_pattern": maybe(LAYERS),
+    "_sliding_window_pattern": LAYERS,
+    "max_window_layers": whole(0, 2**16),
+    # experts
+    "num_experts": COUNT,
+    "num_local_experts": COUNT,
+    "num_experts_per_tok": COUNT,
+    "moe_intermediate_size": SIZE,
+    "shared_expert_intermediate_size": whole(0, 2**24),
+    "norm_topk_prob": FLAG,
+    "decoder_sparse_step": LAYERS,
+    "mlp_only_layers": maybe(many(whole(0, 2**10), 2**10)),
+    "n_routed_experts": COUNT,
+    "n_shared_experts": maybe(whole(0, 2**10)),
+    "n_group": COUNT,
+    "topk_group": COUNT,
+    "topk_method": TEXT,
+    "routed_scaling_factor": real(-1e6, 1e6),
+    "first_k_dense_replace": whole(0, 2**10),
+    # latent attention
+    "kv_lora_rank": SIZE,
+    "q_lora_rank": maybe(SIZE),
+    "qk_nope_head_dim": SIZE,
+    "qk_rope_head_dim": SIZE,
+    "v_head_dim": SIZE,
+}
+
+ROPE_FIELDS: Kinds = {
+    "rope_type": maybe(TEXT),
+    "type": maybe(TEXT),
+    "rope_theta": maybe(THETA),
+    "factor": maybe(FACTOR),
+    "original_max_position_embeddings": maybe(ORIGINAL_LENGTH),
+    "partial_rotary_factor": maybe(real(1e-3, 1)),
+    "attention_factor": maybe(FACTOR),
+    "low_freq_factor": FACTOR,
+    "high_freq_factor": FACTOR,
+    "beta_fast": maybe(FACTOR),
+    "beta_slow": maybe(FACTOR),
+    "truncate": FLAG,
+    "mscale": maybe(real(0, 1e3)),
+    "mscale_all_dim": maybe(real(0, 1e3)),
+    "short_factor": many(FACTOR, 2**16),
+    "long_factor": many(FACTOR, 2**16),
+    "llama_4_scaling_beta": maybe(real(0, 1e3)),
+}
+"""Of `rope_scaling` and `rope_parameters`, or of the entries that the latter has for each type of layer."""
+
+
+def check_hf(c: dict[str, Any]) -> None:
+    """Raises CheckpointError for the first value of a config.json (or its `text_config`) that cannot be meant."""
+    check_fields(c, HF_FIELDS)
+    for name in ("rope_scaling", "rope_parameters"):
+        given = c.get(name) or {}
+        check_fields(given, ROPE_FIELDS, f"{name}.")
+        check_fields(given, dict.fromkeys(LAYER_TYPES, maybe(OBJECT)), f"{name}.")
+        for kind in LAYER_TYPES:
+            check_fields(given.get(kind) or {}, ROPE_FIELDS, f"{name}.{kind}.")
+    layers = c.get("num_hidden_layers")
+    for name in ("layer_types", "no_rope_layers"):
+        if c.get(name) and len(c[name]) != layers:
+            raise CheckpointError(f"{name} has {len(c[name])} entries; accepted is one for each of {layers} layers")

@@ -1,0 +1,130 @@
+"""Renders chat templates in a process of their own, which can be stopped.
+
+Jinja's sandbox keeps a template from reaching anything, but neither from looping nor from building a text without end.
+`python -m jaxllm.text.template_process` is such a process: one JSON object a line in, one a line out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.text.chat_template import render
+
+RENDER_SECONDS = 10.0
+"""How long one template may take, the start of its process included."""
+MEMORY_BYTES = 256 * 2**20
+MAX_PROMPT_CHARACTERS = 16 * 2**20
+
+_COMMAND = (sys.executable, "-m", "jaxllm.text.template_process")
+
+
+class TemplateProcess:
+    """One process, started when it is first needed and again after it was stopped; callers wait for each other."""
+
+    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, values: dict[str, Any]) -> str:
+        """`jaxllm.text.chat_template.render(**values)` of JSON values.
+
+        Raises InvalidRequestError when the template refuses, or needs too much time, memory or text.
+        """
+        try:
+            line = json.dumps(values).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"messages are no JSON values: {error}", param="messages") from None
+        with self._lock:
+            process = self._started()
+            timer = threading.Timer(self._seconds, process.kill)
+            timer.start()
+            try:
+                reply = _ask(process, line)
+            finally:
+                timer.cancel()
+            if reply is None:
+                killed = process.wait() < 0  # by a signal: the timer's
+                _stop(process)
+                self._process = None
+        if reply is None:
+            limit = f"more than {self._seconds:g} seconds" if killed else f"more than {MEMORY_BYTES:,} bytes of memory"
+            raise InvalidRequestError(f"the chat template needs {limit} to render", param="chat_template")
+        if "error" in reply:
+            raise InvalidRequestError(reply["error"], param=reply["param"])
+        return reply["text"]
+
+    def close(self) -> None:
+        """End the process; a later `render` starts another."""
+        with self._lock:
+            if self._process is not None:
+                _stop(self._process)
+                self._process = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            weakref.finalize(self, _stop, self._process)
+        return self._process
+
+
+def _ask(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:
+    """The process's reply; None when it died."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    reply = process.stdout.readline()
+    return json.loads(reply) if reply.endswith(b"\n") else None
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def main() -> None:
+    """Render what stdin asks for until it closes."""
+    _limit()
+    for line in sys.stdin.buffer:
+        sys.stdout.write(json.dumps(_reply(json.loads(line))) + "\n")
+        sys.stdout.flush()
+
+
+def _reply(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        text = render(**values)
+    except InvalidRequestError as error:
+        return {"error": str(error), "param": error.param}
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        long = f"the chat template makes a prompt of {len(text)} characters; accepted are {MAX_PROMPT_CHARACTERS}"
+        return {"error": long, "param": "chat_template"}
+    return {"text": text}
+
+
+def _limit() -> None:
+    """Bound the memory, where the system can."""
+    if os.name == "posix":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+if __name__ == "__main__":
+    main()
