@@ -30,6 +30,7 @@ from jaxllm.engine.device.packing import (
     head_packing,
     logits_packing,
     pool_packing,
+    score_packing,
 )
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
 from jaxllm.engine.device.slots import Adjustments, Slots, adjust, admit, mask_words, settings, slot_shapes
