@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -25,6 +26,8 @@ def prepare_virtual_devices() -> None:
 
 
 prepare_virtual_devices()
+import jaxllm.threads  # noqa: E402, F401  before jax, so that what it does at exit comes after what JAX does
+
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it tells of every platform that is not there
 
 import jax  # noqa: E402
@@ -35,6 +38,13 @@ def lower_thread_priority() -> None:
     """Let the calling thread yield to others, where the system can tell threads apart (Linux)."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def raise_thread_priority(thread: int) -> None:
+    """Undo `lower_thread_priority` for a thread, by native id, where the system lets this process do so."""
+    if sys.platform == "linux":
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # only root may; the thread may have ended
+            os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...], devices: Any = None) -> Mesh:

@@ -16,6 +16,7 @@ from jaxllm.cli.plan import plan
 from jaxllm.cli.pull import pull
 from jaxllm.cli.serve import serve
 from jaxllm.errors import JaxLLMError
+from jaxllm.threads import note_exit_status
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -54,10 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(PIPE_CLOSED)
 
 
+def run() -> None:
+    """`main` as a whole process, which then ends at once, whatever is still being compiled for nobody."""
+    try:
+        main()
+        note_exit_status(0)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            note_exit_status(error.code or 0)
+        raise
+
+
 def _refuse(error: Exception) -> None:
     print(f"jaxllm: error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(USAGE_ERROR)
 
 
 if __name__ == "__main__":
-    main()
+    run()

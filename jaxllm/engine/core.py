@@ -8,7 +8,7 @@ import queue
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
@@ -55,7 +56,7 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
         self._grammars = grammars
-        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="prepare")
+        self._preparing = Jobs("prepare", urgent_threads=PREPARING_THREADS)
         self._prepared: queue.SimpleQueue[tuple[Request, Future[Constraint | None]]] = queue.SimpleQueue()
         self.on_prepared: Callable[[], None] = lambda: None
         """Called on another thread when a request has become ready to be scheduled: wakes the loop."""
@@ -173,9 +174,9 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Stop the threads that compile and that prepare requests."""
+        """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.executables.close()
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
 
     def _prepare(self, request: Request, missing: list[Key]) -> None:
         """Get ready on a thread what only this request waits for: its grammar, executables that few requests need."""

@@ -1,4 +1,4 @@
-"""Compiled steps: ahead of time, in threads, the covering ones first."""
+"""Compiled steps: ahead of time, beside the loop, the covering ones first."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any
 
-from jaxllm import compat
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kind, Variant
 from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.jobs import Job, Jobs
 
 logger = logging.getLogger(__name__)
 
-COMPILE_THREADS = 2
+URGENT_THREADS = 2
+
+Compiled = Callable[..., Any]
 
 
 class Executables:
@@ -37,14 +40,9 @@ class Executables:
         }
         self._buckets = buckets
         self._eager = eager
-        self._urgent = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile")
-        self._behind = ThreadPoolExecutor(
-            1, thread_name_prefix="compile-behind", initializer=compat.lower_thread_priority
-        )
-        self._futures: dict[Key, Future[Any]] = {}
+        self._jobs = Jobs("compile", urgent_threads=URGENT_THREADS, background_threads=1)
+        self._compiles: dict[Key, Job[Compiled]] = {}
         self._lock = threading.Lock()
-        self._asking = threading.Lock()
-        self._hurried: set[Key] = set()
         self.compiles_unforeseen = 0
         self.compile_seconds = 0.0
         self._foreseen: set[Key] = set()
@@ -52,12 +50,12 @@ class Executables:
     @property
     def compiles_foreseen(self) -> int:
         """Planned executables that are ready."""
-        return sum(key in self._futures and self._futures[key].done() for key in self._foreseen)
+        return sum(self._ready(key) for key in self._foreseen)
 
     @property
     def compiles_pending(self) -> int:
         """Executables asked for and not ready."""
-        return sum(not future.done() for future in list(self._futures.values()))
+        return sum(not job.done() for job in list(self._compiles.values()))
 
     @property
     def most_rows(self) -> int:
@@ -100,9 +98,9 @@ class Executables:
             return
         keys = self.plan()
         self._foreseen = set(keys)
-        covering = self.covering_keys()
+        urgent = self.covering_keys()
         for key in keys:
-            self._submit(key, self._urgent if key in covering else self._behind)
+            self._submit(key, urgent=key in urgent)
 
     def wait_until_covered(self) -> None:
         """Block until a covering bucket of each phase is ready."""
@@ -112,12 +110,10 @@ class Executables:
 
     def wait(self) -> None:
         """Block until everything that was asked for is compiled."""
-        while any(not future.done() for future in list(self._futures.values())):
-            for future in list(self._futures.values()):
-                if not future.cancelled():
-                    future.result()
+        for job in list(self._compiles.values()):
+            job.result()
 
-    def covering(self, kind: Kind, needed: int, variant: Variant = PLAIN) -> tuple[Key, Callable[..., Any]]:
+    def covering(self, kind: Kind, needed: int, variant: Variant = PLAIN) -> tuple[Key, Compiled]:
         """The smallest ready executable for `needed` rows or tokens that covers `variant`."""
         sizes = self._sizes[kind]
         exact = Key(kind, smallest_covering(sizes, needed), variant)
@@ -126,39 +122,44 @@ class Executables:
             for candidate in covering:
                 key = Key(kind, size, candidate)
                 if size >= needed and self._ready(key):
-                    return key, self._futures[key].result()
+                    return key, self._compiles[key].result()
         return exact, self.get(exact)
 
-    def get(self, key: Key) -> Callable[..., Any]:
-        """One executable, compiled now if it has not been: it does not wait for its turn. Any thread may call this."""
-        with self._asking:
-            future = self._futures.get(key)
-            if future is None and not self._eager and key not in self._foreseen:
-                self.compiles_unforeseen += 1
-                logger.warning("compiling %s, which was not planned", key)
-            if future is None or (key not in self._hurried and future.cancel()):
-                self._hurried.add(key)
-                future = self._submit(key, self._urgent)
-        return future.result()
+    def get(self, key: Key) -> Compiled:
+        """One executable, compiled now if it has not been: before all that nobody waits for. Any thread may call this.
+
+        Raises:
+            CancelledError: `close` was called, now or before.
+        """
+        with self._lock:
+            job = self._compiles.get(key)
+            if job is None:
+                if not self._eager and key not in self._foreseen:
+                    self.compiles_unforeseen += 1
+                    logger.warning("compiling %s, which was not planned", key)
+                job = self._submit(key, urgent=True)
+        if not job.done():
+            self._jobs.hurry(job)
+        return job.result()
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
         """Those whose first use would hold up every request; none when each is compiled at its first use anyway."""
         return [] if self._eager else [key for key in keys if not self._ready(key)]
 
     def close(self) -> None:
-        """Drop the compiles that have not begun; one that has cannot be stopped, and is not waited for."""
-        for pool in (self._behind, self._urgent):
-            pool.shutdown(wait=False, cancel_futures=True)
+        """Drop what is compiled and what is to be; a compile that has begun goes on, for nobody."""
+        self._jobs.close()
+        self._compiles = {}
 
     def _ready(self, key: Key) -> bool:
-        future = self._futures.get(key)
-        return future is not None and future.done() and not future.cancelled() and future.exception() is None
+        job = self._compiles.get(key)
+        return job is not None and job.done() and not job.cancelled() and job.exception() is None
 
-    def _submit(self, key: Key, pool: ThreadPoolExecutor) -> Future[Any]:
-        self._futures[key] = pool.submit(self._compile, key)
-        return self._futures[key]
+    def _submit(self, key: Key, *, urgent: bool) -> Job[Compiled]:
+        self._compiles[key] = self._jobs.submit(partial(self._compile, key), urgent=urgent)
+        return self._compiles[key]
 
-    def _compile(self, key: Key) -> Callable[..., Any]:
+    def _compile(self, key: Key) -> Compiled:
         began = time.perf_counter()
         f = self._functions
         builders: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
@@ -173,7 +174,10 @@ class Executables:
             "adjust": f.adjust,
         }
         function, args = builders[key.kind]()
-        compiled = function.lower(*args).compile()  # type: ignore[attr-defined]
+        lowered = function.lower(*args)  # type: ignore[attr-defined]
+        if self._jobs.closed:
+            raise CancelledError("the engine was shut down")
+        compiled = lowered.compile()
         seconds = time.perf_counter() - began
         with self._lock:
             self.compile_seconds += seconds

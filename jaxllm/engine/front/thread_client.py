@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import queue
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from jaxllm.engine.front.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError
+from jaxllm.threads import start_thread
 
 if TYPE_CHECKING:
     from jaxllm.engine.core import EngineCore
@@ -17,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5
 """How often a loop with nothing to do looks whether it should stop."""
+END_SECONDS = 1.0
+"""How long a program's end, or that of the last reference, waits for the turn under way."""
 
 
 class Inbox:
@@ -43,65 +49,103 @@ class Inbox:
             return
 
 
+class Loop:
+    """Turns a core over in a thread of its own, which is all that holds the core: both go at `end`."""
+
+    def __init__(self, core: EngineCore):
+        self.inbox = Inbox()
+        self.outbox: queue.SimpleQueue[list[TokenDelta] | None] = queue.SimpleQueue()
+        self.dead: str | None = None
+        """Why there will be no more turns."""
+        self._core: EngineCore | None = core
+        self._last_stats = EngineStats()
+        self._stopping = threading.Event()
+        core.on_prepared = functools.partial(self.inbox.put, None)
+        atexit.register(self.end)
+        self._thread = start_thread("engine", self._run)
+
+    def stats(self) -> EngineStats:
+        """The newest statistics; the last ones, where the loop has ended."""
+        core = self._core
+        return self._last_stats if core is None else core.stats()
+
+    def end(self, timeout: float | None = END_SECONDS) -> None:
+        """Stop after the turn under way, waiting up to `timeout` seconds for it, and drop the core. Idempotent."""
+        atexit.unregister(self.end)
+        self.dead = self.dead or "the engine was shut down"
+        self._stopping.set()
+        core = self._core
+        if core is not None:
+            core.close()  # a turn that waits for a compile ends with it
+        del core
+        self.inbox.put(None)
+        if threading.current_thread() is not self._thread:  # garbage is collected on any thread
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self._turn_over()
+        except Exception as error:
+            if not self._stopping.is_set():
+                logger.exception("the engine loop died")
+                self.dead = f"the engine loop died: {type(error).__name__}: {error}"
+        finally:
+            self._drop_core()
+            self.outbox.put(None)
+
+    def _turn_over(self) -> None:
+        core = self._core
+        assert core is not None
+        while not self._stopping.is_set():
+            self.inbox.drain(core, wait=not core.has_work)
+            if core.has_work:
+                deltas = core.turn()
+                if deltas:
+                    self.outbox.put(deltas)
+
+    def _drop_core(self) -> None:
+        core, self._core = self._core, None
+        assert core is not None
+        self._last_stats = core.stats()
+        core.close()
+
+
 class ThreadClient:
-    """The engine loop in a daemon thread."""
+    """The engine loop in a daemon thread. It ends with `shutdown`, or when its client is forgotten."""
 
     def __init__(self, core: EngineCore, info: EngineInfo):
         self.info = info
-        self._core = core
-        self._inbox = Inbox()
-        core.on_prepared = lambda: self._inbox.put(None)
-        self._outbox: queue.SimpleQueue[list[TokenDelta] | None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._dead: str | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._loop = Loop(core)
+        self._forgotten = weakref.finalize(self, self._loop.end)
+        self._forgotten.atexit = False  # the loop sees to that
 
     def add(self, request: EngineRequest) -> None:
         self._check_alive()
-        self._inbox.put(request)
+        self._loop.inbox.put(request)
 
     def abort(self, request_ids: list[str]) -> None:
-        self._inbox.put(request_ids)
+        self._loop.inbox.put(request_ids)
 
     def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
         try:
-            deltas = self._outbox.get(timeout=timeout)
+            deltas = self._loop.outbox.get(timeout=timeout)
         except queue.Empty:
             return []
         if deltas is None:
-            self._outbox.put(None)  # every later caller learns it too
+            self._loop.outbox.put(None)  # every later caller learns it too
             self._check_alive()
             return []
         return deltas
 
     def stats(self) -> EngineStats:
-        return self._core.stats()
+        return self._loop.stats()
 
     def shutdown(self) -> None:
-        self._dead = self._dead or "the engine was shut down"
-        self._stopping.set()
-        self._inbox.put(None)
-        self._thread.join()
+        self._loop.end(timeout=None)
 
     def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                self._inbox.drain(self._core, wait=not self._core.has_work)
-                if self._core.has_work:
-                    deltas = self._core.turn()
-                    if deltas:
-                        self._outbox.put(deltas)
-        except Exception as error:
-            logger.exception("the engine loop died")
-            self._dead = f"the engine loop died: {type(error).__name__}: {error}"
-        finally:
-            self._core.close()
-            self._outbox.put(None)
+        if self._loop.dead is not None:
+            raise EngineDeadError(self._loop.dead)
 
 
 __all__ = ["EngineClient", "Inbox", "ThreadClient"]

@@ -6,6 +6,8 @@ import logging
 import time
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxllm import compat
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core import EngineCore
@@ -21,6 +23,7 @@ from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.models.registry import model_spec
 from jaxllm.models.tasks import read_tasks
 from jaxllm.sharding.mesh import build_mesh
+from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
@@ -55,6 +58,24 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager)
     clock.lap("plan")
     executables.begin()
+    try:
+        return _assemble(config, checkpoint, tokenizer, mesh, blueprint, functions, executables, clock)
+    except BaseException:
+        executables.close()
+        raise
+
+
+def _assemble(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh,
+    blueprint: Blueprint,
+    functions: StepFunctions,
+    executables: Executables,
+    clock: Clock,
+) -> tuple[EngineCore, EngineInfo]:
+    """What goes on while the first executables are compiled, and the core that has them."""
     grammars = None
     if tokenizer is not None:
         from jaxllm.engine.grammar import Grammars
@@ -116,7 +137,7 @@ class Clock:
 
 
 def _load(
-    config: EngineConfig, checkpoint: Checkpoint, blueprint: Blueprint, mesh: Any, on_progress: Progress | None
+    config: EngineConfig, checkpoint: Checkpoint, blueprint: Blueprint, mesh: Mesh, on_progress: Progress | None
 ) -> tuple[Any, ...]:
     if config.load_format == "dummy":
         return dummy_parameters(blueprint.params, mesh, config.seed)

@@ -1,0 +1,126 @@
+"""Work beside the loop: urgent jobs before all others, on threads that nothing waits for in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from functools import partial
+from typing import Generic, TypeVar
+
+from jaxllm import compat
+from jaxllm.threads import start_thread
+
+T = TypeVar("T")
+
+
+class Job(Future, Generic[T]):
+    """A call to come, and its result."""
+
+    def __init__(self, function: Callable[[], T], urgent: bool):
+        super().__init__()
+        self.function: Callable[[], T] | None = function
+        self.urgent = urgent
+        self.background_thread: int | None = None
+        """The thread that runs it, if it is one of low priority."""
+
+
+class Jobs:
+    """Runs jobs on threads of its own, which live until `close`.
+
+    Urgent jobs have threads to themselves. The others run at low priority, and none of them begins while an urgent job
+    waits or runs.
+    """
+
+    def __init__(self, name: str, *, urgent_threads: int, background_threads: int = 0):
+        self._changed = threading.Condition()
+        self._waiting: list[Job] = []
+        self._running: set[Job] = set()
+        self.closed = False
+        for number in range(urgent_threads):
+            start_thread(f"{name}-{number}", partial(self._work, self._next_urgent))
+        for number in range(background_threads):
+            start_thread(f"{name}-behind-{number}", self._work_behind)
+
+    def submit(self, function: Callable[[], T], *, urgent: bool = True) -> Job[T]:
+        """Have `function` called; its job is cancelled where `close` comes first."""
+        job: Job[T] = Job(function, urgent)
+        with self._changed:
+            if self.closed:
+                job.cancel()
+            else:
+                self._waiting.append(job)
+                self._changed.notify_all()
+        return job
+
+    def hurry(self, job: Job) -> None:
+        """Somebody waits for `job`: it is urgent from now on."""
+        with self._changed:
+            job.urgent = True
+            if job.background_thread is not None:
+                compat.raise_thread_priority(job.background_thread)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Cancel every job, at once: what is running runs on, but nobody gets to see its result."""
+        with self._changed:
+            self.closed = True
+            dropped = [*self._waiting, *self._running]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for job in dropped:
+            if not job.cancel():
+                with contextlib.suppress(InvalidStateError):  # it ended meanwhile
+                    job.set_exception(CancelledError("the engine was shut down"))
+
+    def _next_urgent(self) -> Job | None:
+        return next((job for job in self._waiting if job.urgent), None)
+
+    def _next_behind(self) -> Job | None:
+        if any(job.urgent for job in (*self._waiting, *self._running)):
+            return None
+        job = next(iter(self._waiting), None)
+        if job is not None:
+            job.background_thread = threading.get_native_id()
+        return job
+
+    def _work_behind(self) -> None:
+        compat.lower_thread_priority()
+        self._work(self._next_behind)
+
+    def _work(self, choose: Callable[[], Job | None]) -> None:
+        while (job := self._take(choose)) is not None:
+            _run(job)
+            with self._changed:
+                self._running.discard(job)
+                if job.background_thread is not None:
+                    job.background_thread = None
+                    compat.lower_thread_priority()  # it was raised if somebody came to wait for the job
+                self._changed.notify_all()
+            del job  # and its result with it, which would live until the next one comes
+
+    def _take(self, choose: Callable[[], Job | None]) -> Job | None:
+        with self._changed:
+            while not self.closed:
+                job = choose()
+                if job is None:
+                    self._changed.wait()
+                    continue
+                self._waiting.remove(job)
+                if job.set_running_or_notify_cancel():
+                    self._running.add(job)
+                    return job
+        return None
+
+
+def _run(job: Job) -> None:
+    function, job.function = job.function, None
+    assert function is not None
+    with contextlib.suppress(InvalidStateError):  # `close` cancelled it meanwhile
+        try:
+            result = function()
+        except Exception as error:
+            job.set_exception(error)
+        else:
+            job.set_result(result)

@@ -1,0 +1,90 @@
+"""Threads that may be inside a compiler when the interpreter ends.
+
+XLA cannot be interrupted, and compiles for seconds. Ordinary threads would hold up the interpreter until they are done.
+Daemon threads abort the process when they come back to an interpreter that is being taken down (before Python 3.14:
+the thread is unwound through C++ that forbids it). So these are daemons, and if some are still busy when everything
+else has ended, the process leaves without taking the interpreter down. That needs the exit status, which Python keeps
+to itself after SystemExit; then, to keep it right, the compiles that have begun are waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dis
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+EXIT_SECONDS = 0.2
+"""How long an exit waits for threads that are about to end."""
+FAILED, INTERRUPTED = 1, 130
+"""Exit statuses of a program that an exception, or Ctrl-C, has ended."""
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_main_frames: list[FrameType] = []
+"""The outermost frame of the main thread: it tells in the end how the program came to its end."""
+_noted: list[int] = []
+
+
+def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    """A daemon thread that may call into XLA: an exit of the interpreter neither waits for it nor is harmed by it."""
+    if not _main_frames:
+        _main_frames.append(_outermost_frame())
+    thread = threading.Thread(name=name, target=target, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
+def note_exit_status(status: int) -> None:
+    """Say what the process is about to exit with: after SystemExit nothing else can tell in time."""
+    _noted[:] = [status]
+
+
+def _leave(status: int) -> NoReturn:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def _outermost_frame() -> FrameType:
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _exit_status() -> int | None:
+    """What the process will exit with; None where nothing says: after a program's own SystemExit, and at a prompt."""
+    if _noted:
+        return _noted[0]
+    frame = _main_frames[0]
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN"):
+        return 0
+    traceback = getattr(sys, "last_traceback", None)
+    if traceback is None or traceback.tb_frame is not frame:
+        return None
+    return INTERRUPTED if isinstance(sys.last_value, KeyboardInterrupt) else FAILED
+
+
+@atexit.register  # before JAX registers its own, so that this one runs after all that needs the interpreter
+def _at_exit() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if not any(thread.is_alive() for thread in _threads):
+        return
+    status = _exit_status()
+    if status is not None:
+        _leave(status)
+    for thread in list(_threads):
+        thread.join()

@@ -1,0 +1,208 @@
+"""In which order executables are compiled, and for whom: with compiles that end when the test says so."""
+
+import inspect
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+
+import pytest
+
+from jaxllm.engine.device.buckets import Buckets
+from jaxllm.engine.device.executables import URGENT_THREADS, Executables
+from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key
+from jaxllm.engine.device.step import StepFunctions
+
+SOON = 5.0
+A_WHILE = 0.1
+"""Long enough for a thread that is free to take up a job."""
+
+
+class FakeFunctions:
+    """Stands in for StepFunctions: a compile begins, and ends when `finish` lets it."""
+
+    def __init__(self):
+        self.begun: list[Key] = []
+        self._changed = threading.Condition()
+        self._finished: set[Key] = set()
+        self._open = False
+
+    def decode(self, rows, variant):
+        return FakeFunction(self, Key("decode", rows, variant)), ()
+
+    def backbone(self, tokens):
+        return FakeFunction(self, Key("backbone", tokens)), ()
+
+    def head(self, rows, variant):
+        return FakeFunction(self, Key("head", rows, variant)), ()
+
+    def score(self, rows):
+        return FakeFunction(self, Key("score", rows)), ()
+
+    def score_all(self, rows):
+        return FakeFunction(self, Key("score_all", rows)), ()
+
+    def pool(self):
+        return FakeFunction(self, Key("pool")), ()
+
+    def token_logits(self, rows):
+        return FakeFunction(self, Key("token_logits", rows)), ()
+
+    def set_slot(self):
+        return FakeFunction(self, Key("set_slot")), ()
+
+    def finish(self, *keys: Key) -> None:
+        with self._changed:
+            self._finished |= set(keys)
+            self._changed.notify_all()
+
+    def finish_all(self) -> None:
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+    def compile(self, key: Key) -> str:
+        with self._changed:
+            self.begun.append(key)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._open or key in self._finished, 60)
+        return f"compiled {key}"
+
+    def wait_for_begun(self, count: int) -> list[Key]:
+        """What has begun when `count` have, and no more of them come."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) >= count, SOON), self.begun
+        time.sleep(A_WHILE)
+        return list(self.begun)
+
+
+class FakeFunction:
+    def __init__(self, functions, key):
+        self._functions, self._key = functions, key
+
+    def lower(self):
+        return self
+
+    def compile(self):
+        return self._functions.compile(self._key)
+
+
+@pytest.fixture
+def functions():
+    functions = FakeFunctions()
+    yield functions
+    functions.finish_all()
+
+
+@pytest.fixture
+def executables(functions):
+    executables = Executables(functions, Buckets.build(4, 32))
+    yield executables
+    executables.close()
+
+
+@pytest.fixture
+def callers():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def begin_and_cover(functions, executables):
+    executables.begin()
+    functions.finish(*executables.covering_keys())
+    executables.wait_until_covered()
+    return executables.plan()[len(executables.covering_keys()) :]
+
+
+def test_the_fake_has_the_step_functions_of_the_real_one():
+    def steps(cls):
+        public = {n: f for n, f in vars(cls).items() if inspect.isfunction(f) and not n.startswith("_")}
+        return {n: list(inspect.signature(f).parameters) for n, f in public.items()}
+
+    fake, real = steps(FakeFunctions), steps(StepFunctions)
+    names = {"decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "set_slot"}
+    assert {n: fake[n] for n in names} == {n: real[n] for n in names}
+
+
+def test_covering_executables_come_before_all_others(functions, executables):
+    executables.begin()
+    covering = executables.covering_keys()
+    assert set(functions.wait_for_begun(URGENT_THREADS)) <= set(covering)
+    functions.finish(*covering)
+    executables.wait_until_covered()
+    begun = functions.wait_for_begun(len(covering) + 1)
+    assert set(begun[:-1]) == set(covering)
+    assert begun[-1] == executables.plan()[len(covering)]
+
+
+def test_the_rest_follows_in_the_order_of_the_plan(functions, executables):
+    begin_and_cover(functions, executables)
+    functions.finish_all()
+    executables.wait()
+    assert functions.begun[len(executables.covering_keys()) :] == executables.plan()[len(executables.covering_keys()) :]
+    assert executables.compiles_pending == 0
+    assert executables.compiles_foreseen == len(executables.plan())
+
+
+def test_what_is_waited_for_goes_first_and_holds_up_what_is_not(functions, executables, callers):
+    behind = begin_and_cover(functions, executables)
+    before = functions.wait_for_begun(4)
+    wanted = [behind[-1], behind[-3], Key("head", 3)]  # the last one nobody planned
+    answers = [callers.submit(executables.get, key) for key in wanted[:2]]
+    assert set(functions.wait_for_begun(6)[4:]) == set(wanted[:2])  # side by side, beside the one that had begun
+    answers.append(callers.submit(executables.get, wanted[2]))
+    functions.finish(before[-1])
+    functions.finish(wanted[0])
+    assert functions.wait_for_begun(7)[6:] == [wanted[2]]  # and nothing that nobody waits for
+    functions.finish(*wanted)
+    assert [answer.result(SOON) for answer in answers] == [f"compiled {key}" for key in wanted]
+    assert functions.wait_for_begun(8)[7:] == [behind[1]]  # now the plan goes on
+    assert executables.compiles_unforeseen == 1
+
+
+def test_one_that_is_being_compiled_behind_is_not_compiled_twice(functions, executables, callers):
+    behind = begin_and_cover(functions, executables)
+    functions.wait_for_begun(4)
+    answer = callers.submit(executables.get, behind[0])
+    assert functions.wait_for_begun(4)[3:] == [behind[0]]
+    functions.finish(behind[0])
+    assert answer.result(SOON) == f"compiled {behind[0]}"
+
+
+def test_a_step_takes_the_smallest_that_is_ready_and_covers_it(functions, executables):
+    begin_and_cover(functions, executables)
+    assert executables.covering("decode", 1) == (Key("decode", 4), "compiled decode-4")
+    functions.finish(Key("decode", 2), Key("head", 4, MASKED))
+    executables.get(Key("decode", 2))
+    executables.get(Key("head", 4, MASKED))
+    assert executables.covering("decode", 1)[0] == Key("decode", 2)
+    assert executables.covering("decode", 3)[0] == Key("decode", 4)
+    assert executables.covering("head", 1, SAMPLED)[0] == Key("head", 4, MASKED)
+    assert executables.covering("head", 1, PLAIN)[0] == Key("head", 4, PLAIN)
+
+
+def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executables, monkeypatch):
+    monkeypatch.setattr(functions, "pool", lambda: 1 / 0)
+    begin_and_cover(functions, executables)
+    functions.finish_all()
+    with pytest.raises(ZeroDivisionError):
+        executables.get(Key("pool"))
+    assert executables.get(Key("set_slot")) == "compiled set_slot"
+    assert executables.missing([Key("pool"), Key("set_slot")]) == [Key("pool")]
+
+
+def test_closing_drops_what_has_not_begun_and_waits_for_nothing(functions, executables, callers):
+    behind = begin_and_cover(functions, executables)
+    running = functions.wait_for_begun(4)[3]
+    others = [behind[4], behind[5], behind[6]]
+    answers = [callers.submit(executables.get, key) for key in (running, *others)]
+    begun = functions.wait_for_begun(6)
+    executables.close()
+    assert not wait(answers, SOON).not_done
+    for answer in answers:
+        with pytest.raises(CancelledError):
+            answer.result()
+    with pytest.raises(CancelledError):
+        executables.get(behind[7])
+    functions.finish_all()
+    time.sleep(A_WHILE)
+    assert functions.begun == begun
