@@ -173,7 +173,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generate() uses where it is given none: the checkpoint's own defaults."""
-        return SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
+        return SamplingParams(**self.info.default_sampling.fields())
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
@@ -305,6 +305,6 @@ def generate(
     if key not in _engines:
         _engines[key] = LLM(model, **(engine or {}))
     llm = _engines[key]
-    params = SamplingParams(**(llm.info.default_sampling | {"max_tokens": 128} | sampling))
+    params = SamplingParams(**(llm.info.default_sampling.fields() | {"max_tokens": 128} | sampling))
     texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     return texts if _is_many(prompts) else texts[0]

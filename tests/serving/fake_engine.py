@@ -21,7 +21,7 @@ from jaxllm.engine.front.messages import EngineInfo, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxllm.requests.outputs import Logprob, PooledOutput
 from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ class FakeEngine:
         self.info = EngineInfo(
             model_name="fake", vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, eos_token_ids=[257], num_pages=100,
             page_size=16, max_num_seqs=8, max_num_batched_tokens=64, hidden_size=HIDDEN_SIZE,
-            tasks=tasks or ModelTasks(), default_sampling={"temperature": 0.5, "top_k": 40.0},
+            tasks=tasks or ModelTasks(), default_sampling=SamplingDefaults(temperature=0.5, top_k=40),
         )  # fmt: skip
         self.is_dead = False
         self.fail_after: int | None = None

@@ -159,7 +159,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the same RequestOutput again and again as it grows; the last one is finished."""
-        params = sampling_params or SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
+        params = sampling_params or SamplingParams(**self.info.default_sampling.fields())
         text, ids = prompt_ids(prompt, self.tokenizer)
         request_id = request_id or uuid.uuid4().hex
         collector = Collector(request_id, text, ids, params)

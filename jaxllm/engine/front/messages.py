@@ -12,7 +12,7 @@ import msgspec
 
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 
 
@@ -100,8 +100,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     hidden_size: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
-    default_sampling: dict[str, float] = {}
-    """Sampling defaults from the checkpoint's generation_config (temperature, top_k, top_p, …)."""
+    default_sampling: SamplingDefaults = SamplingDefaults()
+    """The checkpoint's generation_config."""
 
 
 class EngineClient(Protocol):

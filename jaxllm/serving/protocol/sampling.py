@@ -14,14 +14,12 @@ from jaxllm.requests.sampling import (
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    SamplingDefaults,
     SamplingParams,
 )
 from jaxllm.serving.errors import shown
 from jaxllm.serving.protocol.common import MAX_LABEL_LENGTH, Label, StreamOptions, refuse
 from jaxllm.serving.protocol.structured import StructuredFields
-
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What a checkpoint's generation_config may set for requests that don't."""
 
 UNSUPPORTED_SAMPLING = frozenset({
     "guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "logits_processors", "prompt_embeds",
@@ -212,14 +210,12 @@ class GenerationRequest(StructuredFields):
             early_stopping=bool(self.early_stopping),
         )
 
-    def sampling_params(self, defaults: dict[str, float], **derived: Any) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults, **derived: Any) -> SamplingParams:
         """The request's values, else the model's `defaults`, else OpenAI's; `derived` are the caller's own.
 
         Raises InvalidRequestError when a value is out of range.
         """
-        fields: dict[str, Any] = {name: defaults[name] for name in SAMPLING_DEFAULTS if name in defaults}
-        if "top_k" in fields:
-            fields["top_k"] = int(fields["top_k"])
+        fields = defaults.fields()
         for name in _SAMPLING_FIELDS:
             value = getattr(self, name)
             if value is not None:
