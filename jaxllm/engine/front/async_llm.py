@@ -43,6 +43,8 @@ class Sink(NamedTuple):
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[tuple[int, TokenDelta | Exception]]
     choice: int
+    family: str
+    """The request_id its caller gave."""
 
     def put(self, item: TokenDelta | Exception) -> None:
         self.queue.put_nowait((self.choice, item))
@@ -90,8 +92,9 @@ class AsyncLLM:
             InvalidRequestError, QueueFullError, EngineDeadError.
         """
         self.check(prompt_token_ids, params)
-        requests = split_request(prompt_token_ids, params, request_id or uuid.uuid4().hex, priority, cache_salt)
-        async with contextlib.aclosing(self._run(requests)) as deltas:
+        request_id = request_id or uuid.uuid4().hex
+        requests = split_request(prompt_token_ids, params, request_id, priority, cache_salt)
+        async with contextlib.aclosing(self._run(requests, request_id)) as deltas:
             async for choice, delta in deltas:
                 yield choice, delta
 
@@ -112,14 +115,14 @@ class AsyncLLM:
         pooling = pooling or PoolingParams()
         check_pooling(self.info, prompt_token_ids, pooling)
         request = pooling_request(prompt_token_ids, pooling, request_id, priority, cache_salt)
-        async with contextlib.aclosing(self._run([request])) as deltas:
+        async with contextlib.aclosing(self._run([request], request.request_id)) as deltas:
             async for _, delta in deltas:
                 if delta.pooled is None:
                     raise JaxLLMError(f"request {request.request_id} failed: {delta.error or delta.finish_reason}")
                 return PooledOutput.from_bytes(delta.pooled, delta.num_cached_tokens)
         raise JaxLLMError(f"request {request.request_id} ended without a result")
 
-    async def _run(self, requests: list[EngineRequest]) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+    async def _run(self, requests: list[EngineRequest], family: str) -> AsyncGenerator[tuple[int, TokenDelta], None]:
         """Yield (index of the request, delta) until all of `requests` have finished."""
         queue: asyncio.Queue[tuple[int, TokenDelta | Exception]] = asyncio.Queue()
         with self._lock:
@@ -129,7 +132,7 @@ class AsyncLLM:
                     f"{len(self._sinks)} requests are running or waiting; at most {limit} are accepted. Retry later"
                 )
             for choice, request in enumerate(requests):
-                self._sinks[request.request_id] = Sink(asyncio.get_running_loop(), queue, choice)
+                self._sinks[request.request_id] = Sink(asyncio.get_running_loop(), queue, choice, family)
         unfinished = {request.request_id for request in requests}
         try:
             for request in requests:
@@ -172,7 +175,7 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request, all its choices: its stream gets a last delta with finish_reason "abort"."""
         with self._lock:
-            sinks = {i: s for i, s in self._sinks.items() if i == request_id or i.startswith(f"{request_id}-")}
+            sinks = {i: s for i, s in self._sinks.items() if s.family == request_id}
         self._client.abort(list(sinks))
         for child, sink in sinks.items():
             sink.put(TokenDelta(request_id=child, finish_reason="abort"))
