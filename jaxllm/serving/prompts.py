@@ -197,8 +197,6 @@ def _fit(
     try:
         state.engine.check(prompt.token_ids, prompt.params)
     except InvalidRequestError as error:
-        raise InvalidRequestError(
-            str(error), source if error.param in (None, "prompt_token_ids") else error.param
-        ) from None
+        raise InvalidRequestError(str(error), source if error.param in (None, "prompt") else error.param) from None
     prompt.beam_search = body.beam_search_params(asked)
     return prompt

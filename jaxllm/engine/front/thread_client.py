@@ -84,7 +84,8 @@ class ThreadClient:
         self._dead = self._dead or "the engine was shut down"
         self._stopping.set()
         self._inbox.put(None)
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # whose garbage collection may have led here
+            self._thread.join()
 
     def _check_alive(self) -> None:
         if self._dead is not None:

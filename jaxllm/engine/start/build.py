@@ -14,12 +14,12 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.front.frontend import resolve_tokenizer
 from jaxllm.engine.front.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.engine.start.progress import Progress, load_bar
+from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import CheckpointError
 from jaxllm.models.registry import model_spec
 from jaxllm.models.tasks import read_tasks

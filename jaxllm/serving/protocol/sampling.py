@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from jaxllm.engine.front.beam_search import MAX_BEAM_WIDTH, BeamSearchParams
+from jaxllm.engine.front.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests.sampling import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,

@@ -51,7 +51,7 @@ def test_a_message_that_cannot_be_read_ends_the_engine_loudly_and_it_starts_agai
     async def run() -> int:
         stream = engine.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
         await anext(stream)
-        engine._client._pipe.send_bytes(b"no message")  # type: ignore[attr-defined]
+        engine._streams.client._pipe.send_bytes(b"no message")  # type: ignore[attr-defined]
         with pytest.raises(EngineDeadError, match="ValidationError"):
             async with asyncio.timeout(PATIENCE):
                 async for _ in stream:
