@@ -90,8 +90,8 @@ def serve(port: int, steps_per_second: int) -> None:
     """The API process: the real server over the stand-in."""
     from jaxllm.config import ServeConfig
     from jaxllm.engine.front.async_llm import AsyncLLM
-    from jaxllm.engine.front.frontend import resolve_tokenizer
     from jaxllm.engine.front.process_client import ProcessClient
+    from jaxllm.engine.start.tokenizer import resolve_tokenizer
     from jaxllm.serving.server import bind, run_server
 
     config = ServeConfig(model=MODEL, port=port, seed=steps_per_second, log_level="warning")

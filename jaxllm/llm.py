@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
-from jaxllm.engine.front.beam_search import BeamSearch, BeamSearchParams, best_first, completion, step_params
-from jaxllm.engine.front.frontend import (
-    Collector,
-    Prompt,
-    check_pooling,
-    check_request,
-    name_tokens,
-    pooling_request,
-    prompt_ids,
-    split_request,
-)
-from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats
-from jaxllm.engine.start.launch import start_engine
+from jaxllm.engine.front.async_llm import open_streams
+from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
+from jaxllm.engine.front.limits import check_pooling, check_request
+from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.front.sequences import Collector, Prompt, pooled_output, prompt_ids
+from jaxllm.engine.front.streams import Stream
 from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
 from jaxllm.requests.pooling import PoolingParams
@@ -43,9 +37,9 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", **fields: Any):
         self.config: EngineConfig = make_config(EngineConfig, model=str(model), **fields)
-        self._client, self.tokenizer = start_engine(self.config)
-        self.info: EngineInfo = self._client.info
-        self._busy = threading.Lock()
+        self._streams, self.info = open_streams(self.config)
+        self.tokenizer: Tokenizer | None = self._streams.tokenizer
+        weakref.finalize(self, self._streams.shutdown)
 
     def generate(
         self,
@@ -113,29 +107,9 @@ class LLM:
                     f"{self.info.max_model_len}",
                     param="max_tokens",
                 )
-        searches = [BeamSearch(params, len(ids), self.info.eos_token_ids) for _, ids in pairs]
-        step = step_params(params, SamplingParams(), first=False)
-        while running := [(ids, search) for (_, ids), search in zip(pairs, searches, strict=True) if not search.done]:
-            items: list[Item] = [
-                (None, [*ids, *beam.token_ids], step) for ids, search in running for beam in search.open
-            ]
-            outputs = iter(self._run(items, use_tqdm=False))
-            for _, search in running:
-                found = [next(outputs).outputs[0].logprobs or [{}] for _ in search.open]
-                search.advance([best_first(candidates[0]) for candidates in found])
-        return [
-            RequestOutput(
-                request_id=f"beam-search-{at}",
-                prompt=text,
-                prompt_token_ids=ids,
-                outputs=[
-                    completion(self.tokenizer, ids, index, beam)
-                    for index, beam in enumerate(search.best(params.beam_width))
-                ],
-                finished=True,
-            )
-            for at, ((text, ids), search) in enumerate(zip(pairs, searches, strict=True))
-        ]
+        # of each token all the candidates of its step are shown
+        shown = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
+        return self._run([(text, ids, shown) for text, ids in pairs], False, params)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, pooled and scaled as the checkpoint asks; else the last token's, of unit length.
@@ -173,15 +147,15 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generate() uses where it is given none: the checkpoint's own defaults."""
-        return SamplingParams(**self.info.default_sampling)  # type: ignore[arg-type]
+        return SamplingParams(**self.info.default_sampling.fields())
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
-        return self._client.stats()
+        return self._streams.client.stats()
 
     def shutdown(self) -> None:
         """Stop the engine and free the device."""
-        self._client.shutdown()
+        self._streams.shutdown()
         if self.tokenizer is not None:
             self.tokenizer.close()
 
@@ -201,81 +175,64 @@ class LLM:
             )
         return list(params)
 
-    def _run(self, items: list[Item], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, items: list[Item], use_tqdm: bool, search: BeamSearchParams | None = None) -> list[RequestOutput]:
         for _, ids, params in items:
             check_request(self.info, self.tokenizer, ids, params)
-        with self._busy:
-            collectors: list[Collector] = []
-            where: dict[str, tuple[Collector, int]] = {}
-            requests: list[EngineRequest] = []
-            for text, ids, params in items:
-                children = split_request(ids, params)
-                collector = Collector(children[0].request_id.removesuffix("-0"), text, ids, params)
-                collectors.append(collector)
-                where |= {child.request_id: (collector, choice) for choice, child in enumerate(children)}
-                requests += children
-            self._drive(requests, where, len(items), use_tqdm)
+        requests = [
+            EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling_params=params)
+            for _, ids, params in items
+        ]
+        collectors = [
+            Collector(request.request_id, text, ids, params)
+            for request, (text, ids, params) in zip(requests, items, strict=True)
+        ]
+        places = [(collector, choice) for collector in collectors for choice in range(len(collector.output.outputs))]
+
+        def take(sequence: int, delta: TokenDelta) -> bool:
+            collector, choice = places[sequence]
+            collector.add(choice, delta)
+            return collector.output.finished
+
+        if search is None:
+            stream = Stream(self._streams, requests)
+        else:
+            stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
+        _drive(stream, take, len(items), use_tqdm)
         return [collector.output for collector in collectors]
 
     def _pooling_requests(self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams) -> list[EngineRequest]:
-        requests = [pooling_request(prompt_ids(item, self.tokenizer)[1], pooling) for item in _as_list(prompts)]
-        for request in requests:
-            check_pooling(self.info, request.prompt_token_ids, pooling)
-        return requests
+        all_ids = [prompt_ids(item, self.tokenizer)[1] for item in _as_list(prompts)]
+        check_pooling(self.info, all_ids, pooling)
+        return [EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, pooling=pooling) for ids in all_ids]
 
     def _pool(self, requests: list[EngineRequest], use_tqdm: bool) -> list[PooledOutput]:
-        from tqdm.auto import tqdm
+        found: dict[int, PooledOutput] = {}
 
-        waiting = {request.request_id for request in requests}
-        found: dict[str, PooledOutput] = {}
-        with self._busy, tqdm(total=len(requests), unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            try:
-                for request in requests:
-                    self._client.add(request)
-                while waiting:
-                    for delta in self._client.outputs(timeout=1.0):
-                        if delta.request_id not in waiting:
-                            continue  # left over from a call that was interrupted
-                        if delta.pooled is None:
-                            reason = delta.error or delta.finish_reason
-                            raise JaxLLMError(f"request {delta.request_id} failed: {reason}")
-                        found[delta.request_id] = PooledOutput.from_bytes(delta.pooled, delta.num_cached_tokens)
-                        waiting.discard(delta.request_id)
-                        bar.update()
-            finally:
-                if waiting:
-                    self._client.abort(list(waiting))
-        return [found[request.request_id] for request in requests]
+        def take(sequence: int, delta: TokenDelta) -> bool:
+            found[sequence] = pooled_output(delta)
+            return True
 
-    def _drive(
-        self, requests: list[EngineRequest], where: dict[str, tuple[Collector, int]], count: int, use_tqdm: bool
-    ) -> None:
-        from tqdm.auto import tqdm
+        _drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        return [found[at] for at in range(len(requests))]
 
-        generated = 0
-        with tqdm(total=count, desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            try:
-                for request in requests:
-                    self._client.add(request)
-                while where:
-                    for delta in self._client.outputs(timeout=1.0):
-                        entry = where.get(delta.request_id)
-                        if entry is None:
-                            continue  # left over from a call that was interrupted
-                        if delta.error is not None:
-                            raise JaxLLMError(f"request {delta.request_id} failed: {delta.error}")
-                        collector, choice = entry
-                        name_tokens(delta, self.tokenizer)
-                        collector.add(choice, delta)
-                        generated += len(delta.token_ids)
-                        if delta.finish_reason is not None:
-                            del where[delta.request_id]
-                            elapsed = max(bar.format_dict["elapsed"], 1e-9)
-                            bar.set_postfix_str(f"{generated / elapsed:,.0f} tok/s", refresh=False)
-                            bar.update(collector.output.finished)
-            finally:
-                if where:
-                    self._client.abort(list(where))
+
+def _drive(stream: Stream, take: Callable[[int, TokenDelta], bool], total: int, use_tqdm: bool) -> None:
+    """Hand a stream's deltas to `take`, which says whether one completes its request, under a progress bar."""
+    from tqdm.auto import tqdm
+
+    generated = 0
+    with stream, tqdm(total=total, desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        for events in stream:
+            for sequence, delta in events:
+                if delta.error is not None:
+                    raise JaxLLMError(f"request {delta.request_id} failed: {delta.error}")
+                generated += len(delta.token_ids)
+                if take(sequence, delta):
+                    if generated:
+                        bar.set_postfix_str(
+                            f"{generated / max(bar.format_dict['elapsed'], 1e-9):,.0f} tok/s", refresh=False
+                        )
+                    bar.update()
 
 
 def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
@@ -307,6 +264,6 @@ def generate(
     if key not in _engines:
         _engines[key] = LLM(model, **(engine or {}))
     llm = _engines[key]
-    params = SamplingParams(**(llm.info.default_sampling | {"max_tokens": 128} | sampling))
+    params = SamplingParams(**(llm.info.default_sampling.fields() | {"max_tokens": 128} | sampling))
     texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     return texts if _is_many(prompts) else texts[0]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
-from jaxllm.engine.front.beam_search import BeamSearchParams, beam_search
+from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.errors import InvalidRequestError
 from tests.reference.tiny import write_checkpoint
 
@@ -62,8 +63,9 @@ def test_both_front_doors_agree(llm: LLM, directory: Path) -> None:
 
     async def run() -> list[tuple[int, list[int]]]:
         params = SamplingParams(n=3, detokenize=False)
-        found = beam_search(engine, search, PROMPT, params, request_id="r")
-        return [(choice, delta.token_ids) async for choice, delta in found]
+        request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=params)
+        with engine.run([request], searches=[search]) as stream:
+            return [(choice, delta.token_ids) async for events in stream.batches() for choice, delta in events]
 
     try:
         assert asyncio.run(run()) == [(beam.index, beam.token_ids) for beam in expected.outputs]

@@ -1,8 +1,13 @@
 """The notebook API and the engine loop behind it, on a tiny model."""
 
 import asyncio
+import gc
 import math
+import os
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -125,6 +130,39 @@ def test_inside_a_running_event_loop(llm):
         return llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
 
     assert asyncio.run(notebook_cell())[0].finished
+
+
+def test_an_interrupt_stops_what_runs_and_leaves_the_rest_usable(llm):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    many = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]] * 2000, many, use_tqdm=False)
+    deadline = time.monotonic() + 5
+    while (stats := llm.stats()).num_running + stats.num_waiting:
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.01)
+    assert len(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+
+
+def test_several_threads_may_generate(llm):
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(3) as threads:
+        outputs = list(threads.map(lambda prompt: llm.generate([prompt], GREEDY, use_tqdm=False), prompts))
+    assert [output[0].outputs[0].token_ids for output in outputs] == alone
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+def test_an_engine_that_is_forgotten_ends(directory, make):
+    before = set(threading.enumerate())
+    engine = make(model=str(directory), **FIELDS)
+    assert {thread.name for thread in set(threading.enumerate()) - before} >= {"engine", "outputs"}
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while left := [t.name for t in set(threading.enumerate()) - before if t.name in ("engine", "outputs")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
 
 
 def test_generate_one_liner(directory):

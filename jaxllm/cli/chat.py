@@ -55,7 +55,7 @@ def chat(
     for name in ("logprobs", "prompt_logprobs"):
         if name in sampling:
             raise ConfigError(f"--{name.replace('_', '-')}: chat shows text only; use generate --json")
-    sampling_params(sampling, {})  # refuse a bad value before anything starts
+    sampling_params(sampling)  # refuse a bad value before anything starts
     with asyncio.Runner() as runner:  # one loop for the whole chat; Ctrl-C cancels only the answer that runs on it
         backend, close = runner.run(_open(config, sampling, url, api_key))
         try:

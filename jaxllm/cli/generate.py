@@ -55,7 +55,7 @@ def generate(
     for name in ("logprobs", "prompt_logprobs"):
         if name in sampling and not json_output:
             raise ConfigError(f"--{name.replace('_', '-')} needs --json to be shown")
-    sampling_params(sampling, {})  # refuse a bad value before the model loads
+    sampling_params(sampling)  # refuse a bad value before the model loads
     texts = read_prompts(prompts, file)
 
     from jaxllm.engine.front.async_llm import AsyncLLM

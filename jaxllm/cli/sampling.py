@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Group, Parameter
 
 from jaxllm.config import EngineConfig
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
 SAMPLING_GROUP = Group(
     "Sampling", sort_key=1, help="A flag wins over the model's own recommendation, and that over the default shown."
@@ -43,14 +43,13 @@ def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def sampling_params(given: Mapping[str, Any], model_defaults: Mapping[str, float]) -> SamplingParams:
+def sampling_params(given: Mapping[str, Any], model_defaults: SamplingDefaults = SamplingDefaults()) -> SamplingParams:
     """Flags over the checkpoint's generation_config over SamplingParams' own defaults.
 
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    recommended = {name: int(value) if name == "top_k" else value for name, value in model_defaults.items()}
-    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **recommended, **given})
+    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **model_defaults.fields(), **given})
 
 
 def sampling_flags() -> list[inspect.Parameter]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -81,6 +83,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the dataclass is frozen; normalising happens once, here
+        for name in _INTEGERS:
+            set_field(self, name, _integer(name, getattr(self, name)))
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         for name in ("stop_token_ids", "bad_words", "shown_special_token_ids"):
             set_field(self, name, tuple(getattr(self, name) or ()))
@@ -187,6 +191,31 @@ class SamplingParams:
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What a checkpoint recommends to sample with; names are SamplingParams', None where it says nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Those that say something, as keyword arguments of SamplingParams."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+_INTEGERS = ("n", "top_k", "repeat_last_n", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+
+
+def _integer(name: str, value: Any) -> int | None:
+    try:
+        return None if value is None else operator.index(value)
+    except TypeError:
+        raise InvalidRequestError(f"{name} is {value!r}; it must be an integer", param=name) from None
 
 
 def _finite(value: float) -> bool:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
-from jaxllm.engine.front.beam_search import BeamSearchParams, beam_search
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.engine.front.messages import EngineRequest, TokenDelta
+from jaxllm.engine.front.streams import Event, Stream
+from jaxllm.errors import EngineDeadError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.generation_settings import GenerationSettings
@@ -23,9 +22,6 @@ from jaxllm.serving.served_model import ServedModel
 
 OPENING_SECONDS = 0.1
 """How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
-
-Event = tuple[int, TokenDelta]
-"""(choice index, what it gained)"""
 
 Step = Sequence[tuple[int, Logprob]]
 """One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
@@ -106,13 +102,11 @@ class Generation:
         self._request = request
         self._model = model
         self._prompt_only = prompt_only
-        self._engine_id = f"{self.id}-{uuid.uuid4().hex[:8]}"  # two clients may send the same request_id
         self._unfinished = set(range(self.num_choices))
         self._timers = [SequenceTimer(model.metrics, time.time()) for _ in range(self.num_choices)]
-        self._events: list[Event] = []
+        self._stream: Stream | None = None
+        self._opening: list[Event] = []
         self._failure: Exception | None = None
-        self._wakeup = asyncio.Event()
-        self._pumps: list[asyncio.Task[None]] = []
         self._completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
 
@@ -123,47 +117,55 @@ class Generation:
     async def __aenter__(self) -> Generation:
         self._model.check_accepting()
         self._model.running.add(self)
-        self._pumps = [asyncio.create_task(self._pump(i, prompt)) for i, prompt in enumerate(self.prompts)]
         try:
-            await self._wait(OPENING_SECONDS)
-            if self._failure is not None:
+            requests = [
+                EngineRequest(
+                    request_id=self.id,
+                    prompt_token_ids=prompt.token_ids,
+                    sampling_params=prompt.params,
+                    priority=self._request.priority,
+                    cache_salt=self._request.cache_salt,
+                )
+                for prompt in self.prompts
+            ]
+            searches = [prompt.beam_search for prompt in self.prompts if prompt.beam_search is not None]
+            self._stream = self._model.engine.run(requests, searches=searches).__enter__()
+            self._opening = await self._next(OPENING_SECONDS)
+            if self._failure is not None and not self._opening:
                 raise self._failure
-        except BaseException:
+        except BaseException as error:
+            self._failure = error if isinstance(error, Exception) else None
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._model.running.discard(self)
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        if self._stream is not None:
+            self._stream.__exit__()
         reason = "abort" if self._failure is None else "error"
         for index in self._unfinished:
-            self._timers[index].on_delta(TokenDelta(request_id=self._engine_id, finish_reason=reason))
+            self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
 
     async def batches(self, timeout: float | None = None) -> AsyncIterator[list[Event]]:
         """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
 
         Raises what stopped the engine's streams before their end.
         """
-        while self._unfinished or self._events:
-            if self._failure is not None and not self._events:
+        if self._opening:
+            opening, self._opening = self._opening, []
+            yield self._counted(opening)
+        while self._unfinished:
+            if self._failure is not None:
                 raise self._failure
-            await self._wait(timeout)
-            events, self._events = self._events, []
-            for index, delta in events:
-                self._completion_tokens += len(delta.token_ids)
-                self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
+            events = await self._next(timeout)
             if events or self._failure is None:
-                yield events
+                yield self._counted(events)
 
     def abort(self) -> None:
         """Stop now: every unfinished choice ends with finish_reason "abort", which its client sees."""
-        for pump in self._pumps:
-            pump.cancel()
-        for index in sorted(self._unfinished):
-            self._put(index, TokenDelta(request_id=self._engine_id, finish_reason="abort"))
+        if self._stream is not None:
+            self._stream.abort()
 
     def usage(self) -> Usage:
         """Tokens of all events handed out so far; a prompt counts once whatever n is."""
@@ -174,45 +176,32 @@ class Generation:
             cached_tokens=sum(self._cached_tokens.values()),
         )
 
-    async def _pump(self, i: int, prompt: Prompt) -> None:
-        request = self._request
+    async def _next(self, timeout: float | None) -> list[Event]:
+        """What came, up to the first event that tells of a failure, which it leaves in `_failure`."""
+        assert self._stream is not None
         try:
-            search = prompt.beam_search
-            run = self._model.engine.stream if search is None else partial(beam_search, self._model.engine, search)
-            stream = run(
-                prompt.token_ids,
-                prompt.params,
-                request_id=f"{self._engine_id}-{i}",
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-            async with aclosing(stream):
-                async for choice, delta in stream:
-                    self._put(i * self.n + choice, delta)
-            if not self._unfinished.isdisjoint(range(i * self.n, (i + 1) * self.n)):
-                raise RuntimeError(f"the engine ended the stream of {self._engine_id}-{i} without a finish_reason")
-        except Exception as error:  # handed to whoever reads batches()
-            self._failure = self._failure or error
-            self._wakeup.set()
+            events = await self._stream.next(timeout)
+        except EngineDeadError as error:
+            self._failure = error
+            return []
+        for at, (index, delta) in enumerate(events):
+            if delta.error is not None:
+                message = f"the request failed: {delta.error}"
+                self._failure = APIError(500, message, type="server_error", code="request_failed")
+                return events[:at]
+            if self._prompt_only:
+                delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
+                events[at] = index, delta
+            self._timers[index].on_delta(delta)
+            if delta.finish_reason is not None:
+                self._unfinished.discard(index)
+        return events
 
-    def _put(self, index: int, delta: TokenDelta) -> None:
-        if delta.error is not None:
-            raise APIError(500, f"the request failed: {delta.error}", type="server_error", code="request_failed")
-        if self._prompt_only:
-            delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
-        self._timers[index].on_delta(delta)
-        if delta.finish_reason is not None:
-            self._unfinished.discard(index)
-        self._events.append((index, delta))
-        self._wakeup.set()
-
-    async def _wait(self, timeout: float | None) -> None:
-        if self._events or self._failure is not None:
-            return
-        self._wakeup.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._wakeup.wait()
+    def _counted(self, events: list[Event]) -> list[Event]:
+        for index, delta in events:
+            self._completion_tokens += len(delta.token_ids)
+            self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
+        return events
 
 
 async def collect(generation: Generation) -> list[Choice]:

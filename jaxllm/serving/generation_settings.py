@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.engine.front.beam_search import BeamSearchParams
-from jaxllm.requests.sampling import SamplingParams
-
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What a checkpoint's generation_config may set for requests that don't."""
+from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,12 @@ class GenerationSettings:
             early_stopping=self.beam_search.early_stopping,
         )
 
-    def sampling_params(self, defaults: Mapping[str, float], **derived: Any) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults, **derived: Any) -> SamplingParams:
         """The request's values, else the model's `defaults`, else OpenAI's; `derived` are the server's own.
 
         Raises InvalidRequestError when a value is out of range.
         """
-        fields: dict[str, Any] = {name: defaults[name] for name in SAMPLING_DEFAULTS if name in defaults}
-        if "top_k" in fields:
-            fields["top_k"] = int(fields["top_k"])
-        fields |= self.sampling
+        fields = {**defaults.fields(), **self.sampling}
         fields |= {"max_tokens": self.max_tokens, "logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
         if self.beam_search is not None:  # the search ranks its own beams and returns n
             return SamplingParams(**fields | {"n": self.n} | derived)

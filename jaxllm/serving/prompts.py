@@ -115,7 +115,7 @@ def fitted(
     try:
         model.engine.check(token_ids, params)
     except InvalidRequestError as error:
-        of_prompt = error.param in (None, "prompt", "prompt_token_ids")
+        of_prompt = error.param in (None, "prompt")
         raise InvalidRequestError(error.pieces, source if of_prompt else error.field) from None
     return Prompt(token_ids, params, beam_search=settings.beam_search_params(max_tokens))
 

@@ -17,7 +17,7 @@ from jaxllm.cli.main import main
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.engine.front.messages import EngineInfo, EngineStats, TokenDelta
 from jaxllm.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
 
 class Result(NamedTuple):
@@ -89,7 +89,7 @@ class EchoEngine:
 
     instances: ClassVar[list[EchoEngine]]
     chat_template: ClassVar[str | None]
-    recommended: ClassVar[dict[str, float]]
+    recommended: ClassVar[SamplingDefaults]
 
     def __init__(self, config: EngineConfig):
         self.config = config
@@ -133,7 +133,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> type[EchoEngine]:
     class Engine(EchoEngine):
         instances: ClassVar[list[EchoEngine]] = []
         chat_template: ClassVar[str | None] = "canned"
-        recommended: ClassVar[dict[str, float]] = {}
+        recommended: ClassVar[SamplingDefaults] = SamplingDefaults()
 
     stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=Engine)
     return Engine

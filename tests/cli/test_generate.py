@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm.requests.sampling import SamplingDefaults
+
 
 def test_one_prompt_streams_to_stdout_and_statistics_go_to_stderr(cli, echo) -> None:
     result = cli("generate", "hello there", "--raw")
@@ -66,11 +68,10 @@ def test_json_names_the_parts_of_a_logprob(cli, echo) -> None:
 
 
 def test_flags_win_over_the_models_recommendation_and_that_over_the_default(cli, echo) -> None:
-    echo.recommended = {"temperature": 0.5, "top_k": 40.0, "top_p": 0.9}
+    echo.recommended = SamplingDefaults(temperature=0.5, top_k=40, top_p=0.9)
     cli(
         "generate", "a", "--temperature", "0", "--max-tokens", "7", "--stop", "x", "--stop", "y", "--logit-bias.5", "-2"
     )
     params = echo.instances[0].params[0]
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0, 40, 0.9, 0.0)
-    assert isinstance(params.top_k, int)
     assert (params.max_tokens, params.stop, params.logit_bias) == (7, ("x", "y"), {5: -2.0})

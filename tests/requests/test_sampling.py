@@ -28,6 +28,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_tokens", 17), ("stop", ""), ("stop", ["x"] * (MAX_STOP_STRINGS + 1)), ("stop", [3]),
     ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS + 1))), ("logprobs", -1), ("logprobs", 21),
     ("prompt_logprobs", -2), ("prompt_logprobs", 21), ("seed", 2**64), ("seed", -(2**63) - 1),
+    ("top_k", 64.0), ("max_tokens", "5"), ("seed", 0.5),
 ]  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from jaxllm.config import ServeConfig
+from jaxllm.engine.front.limits import check_request
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.request_model import RequestModel
@@ -92,9 +94,19 @@ BODIES: dict[str, dict[str, Any]] = {
 """What each POST route answers with 200; batches need the id of a file too."""
 
 
+class EveryTask(FakeEngine):
+    """Classifies and generates, which no real model does, so that every route has an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(tasks=CLASSIFIER)
+
+    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        check_request(self.info, self.tokenizer, prompt_token_ids, params, pools=True)
+
+
 def make_app(data_dir: Path, engine: FakeEngine | None = None) -> FastAPI:
     """A server that can do everything: the model has a class for /classify, and the engine writes text all the same."""
-    engine = engine or FakeEngine(tasks=CLASSIFIER)
+    engine = engine or EveryTask()
     return create_app(ServeConfig(model="fake", data_dir=data_dir), engine)  # type: ignore[arg-type]
 
 

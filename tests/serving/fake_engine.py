@@ -5,29 +5,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
+import msgspec
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.front.messages import EngineInfo, EngineStats, TokenDelta
-from jaxllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from jaxllm.requests.outputs import Logprob, PooledOutput
+from jaxllm.engine.front.async_llm import AsyncLLM
+from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.front.streams import Stream
+from jaxllm.errors import EngineDeadError
+from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.text.tokenizer import Tokenizer
 
 BOS = 256
 VOCAB_SIZE = 300
 CONTEXT = 256
+CACHED = 3
+"""Prompt tokens that are always found in the cache."""
 REPLY = "The capital of France is Paris."
 HIDDEN_SIZE = 12
 HIDDEN = np.random.default_rng(7).normal(size=(VOCAB_SIZE, HIDDEN_SIZE))
@@ -75,10 +84,92 @@ class SaidToken(NamedTuple):
     candidates: list[tuple[int, Logprob]]
     text: str
     finish_reason: str | None
+    stop: str | None = None
 
 
-class FakeEngine:
-    """Streams REPLY (or `reply`) a few characters at a time, `delay` seconds apart, to every choice in turn."""
+@dataclass
+class Answer:
+    """How far one sequence has come."""
+
+    request: EngineRequest
+    said: list[SaidToken]
+    due: float
+    step: int = 0
+    start: float = field(default_factory=time.time)
+
+
+class CannedClient:
+    """What stands in an engine's place: every sequence gets a token when it is due, all those that are in one turn."""
+
+    def __init__(self, engine: FakeEngine, info: EngineInfo):
+        self.info = info
+        self.answers: dict[str, Answer] = {}
+        self._engine = weakref.ref(engine)
+        self._changed = threading.Condition()
+        self._choices: Counter[str] = Counter()
+        self._dead: str | None = None
+
+    def add(self, request: EngineRequest) -> None:
+        engine = self._engine()
+        assert engine is not None
+        with self._changed:
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            name = request.request_id.rpartition("-")[0]
+            said = [] if request.pooling else engine._sequence(request, self._choices[name])
+            self._choices[name] += 1
+            self.answers[request.request_id] = Answer(request, said, time.monotonic() + engine.pause(request, 0))
+            engine.most_active = max(engine.most_active, len(self.answers))
+            self._changed.notify_all()
+
+    def abort(self, request_ids: list[str]) -> None:
+        with self._changed:
+            for request_id in request_ids:
+                self.answers.pop(request_id, None)
+
+    def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._dead is not None or self.answers, timeout)
+            if self._dead is None and self.answers:
+                wait = min(answer.due for answer in self.answers.values()) - time.monotonic()
+                self._changed.wait_for(lambda: self._dead is not None, min(max(wait, 0), 0.005))
+            if self._dead is not None:
+                raise EngineDeadError(self._dead)
+            engine, now = self._engine(), time.monotonic()
+            return [] if engine is None else [self._next(engine, answer) for answer in self._due(now)]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.answers), num_pages=100, num_free_pages=100 - len(self.answers), page_size=16,
+            prompt_tokens=11, generation_tokens=22, num_steps=4, step_host_seconds=0.002, step_device_wait_seconds=0.4,
+            scheduled_tokens={"decode-4": 30}, padded_tokens={"decode-4": 10}, compiles_foreseen=3,
+            compiles_unforeseen=1, compile_seconds=7.5, prefix_cache_queries=50, prefix_cache_hits=20,
+            num_preemptions=2,
+        )  # fmt: skip
+
+    def shutdown(self) -> None:
+        self.die("the engine was shut down")
+
+    def die(self, reason: str) -> None:
+        with self._changed:
+            self._dead = self._dead or reason
+            self.answers.clear()
+            self._changed.notify_all()
+
+    def _due(self, now: float) -> list[Answer]:
+        return [answer for answer in self.answers.values() if answer.due <= now]
+
+    def _next(self, engine: FakeEngine, answer: Answer) -> TokenDelta:
+        delta = engine._delta(answer)
+        answer.step += 1
+        answer.due = time.monotonic() + engine.pause(answer.request, answer.step)
+        if delta.finish_reason is not None:
+            del self.answers[answer.request.request_id]
+        return delta
+
+
+class FakeEngine(AsyncLLM):
+    """The real front door of an engine that says REPLY (or `reply`), a token every `delay` seconds."""
 
     def __init__(
         self,
@@ -91,17 +182,8 @@ class FakeEngine:
     ):
         self.delay = delay
         self.reply = reply
-        self.queue_limit = queue_limit
-        self.tokenizer = ByteTokenizer() if tokenizer else None
-        self.info = EngineInfo(
-            model_name="fake", vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, eos_token_ids=[257], num_pages=100,
-            page_size=16, max_num_seqs=8, max_num_batched_tokens=64, hidden_size=HIDDEN_SIZE,
-            tasks=tasks or ModelTasks(), default_sampling={"temperature": 0.5, "top_k": 40.0},
-        )  # fmt: skip
-        self.is_dead = False
         self.fail_after: int | None = None
         self.ready = True
-        self.active: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.pooled: list[tuple[list[int], PoolingParams, dict[str, Any]]] = []
         self.most_active = 0
@@ -112,78 +194,55 @@ class FakeEngine:
         """Log-probability of the choices' tokens, in turn."""
         self.next_tokens: Callable[[list[int]], list[tuple[int, Logprob]]] | None = None
         """The most likely tokens after some ids, best first: what is said then, instead of replies."""
-        self.gate: asyncio.Event | None = None
+        info = EngineInfo(
+            model_name="fake", vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, eos_token_ids=[257], num_pages=100,
+            page_size=16, max_num_seqs=8, max_num_batched_tokens=64, hidden_size=HIDDEN_SIZE,
+            tasks=tasks or ModelTasks(), default_sampling=SamplingDefaults(temperature=0.5, top_k=40),
+        )  # fmt: skip
+        self.client = CannedClient(self, info)
+        started = self.client, ByteTokenizer() if tokenizer else None
+        with mock.patch("jaxllm.engine.front.async_llm.start_engine", return_value=started):
+            super().__init__(EngineConfig(model="fake"))
+        self.queue_limit = queue_limit
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        if not prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty", "prompt_token_ids")
-        outside = next((token for token in prompt_token_ids if not 0 <= token < VOCAB_SIZE), None)
-        if outside is not None:
-            raise InvalidRequestError(f"token id {outside} is outside the vocabulary", "prompt_token_ids")
+    @property
+    def active(self) -> set[str]:
+        """The sequences under way."""
+        return set(self.client.answers)
 
-    async def stream(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncIterator[tuple[int, TokenDelta]]:
-        self.seen.append((prompt_token_ids, params, {"priority": priority, "cache_salt": cache_salt}))
-        if self.is_dead:
-            raise EngineDeadError("the engine has stopped")
-        if len(self.active) >= self.queue_limit:
-            raise QueueFullError(f"{len(self.active)} requests are waiting, the most there may be")
-        assert request_id is not None and request_id not in self.active
-        self.active.add(request_id)
-        try:
-            start = time.time()
-            if self.gate is not None:
-                await self.gate.wait()
-            said = [self._sequence(prompt_token_ids, params, choice) for choice in range(params.n)]
-            for step in range(max(len(tokens) for tokens in said)):
-                await asyncio.sleep(self.delay)
-                for choice, tokens in enumerate(said):
-                    if step < len(tokens):
-                        yield choice, self._delta(request_id, prompt_token_ids, params, step, tokens, start)
-        finally:
-            self.active.discard(request_id)
+    @property
+    def queue_limit(self) -> int | None:
+        return self._streams.limit
 
-    async def pool(
-        self,
-        prompt_token_ids: list[int],
-        pooling: PoolingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> PooledOutput:
-        """Values of `hidden_states`; the logits are those of the first rows of HEAD where the model classifies."""
-        self.check(prompt_token_ids, SamplingParams())
-        self.pooled.append((prompt_token_ids, pooling, {"priority": priority, "cache_salt": cache_salt}))
-        if self.is_dead:
-            raise EngineDeadError("the engine has stopped")
-        if len(self.active) >= self.queue_limit:
-            raise QueueFullError(f"{len(self.active)} requests are waiting, the most there may be")
-        assert request_id not in self.active
-        self.active.add(request_id)
-        self.most_active = max(self.most_active, len(self.active))
-        try:
-            await asyncio.sleep(self.delay)
-            if self.gate is not None:
-                await self.gate.wait()
-        finally:
-            self.active.discard(request_id)
-        states = hidden_states(prompt_token_ids)
-        rows = list(pooling.token_ids) or range(len(self.info.tasks.labels) or VOCAB_SIZE)
-        values = {
-            "last": states[-1], "cls": states[0], "mean": states.mean(axis=0), "logits": HEAD[rows] @ states[-1],
-        }[pooling.kind]  # fmt: skip
-        return PooledOutput(values.astype(np.float32), 3)
+    @queue_limit.setter
+    def queue_limit(self, limit: int) -> None:
+        self._streams.limit = limit
 
-    def _sequence(self, prompt: list[int], params: SamplingParams, choice: int) -> list[SaidToken]:
+    def die(self) -> None:
+        """As if the engine had crashed."""
+        self.client.die("the engine has stopped")
+        while not self.is_dead:
+            time.sleep(0.001)
+
+    def pause(self, request: EngineRequest, step: int) -> float:
+        """Seconds until a sequence's token of this step."""
+        return self.delay
+
+    def run(self, requests: Sequence[EngineRequest], **arguments: Any) -> Stream:
+        for request in requests:
+            labels = {"priority": request.priority, "cache_salt": request.cache_salt}
+            if request.pooling is not None:
+                self.pooled.append((request.prompt_token_ids, request.pooling, labels))
+            else:
+                self.seen.append((request.prompt_token_ids, request.sampling_params, labels))
+        return super().run(requests, **arguments)
+
+    def stats(self) -> EngineStats:
+        return msgspec.structs.replace(super().stats(), ready=self.ready)
+
+    def _sequence(self, request: EngineRequest, choice: int) -> list[SaidToken]:
         """All that one choice says."""
+        prompt, params = request.prompt_token_ids, request.sampling_params
         if self.next_tokens is not None:
             steps = self._likeliest(prompt, params)
             finish_reason = "stop" if steps[-1][0][0] in self.info.eos_token_ids else "length"
@@ -194,20 +253,28 @@ class FakeEngine:
             logprob = self.logprobs[choice % len(self.logprobs)]
             steps = [candidates(token, params.logprobs or 0, logprob) for token in ids[: params.max_tokens]]
         detokenizer = None
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(
                 self.tokenizer.backend,
                 prompt,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 shown_special_token_ids=params.shown_special_token_ids,
             )
-        said, held = [], ""
+        said: list[SaidToken] = []
+        held, stop = "", None
         for at, step in enumerate(steps):
-            last = at == len(steps) - 1
-            held += detokenizer.add(step[0][0])[0] if detokenizer else ""
+            text, stop = detokenizer.add(step[0][0], at + 1 >= params.min_tokens) if detokenizer else ("", None)
+            last = at == len(steps) - 1 or stop is not None
+            if last and stop is None and detokenizer:
+                text += detokenizer.flush()
+            held += text
             shown = "" if at in self.hold_back and not last else held
             held = held.removeprefix(shown)
-            said.append(SaidToken(step, shown, finish_reason if last else None))
+            said.append(SaidToken(step, shown, ("stop" if stop else finish_reason) if last else None, stop))
+            if stop is not None:
+                break
         return said
 
     def _likeliest(self, prompt: list[int], params: SamplingParams) -> list[list[tuple[int, Logprob]]]:
@@ -220,46 +287,45 @@ class FakeEngine:
                 break
         return steps
 
-    def _delta(
-        self,
-        request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        step: int,
-        said: list[SaidToken],
-        start: float,
-    ) -> TokenDelta:
-        if self.is_dead:
-            raise EngineDeadError("the engine has stopped")
-        token = said[step]
+    def _delta(self, answer: Answer) -> TokenDelta:
+        """What a sequence's next step gives."""
+        request = answer.request
+        if request.pooling is not None:
+            pooled = self._pooled(request.prompt_token_ids, request.pooling).astype("<f4").tobytes()
+            return TokenDelta(
+                request_id=request.request_id, pooled=pooled, finish_reason="stop", num_cached_tokens=CACHED
+            )
+        params, token = request.sampling_params, answer.said[answer.step]
         delta = TokenDelta(
-            request_id=request_id,
+            request_id=request.request_id,
             token_ids=[token.candidates[0][0]],
             text=token.text,
             finish_reason=token.finish_reason,
-            num_cached_tokens=3,
+            stop_reason=token.stop,
         )
-        if self.fail_after == step:
-            delta.error, delta.finish_reason = "the pages caught fire", "error"
+        if self.fail_after == answer.step:
+            return TokenDelta(request_id=request.request_id, finish_reason="error", error="the pages caught fire")
         if params.logprobs is not None:
             delta.logprobs = [token.candidates]
-        if step == 0:
-            delta.first_scheduled_time = start
+        if answer.step == 0:
+            delta.num_cached_tokens = CACHED
+            delta.first_scheduled_time = answer.start
             if params.prompt_logprobs is not None:
-                delta.prompt_logprobs = [None, *(candidates(t, params.prompt_logprobs) for t in prompt[1:])]
+                scored = (candidates(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:])
+                delta.prompt_logprobs = [None, *scored]
         return delta
 
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=len(self.active), num_pages=100, num_free_pages=100 - len(self.active), page_size=16,
-            prompt_tokens=11, generation_tokens=22, num_steps=4, step_host_seconds=0.002, step_device_wait_seconds=0.4,
-            scheduled_tokens={"decode-4": 30}, padded_tokens={"decode-4": 10}, compiles_foreseen=3,
-            compiles_unforeseen=1, compile_seconds=7.5, prefix_cache_queries=50, prefix_cache_hits=20,
-            num_preemptions=2, ready=self.ready,
-        )  # fmt: skip
-
-    def shutdown(self) -> None:
-        self.is_dead = True
+    def _pooled(self, prompt: list[int], pooling: PoolingParams) -> np.ndarray:
+        """Values of `hidden_states`; the logits are those of the first rows of HEAD where the model classifies."""
+        states = hidden_states(prompt)
+        match pooling.kind:
+            case "last":
+                return states[-1]
+            case "cls":
+                return states[0]
+            case "mean":
+                return states.mean(axis=0)
+        return HEAD[list(pooling.token_ids) or range(len(self.info.tasks.labels) or VOCAB_SIZE)] @ states[-1]
 
 
 def hidden_states(token_ids: list[int]) -> np.ndarray:

@@ -6,26 +6,27 @@ without either side knowing.
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import msgspec
 
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate, or with `pooling` one prompt to read values off; sampling parameters are then unused.
 
-    Front doors split a request with n > 1 into n of these.
+    A front door's streams split a request with n > 1 into n sequences, each a request with a `request_id` of its own.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    arrival_time: float
+    sampling_params: SamplingParams = SamplingParams(max_tokens=1)
+    arrival_time: float = msgspec.field(default_factory=time.time)
     priority: int = 0
     cache_salt: str | None = None
     pooling: PoolingParams | None = None
@@ -100,8 +101,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     hidden_size: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
-    default_sampling: dict[str, float] = {}
-    """Sampling defaults from the checkpoint's generation_config (temperature, top_k, top_p, …)."""
+    default_sampling: SamplingDefaults = SamplingDefaults()
+    """The checkpoint's generation_config."""
 
 
 class EngineClient(Protocol):

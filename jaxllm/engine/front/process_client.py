@@ -19,7 +19,7 @@ from jaxllm import errors
 from jaxllm.config import EngineConfig
 from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.front.thread_client import Inbox
-from jaxllm.errors import EngineDeadError, JaxLLMError
+from jaxllm.errors import EngineDeadError, InvalidRequestError, JaxLLMError
 
 if TYPE_CHECKING:
     from jaxllm.engine.core import EngineCore
@@ -94,11 +94,16 @@ class ProcessClient:
         self.info = first.info
 
     def add(self, request: EngineRequest) -> None:
-        self._send(Add(request))
+        message = _encode(Add(request))
+        try:
+            _to_engine.decode(message)  # what the engine could not read would end it, and everybody's requests with it
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"request {request.request_id} is malformed: {error}") from None
+        self._send(message)
 
     def abort(self, request_ids: list[str]) -> None:
         with contextlib.suppress(EngineDeadError):  # its pages are gone with it
-            self._send(Abort(request_ids))
+            self._send(_encode(Abort(request_ids)))
 
     def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
         if not self._poll(timeout):
@@ -117,7 +122,7 @@ class ProcessClient:
     def shutdown(self) -> None:
         if not self._closed:
             with contextlib.suppress(EngineDeadError):
-                self._send(Stop())
+                self._send(_encode(Stop()))
             self._closed = True
         self._process.join(JOIN_SECONDS)
         if self._process.is_alive():
@@ -136,13 +141,16 @@ class ProcessClient:
             return _from_engine.decode(self._pipe.recv_bytes())
         except (OSError, EOFError) as error:
             raise self._dead() from error
+        except msgspec.DecodeError as error:
+            self._process.kill()
+            raise EngineDeadError(f"a message of the engine cannot be read: {error}") from error
 
-    def _send(self, message: Add | Abort | Stop) -> None:
+    def _send(self, message: bytes) -> None:
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         try:
             with self._write_lock:
-                self._pipe.send_bytes(_encode(message))
+                self._pipe.send_bytes(message)
         except (OSError, BrokenPipeError) as error:
             raise self._dead() from error
 
@@ -192,8 +200,8 @@ def run_loop(pipe: Connection, core: EngineCore) -> None:
 
 
 def _listen(pipe: Connection, inbox: Inbox, stopping: threading.Event) -> None:
-    """Hand what comes through the pipe to the loop."""
-    with contextlib.suppress(EOFError, OSError):
+    """Hand what comes through the pipe to the loop; what cannot be read ends it, for nobody would hear more."""
+    try:
         while not stopping.is_set():
             message = _to_engine.decode(pipe.recv_bytes())
             if isinstance(message, Add):
@@ -202,5 +210,10 @@ def _listen(pipe: Connection, inbox: Inbox, stopping: threading.Event) -> None:
                 inbox.put(message.request_ids)
             else:
                 break
+    except (EOFError, OSError):
+        pass  # the front door is gone
+    except Exception as error:
+        inbox.put(error)
+        return
     stopping.set()
     inbox.put(None)

@@ -29,19 +29,21 @@ class Inbox:
     """What front doors say to the loop: requests to add, ids to abort."""
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[EngineRequest | list[str] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[EngineRequest | list[str] | Exception | None] = queue.SimpleQueue()
 
-    def put(self, item: EngineRequest | list[str] | None) -> None:
-        """A request, ids to abort, or None to wake the loop."""
+    def put(self, item: EngineRequest | list[str] | Exception | None) -> None:
+        """A request, ids to abort, None to wake the loop, or what is to end it."""
         self._items.put(item)
 
     def drain(self, core: EngineCore, wait: bool) -> None:
-        """Hand everything to `core`; with `wait`, block a moment for the first."""
+        """Hand everything to `core`; with `wait`, block a moment for the first. Raises what is to end the loop."""
         try:
             item = self._items.get(block=wait, timeout=IDLE_SECONDS if wait else None)
             while True:
                 if isinstance(item, EngineRequest):
                     core.add(item)
+                elif isinstance(item, Exception):
+                    raise item
                 elif item is not None:
                     core.abort(item)
                 item = self._items.get_nowait()

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 from jax.sharding import Mesh
 
 from jaxllm import compat
@@ -14,14 +15,16 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.front.frontend import resolve_tokenizer
 from jaxllm.engine.front.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.engine.start.progress import Progress, load_bar
+from jaxllm.engine.start.tokenizer import resolve_tokenizer
+from jaxllm.errors import CheckpointError
 from jaxllm.models.registry import model_spec
 from jaxllm.models.tasks import read_tasks
+from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights import open_checkpoint
@@ -30,8 +33,6 @@ from jaxllm.weights.loader import dummy_parameters, load_parameters
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
-
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -110,9 +111,7 @@ def _assemble(
         max_num_batched_tokens=plan.max_num_batched_tokens,
         hidden_size=blueprint.spec.config.hidden_size,
         tasks=read_tasks(checkpoint),
-        default_sampling={
-            k: v for k, v in checkpoint.generation_config.items() if k in SAMPLING_DEFAULTS and v is not None
-        },
+        default_sampling=_sampling_defaults(checkpoint),
     )
     checkpoint.close()
     logger.info("started: %s; %d executables still compiling", clock, executables.compiles_pending)
@@ -134,6 +133,13 @@ class Clock:
 
     def __str__(self) -> str:
         return ", ".join(self._laps)
+
+
+def _sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
+    try:
+        return msgspec.convert(checkpoint.generation_config, SamplingDefaults, strict=False)  # 64.0 means 64
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"the generation config of {checkpoint.path}: {error}") from None
 
 
 def _load(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.front.frontend import resolve_tokenizer
 from jaxllm.engine.front.messages import EngineClient
+from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.text.tokenizer import Tokenizer
 
 

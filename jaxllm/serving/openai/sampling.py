@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from jaxllm.engine.front.beam_search import MAX_BEAM_WIDTH
+from jaxllm.engine.front.beams import MAX_BEAM_WIDTH
 from jaxllm.requests.sampling import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,

@@ -18,9 +18,6 @@ from jaxllm.serving.openai.usage import PromptTokensDetails
 from jaxllm.serving.pooling.embedding_types import PoolingFields, PoolingUsage
 from jaxllm.serving.served_model import ServedModel
 
-AHEAD = 2
-"""Prompts of one request that the engine holds at once, as a multiple of what it runs at once."""
-
 
 class PoolingRun:
     """One HTTP request's prompts. `usage` counts those that `run` was given, call by call."""
@@ -30,10 +27,9 @@ class PoolingRun:
         self.created = int(time.time())
         self._model = model
         self._fields = fields
-        self._engine_id = f"{self.id}-{uuid.uuid4().hex[:8]}"  # two clients may send the same request_id
         self._prompt_tokens = 0
         self._cached_tokens = 0
-        self._tasks: list[asyncio.Task[PooledOutput]] = []
+        self._task: asyncio.Task[list[PooledOutput]] | None = None
         self._aborted = False
 
     async def run(self, request: Request, prompts: Sequence[list[int]], params: PoolingParams) -> list[np.ndarray]:
@@ -61,8 +57,8 @@ class PoolingRun:
     def abort(self) -> None:
         """Stop now; the client gets 503."""
         self._aborted = True
-        for task in self._tasks:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     def usage(self) -> PoolingUsage:
         """Tokens of all prompts run so far."""
@@ -73,23 +69,9 @@ class PoolingRun:
         )
 
     async def _run(self, prompts: Sequence[list[int]], params: PoolingParams) -> list[PooledOutput]:
-        engine, fields = self._model.engine, self._fields
-        places = asyncio.Semaphore(AHEAD * engine.info.max_num_seqs)
-
-        async def one(index: int, prompt: list[int]) -> PooledOutput:
-            async with places:
-                return await engine.pool(
-                    prompt,
-                    params,
-                    request_id=f"{self._engine_id}-{index}",
-                    priority=fields.priority,
-                    cache_salt=fields.cache_salt,
-                )
-
-        self._tasks = [asyncio.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
-        try:
-            return await asyncio.gather(*self._tasks)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        fields = self._fields
+        call = self._model.engine.pool(
+            prompts, params, request_id=self.id, priority=fields.priority, cache_salt=fields.cache_salt
+        )
+        self._task = asyncio.create_task(call)
+        return await self._task

@@ -103,7 +103,7 @@ def test_error_shapes(make_client: Callable[..., TestClient], engine: ScriptedEn
         response = post(stream=stream)
         error_of(response, 429, "rate_limit_error")
         assert response.headers["retry-after"]
-    engine.is_dead = True
+    engine.die()
     for stream in (False, True):
         error_of(post(stream=stream), 529, "overloaded_error")
 

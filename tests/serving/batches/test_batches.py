@@ -318,7 +318,7 @@ def test_an_engine_that_dies_leaves_the_batch_for_the_next(start: Callable[..., 
     server = start(FakeEngine(delay=0.004))
     batch_id = server.submit([chat(i) for i in range(40)])
     wait_for(lambda: server.client.batches.retrieve(batch_id).request_counts.completed >= 5)
-    server.engine.is_dead = True
+    server.engine.die()
     time.sleep(0.8)
     assert server.client.batches.retrieve(batch_id).status == "in_progress"
     server.stop()

@@ -278,7 +278,7 @@ def test_full_queue_for_a_later_prompt_aborts_the_earlier_ones(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_dead_engine(client: TestClient, engine: FakeEngine, stream: bool) -> None:
-    engine.is_dead = True
+    engine.die()
     response = client.post("/v1/completions", json={"prompt": "Hi", "stream": stream})
     assert error_of(response, 503)["code"] == "engine_dead"
     error_of(client.get("/health"), 503)

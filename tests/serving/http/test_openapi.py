@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.serving.batches.caller import BATCH_PRIORITY
 from jaxllm.serving.http.openapi import RESPONSES
-from tests.serving.api_surface import BODIES, CLASSIFIER, Route, addresses, make_app, models, routes
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.api_surface import BODIES, EveryTask, Route, addresses, make_app, models, routes
 
 CHECKS = [
     not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
@@ -35,13 +33,11 @@ CHECKS = [
 ]  # fmt: skip
 
 
-class Engine(FakeEngine):
+class Engine(EveryTask):
     """Takes its time over batches, so that they can be cancelled."""
 
-    async def stream(self, *args: Any, priority: int = 0, **kwargs: Any) -> AsyncIterator[tuple[int, TokenDelta]]:
-        await asyncio.sleep(priority == BATCH_PRIORITY)
-        async for event in super().stream(*args, priority=priority, **kwargs):
-            yield event
+    def pause(self, request: EngineRequest, step: int) -> float:
+        return 1.0 if request.priority == BATCH_PRIORITY and step == 0 else 0.0
 
 
 DOCUMENT = make_app(Path("unused")).openapi()
@@ -100,7 +96,7 @@ def form_parts(fields: dict[str, Any]) -> list[tuple[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    app = make_app(tmp_path_factory.mktemp("data"), Engine(tasks=CLASSIFIER))
+    app = make_app(tmp_path_factory.mktemp("data"), Engine())
     with TestClient(app, raise_server_exceptions=False) as client:
         yield Server(client)
 

@@ -130,7 +130,7 @@ def test_engine_death_ends_streams_with_an_error(listen: Callable[..., str], eng
     url = listen(engine)
     stream = sdk(url).chat.completions.create(model="fake", messages=HELLO, stream=True)
     next(stream)
-    engine.is_dead = True
+    engine.die()
     with pytest.raises(openai.APIError, match="engine has stopped"):
         for _ in stream:
             pass

@@ -208,7 +208,7 @@ def test_a_full_queue_and_a_dead_engine(make_client: Any) -> None:
     response = make_client(FakeEngine(queue_limit=0)).post("/v1/embeddings", json={"input": ["a", "b"]})
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
     engine = FakeEngine()
-    engine.is_dead = True
+    engine.die()
     assert make_client(engine).post("/v1/embeddings", json={"input": "a"}).status_code == 503
 
 

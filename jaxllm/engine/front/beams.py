@@ -8,20 +8,18 @@ generated tokens without an end-of-sequence token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.front.messages import EngineRequest, TokenDelta
+from jaxllm.engine.front.streams import Event, Stream, Streams
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.outputs import CompletionOutput, Logprob
+from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
-
-if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
-    from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 """A step needs the 2 * width most likely tokens: up to half of them may end their beam."""
@@ -133,77 +131,121 @@ class BeamSearch:
         return sorted(beams, key=self.score, reverse=True)
 
 
-def step_params(search: BeamSearchParams, params: SamplingParams, first: bool) -> SamplingParams:
-    """What a step asks the engine for; `params` says which log-probabilities the caller wants to see."""
-    return SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        logprobs=max(2 * search.beam_width, params.logprobs or 0),
-        prompt_logprobs=params.prompt_logprobs if first else None,
-        detokenize=False,
-    )
+class Run:
+    """One request's search, step by step."""
 
+    def __init__(
+        self, request: EngineRequest, search: BeamSearchParams, eos_token_ids: Collection[int], indices: range
+    ):
+        self.indices = indices
+        """Its choices' indices in the stream."""
+        self.width = search.beam_width
+        self.ended = False
+        self._request = request
+        self._params = search
+        self._search = BeamSearch(search, len(request.prompt_token_ids), eos_token_ids)
+        self._answers: dict[int, TokenDelta] = {}
+        self._first: TokenDelta | None = None
 
-def completion(tokenizer: Tokenizer | None, prompt: Sequence[int], index: int, beam: Beam) -> CompletionOutput:
-    """A finished beam as its caller sees it, with the candidates of each of its tokens."""
-    return CompletionOutput(
-        index=index,
-        text=beam_text(tokenizer, prompt, beam, SamplingParams()),
-        token_ids=beam.token_ids,
-        cumulative_logprob=beam.cumulative_logprob,
-        logprobs=[dict(step) for step in beam.steps],
-        finish_reason=beam.finish_reason,
-    )
-
-
-async def beam_search(
-    engine: AsyncLLM,
-    search: BeamSearchParams,
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    *,
-    request_id: str,
-    priority: int = 0,
-    cache_salt: str | None = None,
-) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-    """Yield (choice, delta) for the params.n best texts, each whole in one delta, like AsyncLLM.stream.
-
-    Raises what AsyncLLM.stream raises. Closing the iterator, or cancelling, aborts what runs.
-    """
-    state = BeamSearch(search, len(prompt_token_ids), engine.info.eos_token_ids)
-    first: TokenDelta | None = None
-    step = 0
-    while not state.done:
-        asked = step_params(search, params, first=step == 0)
-        runs = [
-            _one_token(
-                engine, [*prompt_token_ids, *beam.token_ids], asked, f"{request_id}-{step}-{at}", priority, cache_salt
+    def step(self) -> list[EngineRequest]:
+        """What to ask the engine next: one token after each open beam."""
+        request, asked = self._request, self._request.sampling_params
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            logprobs=max(2 * self._params.beam_width, asked.logprobs or 0),
+            prompt_logprobs=asked.prompt_logprobs if self._first is None else None,
+            detokenize=False,
+        )
+        return [
+            msgspec.structs.replace(
+                request, prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids], sampling_params=params
             )
-            for at, beam in enumerate(state.open)
+            for beam in self._search.open
         ]
-        deltas = await _all(runs)
-        first = first or deltas[0]
-        state.advance([_delta_candidates(delta) for delta in deltas])
-        step += 1
-    assert first is not None
-    for choice, beam in enumerate(state.best(params.n)):
-        shown = None if params.logprobs is None else [entries[: params.logprobs + 1] for entries in beam.steps]
-        yield (
-            choice,
+
+    def answer(self, beam: int, delta: TokenDelta) -> bool:
+        """Take the token of one open beam; whether that was the last of the step."""
+        self._answers[beam] = delta
+        if len(self._answers) < len(self._search.open):
+            return False
+        deltas = [self._answers[at] for at in range(len(self._answers))]
+        self._answers = {}
+        self._first = self._first or deltas[0]
+        self._search.advance([_best_first(delta) for delta in deltas])
+        self.ended = self._search.done
+        return True
+
+    def results(self, tokenizer: Tokenizer | None) -> list[TokenDelta]:
+        """The best texts, each whole in one delta."""
+        params, first = self._request.sampling_params, self._first
+        assert first is not None
+        return [
             TokenDelta(
-                request_id=request_id,
+                request_id=self._request.request_id,
                 token_ids=beam.token_ids,
-                text=beam_text(engine.tokenizer, prompt_token_ids, beam, params),
-                logprobs=shown,
+                text=_text(tokenizer, self._request.prompt_token_ids, beam, params),
+                logprobs=None if params.logprobs is None else [step[: params.logprobs + 1] for step in beam.steps],
                 prompt_logprobs=first.prompt_logprobs,
                 finish_reason=beam.finish_reason,
                 num_cached_tokens=first.num_cached_tokens,
                 first_scheduled_time=first.first_scheduled_time,
-            ),
-        )
+            )
+            for beam in self._search.best(params.n)
+        ]
 
 
-def beam_text(tokenizer: Tokenizer | None, prompt: Sequence[int], beam: Beam, params: SamplingParams) -> str:
+class BeamStream(Stream):
+    """A stream of the params.n best texts of each request, each whole in one delta; requests are searched side by side.
+
+    A request of which a step fails or is aborted ends so, all its choices.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        requests: Sequence[EngineRequest],
+        searches: Sequence[BeamSearchParams],
+        eos_token_ids: Collection[int],
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        super().__init__(streams, (), loop=loop)
+        self._runs: list[Run] = []
+        for request, search in zip(requests, searches, strict=True):
+            indices = range(self.num_unfinished, self.num_unfinished + request.sampling_params.n)
+            self._runs.append(Run(request, search, eos_token_ids, indices))
+            self.num_unfinished += len(indices)
+        self._asked: list[tuple[Run, int]] = []
+        """Whose the sequences are: a run, and which of its open beams."""
+
+    def _begin(self) -> None:
+        self._ask(self._runs, room=sum(run.width for run in self._runs))
+
+    def _take(self) -> list[Event]:
+        events: list[Event] = []
+        for index, delta in self._drain():
+            run, beam = self._asked[index]
+            if run.ended:
+                continue
+            if not delta.logprobs:  # it failed, or was aborted
+                run.ended = True
+                events += [(choice, delta) for choice in run.indices]
+            elif run.answer(beam, delta) and not run.ended:
+                self._ask([run])
+            elif run.ended:
+                events += zip(run.indices, run.results(self._streams.tokenizer), strict=True)
+        self.num_unfinished -= len(events)
+        return events
+
+    def _ask(self, runs: Sequence[Run], *, room: int = 0) -> None:
+        start, steps = len(self._asked), [(run, run.step()) for run in runs]
+        self._asked += [(run, beam) for run, requests in steps for beam in range(len(requests))]
+        sequences = [request for _, requests in steps for request in requests]
+        self._streams.add(self, list(enumerate(sequences, start)), room=room)
+
+
+def _text(tokenizer: Tokenizer | None, prompt: Sequence[int], beam: Beam, params: SamplingParams) -> str:
     """The text of a beam, without the token that ended it."""
     if tokenizer is None or not params.detokenize:
         return ""
@@ -212,33 +254,6 @@ def beam_text(tokenizer: Tokenizer | None, prompt: Sequence[int], beam: Beam, pa
     return "".join(detokenizer.add(token)[0] for token in ids) + detokenizer.flush()
 
 
-async def _one_token(
-    engine: AsyncLLM, ids: list[int], params: SamplingParams, request_id: str, priority: int, salt: str | None
-) -> TokenDelta:
-    stream = engine.stream(ids, params, request_id=request_id, priority=priority, cache_salt=salt)
-    async with aclosing(stream) as deltas:
-        async for _, delta in deltas:
-            if delta.logprobs or delta.error is not None:
-                return delta
-    raise RuntimeError(f"the engine ended {request_id} without a token")
-
-
-async def _all(runs: list) -> list[TokenDelta]:
-    """Await all; when one fails, or the caller is cancelled, the others end too."""
-    tasks = [asyncio.ensure_future(run) for run in runs]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _delta_candidates(delta: TokenDelta) -> Candidates:
-    if delta.error is not None or not delta.logprobs:
-        raise RuntimeError(f"a step of the beam search failed: {delta.error}")
-    return best_first(dict(delta.logprobs[0]))
-
-
-def best_first(candidates: Mapping[int, Logprob]) -> Candidates:
-    return sorted(candidates.items(), key=lambda entry: -entry[1].logprob)
+def _best_first(delta: TokenDelta) -> Candidates:
+    assert delta.logprobs is not None
+    return sorted(dict(delta.logprobs[0]).items(), key=lambda entry: -entry[1].logprob)

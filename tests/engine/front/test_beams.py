@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from jaxllm.engine.front.beam_search import MAX_BEAM_WIDTH, BeamSearch, BeamSearchParams
+from jaxllm.engine.front.beams import MAX_BEAM_WIDTH, BeamSearch, BeamSearchParams
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
 

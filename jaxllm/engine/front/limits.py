@@ -1,0 +1,69 @@
+"""What an engine could not honour is refused here, against what it settled on at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxllm.engine.front.messages import EngineInfo
+from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.structured_outputs import compile_grammar
+from jaxllm.text.bad_words import check_bad_words
+from jaxllm.text.tokenizer import Tokenizer
+
+MAX_ALL_LOGITS = 4096
+"""The largest vocabulary, or number of classes, whose logits may be asked for without naming them."""
+
+
+def check_request(
+    info: EngineInfo, tokenizer: Tokenizer | None, ids: Sequence[int], params: SamplingParams, *, pools: bool = False
+) -> None:
+    """Refuse what the engine could not honour.
+
+    Raises:
+        InvalidRequestError: naming the field, its value, and what would be accepted.
+    """
+    if info.tasks.labels and not pools:
+        classes = ", ".join(info.tasks.labels[:5]) + (", …" if len(info.tasks.labels) > 5 else "")
+        raise InvalidRequestError(f"this model generates no text, it classifies (as {classes}); use /classify")
+    if not ids:
+        raise InvalidRequestError("prompt is empty; it must have at least one token", param="prompt")
+    bad = next((i for i in ids if not 0 <= i < info.vocab_size), None)
+    if bad is not None:
+        raise InvalidRequestError(f"prompt has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param="prompt")
+    if len(ids) >= info.max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {len(ids)} tokens; with at least one to generate it must be shorter than the context of "
+            f"{info.max_model_len} tokens",
+            param="prompt",
+        )
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
+        tokens = getattr(params, name) or ()
+        bad = next((i for i in tokens if not 0 <= i < info.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(f"{name} has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param=name)
+    for name in ("stop", "bad_words", "structured_outputs"):
+        if getattr(params, name) and tokenizer is None:
+            raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
+    if params.structured_outputs is not None:
+        compile_grammar(params.structured_outputs)
+    if params.bad_words and tokenizer is not None:
+        check_bad_words(tokenizer.backend, params.bad_words)
+
+
+def check_pooling(info: EngineInfo, prompts: Sequence[Sequence[int]], pooling: PoolingParams) -> None:
+    """Refuse what the engine could not honour.
+
+    Raises:
+        InvalidRequestError: naming the field, its value, and what would be accepted.
+    """
+    params = SamplingParams(max_tokens=1, allowed_token_ids=pooling.token_ids or None)
+    for ids in prompts:
+        check_request(info, None, ids, params, pools=True)
+    outputs = len(info.tasks.labels) or info.vocab_size
+    if pooling.kind == "logits" and not pooling.token_ids and outputs > MAX_ALL_LOGITS:
+        raise InvalidRequestError(
+            f"token_ids is empty, which asks for all {outputs} logits; at most {MAX_ALL_LOGITS} are given",
+            param="token_ids",
+        )

@@ -1,0 +1,120 @@
+"""From a caller's request to the sequences that the engine runs, and from their deltas back to one output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from jaxllm.engine.front.messages import EngineRequest, TokenDelta
+from jaxllm.errors import InvalidRequestError, JaxLLMError
+from jaxllm.requests.outputs import (
+    CompletionOutput,
+    Logprob,
+    PooledOutput,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | dict
+"""Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    """The prompt's text, where it has one, and its token ids.
+
+    Raises:
+        InvalidRequestError: a text without a tokenizer, or none of the accepted shapes.
+    """
+    if isinstance(prompt, dict):
+        inner = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if inner is None:
+            raise InvalidRequestError(
+                f"prompt has the keys {sorted(prompt)}; it must have 'prompt' or 'prompt_token_ids'", param="prompt"
+            )
+        prompt = inner
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequestError("prompt is text, but skip_tokenizer_init is on; give token ids", param="prompt")
+        return prompt, tokenizer.encode(prompt)
+    ids = list(prompt)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise InvalidRequestError("prompt must be text or a list of integer token ids", param="prompt")
+    return None, ids
+
+
+def split_request(request: EngineRequest) -> list[EngineRequest]:
+    """One request for each of its choices; their prompts share pages, their seeds differ."""
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    seeds = [None if params.seed is None else params.seed + choice for choice in range(params.n)]
+    return [msgspec.structs.replace(request, sampling_params=replace(params, n=1, seed=seed)) for seed in seeds]
+
+
+def pooled_output(delta: TokenDelta) -> PooledOutput:
+    """The result that the one delta of a request with pooling carries. Raises JaxLLMError when it failed."""
+    if delta.pooled is None:
+        raise JaxLLMError(f"request {delta.request_id} failed: {delta.error or delta.finish_reason}")
+    return PooledOutput.from_bytes(delta.pooled, delta.num_cached_tokens)
+
+
+def name_tokens(delta: TokenDelta, tokenizer: Tokenizer) -> None:
+    """Give the log-probabilities of a delta their tokens' texts."""
+    if delta.logprobs is not None:
+        delta.logprobs = [_named(entries, tokenizer) for entries in delta.logprobs]
+    if delta.prompt_logprobs is not None:
+        delta.prompt_logprobs = [
+            None if entries is None else _named(entries, tokenizer) for entries in delta.prompt_logprobs
+        ]
+
+
+def _named(entries: list[tuple[int, Logprob]], tokenizer: Tokenizer) -> list[tuple[int, Logprob]]:
+    return [(token, logprob._replace(decoded_token=tokenizer.token_text(token))) for token, logprob in entries]
+
+
+class Collector:
+    """Gathers the deltas of one caller's request into a RequestOutput."""
+
+    def __init__(self, request_id: str, prompt: str | None, ids: list[int], params: SamplingParams):
+        wants = params.logprobs is not None
+        self.output = RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=ids,
+            outputs=[
+                CompletionOutput(index=i, logprobs=[] if wants else None, cumulative_logprob=0.0 if wants else None)
+                for i in range(params.n)
+            ],
+            metrics=RequestMetrics(arrival_time=time.time()),
+        )
+        self._open = params.n
+
+    def add(self, choice: int, delta: TokenDelta) -> None:
+        """Append a delta of one choice."""
+        output, metrics = self.output.outputs[choice], self.output.metrics
+        assert metrics is not None
+        if delta.token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = time.time()
+            metrics.first_scheduled_time = delta.first_scheduled_time
+            self.output.num_cached_tokens = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None and self.output.prompt_logprobs is None:
+            self.output.prompt_logprobs = [None if e is None else dict(e) for e in delta.prompt_logprobs]
+        output.token_ids += delta.token_ids
+        output.text += delta.text
+        if output.logprobs is not None and delta.logprobs is not None:
+            entries: list[TokenLogprobs] = [dict(e) for e in delta.logprobs]
+            output.logprobs += entries
+            chosen = zip(delta.token_ids, entries, strict=True)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e[t].logprob for t, e in chosen)
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+            self._open -= 1
+            if self._open == 0:
+                self.output.finished = True
+                metrics.finished_time = time.time()

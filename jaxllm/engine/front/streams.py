@@ -1,0 +1,312 @@
+"""The requests under way in one engine: the one reader of its outputs, and the streams it fills."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from jaxllm.engine.front.messages import EngineClient, EngineRequest, TokenDelta
+from jaxllm.engine.front.sequences import name_tokens, split_request
+from jaxllm.errors import EngineDeadError, JaxLLMError, QueueFullError
+from jaxllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+RESTART_PAUSES = (0.0, 1.0, 5.0, 30.0, 60.0)
+"""Seconds to wait before each attempt to start an engine that died."""
+
+Event = tuple[int, TokenDelta]
+"""(index of the sequence in its stream, what it gained)"""
+
+
+class Place(NamedTuple):
+    """Where the deltas of one sequence go."""
+
+    stream: Stream
+    sequence: int
+    request_id: str
+    """The caller's name for the request it is of; several may bear the same."""
+
+
+class Streams:
+    """Reads what the engine says, on a thread of its own, and hands each delta to the stream that waits for it.
+
+    An engine that dies is started again with `restart`, where there is one: `is_dead` until then, and the streams that
+    were open end with EngineDeadError. The thread keeps this object alive until `shutdown`, but not those who
+    hold it: they call that when they are forgotten.
+
+    Attributes:
+        limit: sequences that may run or wait at once; None is any number.
+        tokenizer: what names the tokens of log-probabilities.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        *,
+        limit: int | None = None,
+        restart: Callable[[], EngineClient] | None = None,
+    ):
+        self.client = client
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self.is_dead = False
+        self._restart = restart
+        self._serials = itertools.count()
+        self._lock = threading.Lock()
+        self._places: dict[str, Place] = {}
+        self._closing = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="outputs", daemon=True)
+        self._reader.start()
+
+    def add(self, stream: Stream, sequences: Sequence[tuple[int, EngineRequest]], *, room: int = 0) -> None:
+        """Queue sequences of a stream under names of their own.
+
+        Raises:
+            QueueFullError: there is no room for `room` sequences; none is queued then.
+            EngineDeadError: the engine has stopped.
+        """
+        named = [
+            msgspec.structs.replace(request, request_id=f"{request.request_id}-{next(self._serials)}")
+            for _, request in sequences
+        ]
+        with self._lock:
+            if room and self.limit is not None and len(self._places) + room > self.limit:
+                raise QueueFullError(
+                    f"{len(self._places)} requests are running or waiting; at most {self.limit} are accepted. Retry "
+                    "later"
+                )
+            for (index, request), sequence in zip(sequences, named, strict=True):
+                self._places[sequence.request_id] = Place(stream, index, request.request_id)
+        for sequence in named:
+            stream.names.append(sequence.request_id)
+            self.client.add(sequence)
+
+    def close(self, stream: Stream) -> None:
+        """Drop what of a stream has not finished; nothing more comes."""
+        self._drop(stream.names)
+
+    def abort(self, which: Stream | str) -> None:
+        """End what has not finished of a stream, or of all requests of a name, with finish_reason "abort"."""
+        if isinstance(which, Stream):
+            names = which.names
+        else:
+            with self._lock:
+                names = [name for name, place in self._places.items() if place.request_id == which]
+        dropped = self._drop(names)
+        batches: dict[Stream, list[Event]] = defaultdict(list)
+        for stream, sequence, request_id in dropped:
+            batches[stream].append((sequence, TokenDelta(request_id=request_id, finish_reason="abort")))
+        _deliver(batches)
+
+    def shutdown(self) -> None:
+        """Stop the engine; streams still open end with EngineDeadError. Idempotent."""
+        self._closing.set()
+        self.client.shutdown()
+        if self._reader is not threading.current_thread():
+            self._reader.join(POLL_SECONDS * 2)
+
+    def _drop(self, names: list[str]) -> list[Place]:
+        with self._lock:
+            dropped = {name: self._places.pop(name) for name in names if name in self._places}
+        if dropped:
+            self.client.abort(list(dropped))
+        return list(dropped.values())
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._hand_out(self.client.outputs(timeout=POLL_SECONDS))
+            except EngineDeadError as error:
+                self._note_death(error)
+                if not self._start_again():
+                    return
+
+    def _hand_out(self, deltas: list[TokenDelta]) -> None:
+        batches: dict[Stream, list[Event]] = defaultdict(list)
+        with self._lock:
+            for delta in deltas:
+                place = self._places.get(delta.request_id)
+                if place is None:
+                    continue  # its stream was closed
+                if delta.finish_reason is not None:
+                    del self._places[delta.request_id]
+                batches[place.stream].append((place.sequence, delta))
+        _deliver(batches)
+
+    def _note_death(self, error: EngineDeadError) -> None:
+        self.is_dead = True
+        with self._lock:
+            streams = {place.stream for place in self._places.values()}
+            self._places.clear()
+        for stream in streams:
+            stream.failure = error
+        _deliver({stream: [] for stream in streams})
+
+    def _start_again(self) -> bool:
+        """A new engine in place of one that died; False where there is none to be had."""
+        if self._restart is None:
+            return False
+        for pause in RESTART_PAUSES:
+            if self._closing.wait(pause):
+                return False
+            logger.warning("the engine died; starting it again")
+            try:
+                client = self._restart()
+            except JaxLLMError as error:
+                logger.error("the engine did not start: %s", error)
+                continue
+            self.client = client
+            if self._closing.is_set():  # while it was starting
+                client.shutdown()
+                return False
+            self.is_dead = False
+            return True
+        logger.error("the engine did not start in %d attempts; giving up", len(RESTART_PAUSES))
+        return False
+
+
+class Stream:
+    """The deltas of some requests, merged in the order they come, in batches of as many as there are.
+
+    A context manager: entering queues the requests, leaving aborts what has not finished. A request with n choices is
+    n sequences, which are numbered through all the requests. Made with the running event loop it is read with `next`
+    or `batches` there; without one it is iterated over, on a thread.
+
+    Args:
+        requests: what an engine's limits let pass.
+        at_once: how many sequences the engine may hold at a time; by default all.
+
+    Raises:
+        QueueFullError: on entering.
+        EngineDeadError: on entering and on reading.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        requests: Iterable[EngineRequest],
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+        at_once: int | None = None,
+    ):
+        sequences = [sequence for request in requests for sequence in split_request(request)]
+        self.loop = loop
+        self.bell = threading.Event() if loop is None else asyncio.Event()
+        """Rung when there is something to read."""
+        self.inbox: deque[list[Event]] = deque()
+        self.failure: Exception | None = None
+        """What ends the stream once its inbox is empty."""
+        self.names: list[str] = []
+        """The engine's names for its sequences."""
+        self.num_unfinished = len(sequences)
+        self._streams = streams
+        self._waiting = deque(enumerate(sequences))
+        self._at_once = at_once or len(sequences)
+
+    def __enter__(self) -> Stream:
+        try:
+            self._begin()
+        except BaseException:
+            self._streams.close(self)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.close(self)
+
+    def abort(self) -> None:
+        """End what has not finished: each such sequence gets a last delta with finish_reason "abort"."""
+        waiting, self._waiting = self._waiting, deque()
+        self.inbox.append([(i, TokenDelta(request_id=r.request_id, finish_reason="abort")) for i, r in waiting])
+        self._streams.abort(self)
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        assert isinstance(self.bell, threading.Event)
+        while self.num_unfinished:
+            if events := self._take():
+                yield events
+            else:
+                self.bell.wait()
+                self.bell.clear()  # before the inbox is looked at again: what comes now is found there
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """All batches until everything has finished."""
+        while self.num_unfinished:
+            yield await self._arrival()
+
+    async def next(self, timeout: float | None = None) -> list[Event]:
+        """The next batch; empty after `timeout` seconds without one."""
+        if timeout is None:
+            return await self._arrival()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                return await self._arrival()
+        return []
+
+    async def _arrival(self) -> list[Event]:
+        assert isinstance(self.bell, asyncio.Event)
+        while not (events := self._take()):
+            await self.bell.wait()
+            self.bell.clear()
+        return events
+
+    def _begin(self) -> None:
+        first = self._next_waiting(self._at_once)
+        self._streams.add(self, first, room=len(first))
+
+    def _drain(self) -> list[Event]:
+        """All that has come; raises what ended the stream when there is nothing more."""
+        failure, tokenizer = self.failure, self._streams.tokenizer
+        events = self.inbox.popleft() if self.inbox else []
+        while self.inbox:
+            events += self.inbox.popleft()
+        if failure is not None and not events:
+            raise failure
+        if tokenizer is not None:
+            for _, delta in events:
+                name_tokens(delta, tokenizer)
+        return events
+
+    def _take(self) -> list[Event]:
+        events = self._drain()
+        finished = 0
+        for _, delta in events:
+            if delta.finish_reason is not None:
+                finished += 1
+        self.num_unfinished -= finished
+        if finished and self._waiting:
+            self._streams.add(self, self._next_waiting(finished))
+        return events
+
+    def _next_waiting(self, count: int) -> list[tuple[int, EngineRequest]]:
+        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+
+def _deliver(batches: Mapping[Stream, list[Event]]) -> None:
+    """Fill the streams and wake their readers, each event loop in one hop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
+    for stream, events in batches.items():
+        stream.inbox.append(events)
+        if stream.loop is None:
+            stream.bell.set()
+        else:
+            by_loop[stream.loop].append(stream.bell)  # type: ignore[arg-type]
+    for loop, bells in by_loop.items():
+        with suppress(RuntimeError):  # the loop was closed, and its streams with it
+            loop.call_soon_threadsafe(_set_all, bells)
+
+
+def _set_all(bells: list[asyncio.Event]) -> None:
+    for bell in bells:
+        bell.set()
