@@ -7,8 +7,10 @@ import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 
+import tests.typecheck  # noqa: F401  what the hook names below
+
 CHECKED = ("engine.device", "models", "pallas_kernels", "quantization", "sharding", "weights")
-install_import_hook([f"jaxllm.{name}" for name in CHECKED], "beartype.beartype")  # the shapes in signatures hold
+install_import_hook([f"jaxllm.{name}" for name in CHECKED], "tests.typecheck.checked")  # the shapes in signatures hold
 
 from jaxllm import compat  # noqa: E402
 

@@ -20,8 +20,8 @@ class StepMetadata:
     Worked example, page_size 4: sequence 0 decodes its 6th token, sequence 1 prefills tokens 4…6 of its prompt:
 
         positions    [5, 4, 5, 6, 0, 0, 0, 0]     T = 8, three rows of padding behind
-        query_start  [0, 1, 4, 4, 4]              S = 4
-        context_len  [6, 7, 0, 0]                 tokens after this step, the query tokens included
+        context_len  [6, 7, 0, 0]                 S = 4; tokens after this step, the query tokens included
+        query_start  [0, 1, 4, 4, 4]
         page_table   [[3, 9, 0], [5, 2, 0], ...]  token p of a sequence lives in page_table[s, p // 4], row p % 4
         num_decodes  [1]
         num_seqs     [2]
@@ -33,8 +33,8 @@ class StepMetadata:
     positions: Int[Array, "T"]
     seq_ids: Int[Array, "T"]
     """Sequence of each token; S for padding."""
-    query_start: Int[Array, "S+1"]
     context_len: Int[Array, "S"]
+    query_start: Int[Array, "S+1"]
     page_table: Int[Array, "S P"]
     num_decodes: Int[Array, ""]
     num_seqs: Int[Array, ""]

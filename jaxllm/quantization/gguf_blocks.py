@@ -15,8 +15,8 @@ from jaxtyping import Float32, UInt8
 
 from jaxllm.errors import CheckpointError
 
-Blocks = UInt8[np.ndarray, "n bytes"]
-Values = Float32[np.ndarray, "n elements"]
+Blocks = UInt8[np.ndarray, "n _"]
+Values = Float32[np.ndarray, "n _"]
 
 _CHUNK = 1 << 20  # elements expanded at a time, so that temporaries stay in cache
 

@@ -36,6 +36,11 @@ class Chunk(NamedTuple):
     end: int
 
 
+def metadata(*arrays: np.ndarray | np.int32, decode_only: bool) -> StepMetadata:
+    """A step's metadata of what it holds in NumPy, in the order of its fields."""
+    return StepMetadata(*map(jnp.asarray, arrays), decode_only=decode_only)
+
+
 class Harness:
     """Logits of every token run. Sequences have `MAX_LEN` tokens of pages each, handed out in a scrambled order."""
 
@@ -106,17 +111,8 @@ class Harness:
             row = end
             query_start[index + 1 :] = row
         decodes = next((i for i, c in enumerate(chunks) if c.end - c.start > 1), len(chunks))
-        meta = StepMetadata(
-            positions,
-            seq_ids,
-            query_start,
-            context_len,
-            table,
-            np.int32(decodes),
-            np.int32(len(chunks)),
-            lengths,
-            decode_only=False,
-        )
+        counts = np.int32(decodes), np.int32(len(chunks))
+        meta = metadata(positions, seq_ids, context_len, query_start, table, *counts, lengths, decode_only=False)
         logits = self._call(ids, meta)
         return [logits[a:b] for a, b in pairwise(query_start[: len(chunks) + 1])]
 
@@ -126,11 +122,11 @@ class Harness:
         `length` is what length-dependent rotary embeddings go by, where it is more than the tokens so far.
         """
         table = np.stack([self._table[seq], np.zeros(self._columns, np.int32)])
-        meta = StepMetadata(
+        meta = metadata(
             np.array([position, 0], np.int32),
             np.array([0, 2], np.int32),
-            np.array([0, 1, 1], np.int32),
             np.array([position + 1, 0], np.int32),
+            np.array([0, 1, 1], np.int32),
             table,
             np.int32(1),
             np.int32(1),

@@ -148,17 +148,9 @@ def metadata(chunks: Sequence[tuple[int, int, int]], tokens: int, table: np.ndar
         context_len[index], rows[index] = end, table[seq]
         row = stop
         query_start[index + 1 :] = row
-    return StepMetadata(
-        positions,
-        seq_ids,
-        query_start,
-        context_len,
-        rows,
-        np.int32(decodes),
-        np.int32(len(chunks)),
-        positions + 1,
-        decode_only,
-    )
+    counts = np.int32(decodes), np.int32(len(chunks))
+    arrays = (positions, seq_ids, context_len, query_start, rows, *counts, positions + 1)
+    return StepMetadata(*map(jnp.asarray, arrays), decode_only=decode_only)
 
 
 def run(case: Case, tp: int, dtype: Any = jnp.float32) -> list[np.ndarray]:

@@ -245,15 +245,15 @@ def run(
 def metadata(live: np.ndarray) -> StepMetadata:
     """A step of one sequence; rows that are not live are padding."""
     count = len(live)
-    positions, one, zero = np.arange(count, dtype=np.int32), np.int32(1), np.int32(0)
+    positions = jnp.arange(count)
     return StepMetadata(
         positions=positions,
-        seq_ids=np.where(live, 0, 1).astype(np.int32),
-        query_start=np.array([0, count], np.int32),
-        context_len=np.array([count], np.int32),
-        page_table=np.zeros((1, 1), np.int32),
-        num_decodes=zero,
-        num_seqs=one,
+        seq_ids=jnp.where(live, 0, 1),
+        context_len=jnp.array([count]),
+        query_start=jnp.array([0, count]),
+        page_table=jnp.zeros((1, 1), jnp.int32),
+        num_decodes=jnp.array(0),
+        num_seqs=jnp.array(1),
         rotary_lengths=positions + 1,
         decode_only=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,7 +32,8 @@ def turned(x: np.ndarray, frequencies: np.ndarray, interleaved: bool, factor: fl
 
 def rotated(rope: RopeConfig, x: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray:
     lengths = POSITIONS + 1 if lengths is None else lengths
-    return np.asarray(rotate(x, rope_angles(rope, POSITIONS, lengths)))
+    angles = rope_angles(rope, jnp.asarray(POSITIONS), jnp.asarray(lengths))
+    return np.asarray(rotate(jnp.asarray(x), angles))
 
 
 @pytest.fixture
@@ -56,9 +58,9 @@ def test_scores_depend_on_the_distance_alone(x):
     q, k = x[0, 0, :DIM], x[1, 0, :DIM]
 
     def score(at: int, other: int) -> float:
-        turn = [np.asarray(rotate(v[None, None], rope_angles(rope, np.array([p]), np.array([p + 1]))))[0, 0]
+        turn = [rotate(jnp.asarray(v)[None, None], rope_angles(rope, jnp.array([p]), jnp.array([p + 1])))[0, 0]
                 for v, p in ((q, at), (k, other))]  # fmt: skip
-        return float(turn[0] @ turn[1])
+        return float(np.asarray(turn[0]) @ np.asarray(turn[1]))
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
     assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)

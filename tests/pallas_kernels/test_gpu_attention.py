@@ -147,8 +147,8 @@ def specs(*, tokens, seqs, heads, kv_heads, head_dim, page_size, dtype, context=
     arrays = (
         array((tokens,)),
         array((tokens,)),
-        array((seqs + 1,)),
         array((seqs,)),
+        array((seqs + 1,)),
         array((seqs, context // page_size)),
         array(()),
         array(()),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Shaped
 
 
 class Field(NamedTuple):
@@ -39,7 +40,7 @@ class Packing:
         """The arrays as writable views of `vector`."""
         return {name: vector[f.offset : f.end].reshape(f.shape) for name, f in self.fields.items()}
 
-    def unpack(self, vector: jax.Array) -> dict[str, jax.Array]:
+    def unpack(self, vector: Shaped[Array, "... n"]) -> dict[str, jax.Array]:
         """The arrays inside a traced function; an empty shape becomes a scalar. Of many vectors, many of each."""
         lead = vector.shape[:-1]
         return {name: vector[..., f.offset : f.end].reshape((*lead, *f.shape)) for name, f in self.fields.items()}

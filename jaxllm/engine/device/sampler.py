@@ -70,7 +70,7 @@ def greedy(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
 
 
 def sample(
-    logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots, mask: Int[Array, "R V/32"] | None = None
+    logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots, mask: Int[Array, "R -(-V//32)"] | None = None
 ) -> tuple[Int[Array, "R"], Logprobs]:
     """A token for each row, and its log-probabilities where asked for. What no row needs is skipped at run time.
 
@@ -117,7 +117,7 @@ def adjust_logits(logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots)
     return jnp.where(rows.adjust[:, None] > 0, logits, raw)
 
 
-def apply_mask(logits: Float[Array, "R V"], mask: Int[Array, "R V/32"]) -> Float[Array, "R V"]:
+def apply_mask(logits: Float[Array, "R V"], mask: Int[Array, "R -(-V//32)"]) -> Float[Array, "R V"]:
     """Minus infinity for every token whose bit is not set."""
     token = jnp.arange(logits.shape[1])
     bits = mask[:, token // MASK_BITS] >> (token % MASK_BITS) & 1
@@ -233,7 +233,8 @@ def top_tokens(x: Float[Array, "R V"], count: int = TOP) -> tuple[Float[Array, "
     """
     num_rows, vocab = x.shape
     if vocab <= GROUP * count:
-        return lax.top_k(x, min(count, vocab))
+        values, ids = lax.top_k(x, min(count, vocab))
+        return values, ids
     groups = jnp.pad(x, ((0, 0), (0, -vocab % GROUP)), constant_values=NEGATIVE).reshape(num_rows, -1, GROUP)
     _, chosen = lax.top_k(groups.max(-1), count)
     chosen = jnp.sort(chosen, axis=1)  # ties then go to the lower id, as in a top_k of the whole row

@@ -45,7 +45,7 @@ class Slots(NamedTuple):
     bias_values: Float[Array, "slots B"]
     blocked_ids: Int[Array, "slots M"]
     """Ids that min_tokens holds back; padded likewise."""
-    allowed: Int[Array, "slots V/32"]
+    allowed: Int[Array, "slots words"]
     """One bit a token: those that allowed_token_ids leaves."""
     bad_words: Int[Array, "slots W 16"]
     """Token sequences that may not be generated, ending at the last column, -1 before them; the last token of an unused
@@ -60,7 +60,7 @@ class Adjustments(NamedTuple):
     bias_ids: Int[Array, "B"]
     bias_values: Float[Array, "B"]
     blocked_ids: Int[Array, "M"]
-    allowed: Int[Array, "V/32"]
+    allowed: Int[Array, "words"]
     bad_words: Int[Array, "W 16"]
 
 

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Activation functions under the names that `hidden_act` and `hidden_activation` use."""
 
 
-def gated(gate_up: Float[Array, "N 2F"], activation: str) -> Float[Array, "N F"]:
+def gated(gate_up: Float[Array, "N n"], activation: str) -> Float[Array, "N n//2"]:
     """`act(gate) * up` of the two side by side, in float32."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return ACTIVATIONS[activation](gate) * up
