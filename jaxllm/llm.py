@@ -183,7 +183,7 @@ class LLM:
             for _, ids, params in items
         ]
         collectors = [
-            Collector(request.request_id, text, ids, params)
+            Collector(request.request_id, text, ids, params, self.tokenizer)
             for request, (text, ids, params) in zip(requests, items, strict=True)
         ]
         places = [(collector, choice) for collector in collectors for choice in range(len(collector.output.outputs))]

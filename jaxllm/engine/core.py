@@ -25,6 +25,7 @@ from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.text.bad_words import spellings
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class EngineCore:
                 shown_special_token_ids=params.shown_special_token_ids,
             )
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None] * request.num_prompt
+            whole = params.prompt_logprobs == -1
+            width = self._runner.vocab_size if whole else 1 + params.prompt_logprobs
+            request.prompt_scores = PromptScores.empty(request.token_ids, width, whole=whole)
         self._runner.prepare(request)
         missing = self._runner.missing(request)
         if missing or params.structured_outputs is not None:
@@ -268,7 +271,7 @@ class EngineCore:
         if request.num_output == 0:
             self._prompt_tokens += request.num_prompt
             delta.num_cached_tokens = max(request.num_cached, 0)
-            delta.prompt_logprobs = request.prompt_logprobs
+            delta.prompt_logprobs = None if request.prompt_scores is None else request.prompt_scores.finish()
             delta.first_scheduled_time = request.first_scheduled_time
         num_sampled = len(result.tokens)
         self._take(request, result.tokens, delta)
@@ -354,22 +357,16 @@ def _row_logprobs(logprobs: Logprobs, row: int, token: int, count: int) -> Token
 
 
 def _store_scores(score: Score) -> None:
-    request = score.request
-    assert request.prompt_logprobs is not None
-    whole = request.params.prompt_logprobs == -1
-    host = np.asarray(score.result) if whole else on_host(score.result)
-    for row, (position, token) in enumerate(zip(score.positions, score.targets, strict=True)):
-        if isinstance(host, Logprobs):
-            entry = _row_logprobs(host, row, token, request.params.prompt_logprobs or 0)
-        else:
-            entry = _whole_logprobs(host[row], token)
-        request.prompt_logprobs[position] = entry
-
-
-def _whole_logprobs(row: np.ndarray, token: int) -> TokenLogprobs:
-    order = np.argsort(-row, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(1, len(order) + 1)
-    entries = [(int(i), Logprob(float(row[i]), int(rank[i]))) for i in order]
-    chosen = entries[int(rank[token]) - 1]
-    return [chosen, *(entry for entry in entries if entry[0] != token)]
+    """Rows i … of the scores are of the prompt's tokens i + 1 …"""
+    scores, positions = score.request.prompt_scores, score.positions
+    assert scores is not None
+    rows, count = slice(positions.start - 1, positions.stop - 1), len(positions)
+    if not isinstance(score.result, Logprobs):
+        scores.logprobs[rows] = np.asarray(score.result)[:count]
+        return
+    host = on_host(score.result)
+    others = scores.ids.shape[1] - 1
+    scores.ids[rows] = np.column_stack([score.targets, host.top_ids[:count, :others]])
+    scores.logprobs[rows] = np.column_stack([host.chosen[:count], host.top[:count, :others]])
+    scores.ranks[rows, 0] = host.rank[:count]
+    scores.ranks[rows, 1:] = np.arange(1, others + 1)

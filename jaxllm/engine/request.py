@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.engine.page_pool import PrefixNode
-from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.prompt_scores import ScoresInProgress
 from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Request:
     prefix_node: PrefixNode = None
     slot: int = -1
     first_scheduled_time: float | None = None
-    prompt_logprobs: list[list[tuple[int, Logprob]] | None] | None = None
+    prompt_scores: ScoresInProgress | None = None
+    """Log-probabilities of its prompt, where they are asked for."""
     constraint: Constraint | None = None
     """Its place in the grammar that its tokens must follow."""
     pooling: PoolingParams | None = None

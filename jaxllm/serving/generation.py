@@ -14,6 +14,7 @@ from jaxllm.engine.front.messages import EngineRequest, TokenDelta
 from jaxllm.engine.front.streams import Event, Stream
 from jaxllm.errors import EngineDeadError
 from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.errors import APIError
@@ -58,7 +59,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Step] = field(default_factory=list)
-    prompt_logprobs: Sequence[Step | None] | None = None
+    prompt_logprobs: PromptScores | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     deltas: list[TokenDelta] = field(default_factory=list)

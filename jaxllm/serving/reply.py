@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Choice, Generation, Step, Usage
 from jaxllm.serving.generation_settings import GenerationSettings
@@ -39,7 +40,7 @@ class Answer:
     finish_reason: str | None
     stop_reason: int | str | None
     logprobs: list[Step]
-    prompt_logprobs: Sequence[Step | None] | None
+    prompt_logprobs: PromptScores | None
     token_ids: list[int]
 
 

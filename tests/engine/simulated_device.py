@@ -52,6 +52,7 @@ class SimulatedRunner:
 
     def __init__(self, num_pages: int, page_size: int):
         self.page_size = page_size
+        self.vocab_size = VOCAB
         self.executables = SimpleNamespace(
             compiles_foreseen=0, compiles_unforeseen=0, compile_seconds=0.0, compiles_pending=0, close=lambda: None
         )

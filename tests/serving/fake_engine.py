@@ -28,6 +28,7 @@ from jaxllm.engine.front.streams import Stream
 from jaxllm.errors import EngineDeadError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.text.tokenizer import Tokenizer
@@ -311,8 +312,7 @@ class FakeEngine(AsyncLLM):
             delta.num_cached_tokens = CACHED
             delta.first_scheduled_time = answer.start
             if params.prompt_logprobs is not None:
-                scored = (candidates(t, params.prompt_logprobs) for t in request.prompt_token_ids[1:])
-                delta.prompt_logprobs = [None, *scored]
+                delta.prompt_logprobs = prompt_scores(request.prompt_token_ids, params.prompt_logprobs)
         return delta
 
     def _pooled(self, prompt: list[int], pooling: PoolingParams) -> np.ndarray:
@@ -330,6 +330,21 @@ class FakeEngine(AsyncLLM):
 
 def hidden_states(token_ids: list[int]) -> np.ndarray:
     return np.cumsum(HIDDEN[token_ids], axis=0)
+
+
+def prompt_scores(prompt: list[int], count: int) -> PromptScores:
+    """`candidates` of every token but the first, as the engine's arrays; of the whole vocabulary all are alike."""
+    if count == -1:
+        scores = PromptScores.empty(prompt, VOCAB_SIZE, whole=True)
+        scores.logprobs[:] = -np.log(VOCAB_SIZE)
+        return scores.finish()
+    scores = PromptScores.empty(prompt, count + 2, whole=False)
+    for row, token in enumerate(prompt[1:]):
+        for column, (found, value) in enumerate(candidates(token, count)):
+            scores.ids[row, column], scores.ranks[row, column] = found, value.rank or 0
+            scores.logprobs[row, column] = value.logprob
+        scores.logprobs[row, column + 1 :] = -np.inf
+    return scores.finish()
 
 
 def candidates(token: int, count: int, logprob: float = -1.0) -> list[tuple[int, Logprob]]:

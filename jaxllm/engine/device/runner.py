@@ -42,7 +42,7 @@ class Runner:
         self.executables = executables
         self._weights = weights
         self._sizes = sizes
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos = eos_token_ids
         self._pages, self._slots, self._hidden = _zeros(abstract)
         self._nobody = sizes.max_num_seqs
@@ -54,7 +54,7 @@ class Runner:
 
     def prepare(self, request: Request) -> None:
         """Lay out what the request's slot will be told. What raises here concerns nobody else."""
-        request.settings = settings_of(request, self._sizes.max_model_len, self._vocab_size, self._eos)
+        request.settings = settings_of(request, self._sizes.max_model_len, self.vocab_size, self._eos)
 
     def missing(self, request: Request) -> list[Key]:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
@@ -149,7 +149,7 @@ class Runner:
     def _head(self, rows: list[SampledRow], fill: Callable[[list[Request], np.ndarray], None] | None = None) -> Sampled:
         count = len(rows)
         key, step = self.executables.covering("head", count, _variant(rows) if fill is None else MASKED)
-        packing = head_packing(key.size, mask_words(self._vocab_size) if key.variant.masked else 0)
+        packing = head_packing(key.size, mask_words(self.vocab_size) if key.variant.masked else 0)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         x["hidden_row"][:count] = [row.row for row in rows]
@@ -215,7 +215,7 @@ class Runner:
         pieces = [
             (PooledRow(request, len(ids[start:end]), start == 0, end >= len(ids)), row, ids[start:end])
             for request, row in wanted
-            for ids in [request.pooling.token_ids or range(self._vocab_size)]  # type: ignore[union-attr]
+            for ids in [request.pooling.token_ids or range(self.vocab_size)]  # type: ignore[union-attr]
             for start in range(0, len(ids), MAX_TOKEN_IDS)
             for end in [start + MAX_TOKEN_IDS]
         ]

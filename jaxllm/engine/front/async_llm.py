@@ -109,7 +109,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams(**self.info.default_sampling.fields())
         text, ids = prompt_ids(prompt, self.tokenizer)
         request_id = request_id or uuid.uuid4().hex
-        collector = Collector(request_id, text, ids, params)
+        collector = Collector(request_id, text, ids, params, self.tokenizer)
         stream = self.stream(ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
         async with contextlib.aclosing(stream) as deltas:
             async for choice, delta in deltas:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jaxllm.engine.front.messages import EngineInfo
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.prompt_scores import MAX_ENTRIES
+from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
 from jaxllm.requests.structured_outputs import compile_grammar
 from jaxllm.text.bad_words import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
@@ -46,6 +47,12 @@ def check_request(
     for name in ("stop", "bad_words", "structured_outputs"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
+    if params.prompt_logprobs == -1 and len(ids) * info.vocab_size > MAX_ENTRIES:
+        raise InvalidRequestError(
+            f"prompt_logprobs is -1, the whole vocabulary of {info.vocab_size} tokens, and prompt has {len(ids)} tokens; "
+            f"accepted are prompts of up to {MAX_ENTRIES // info.vocab_size} tokens, or from 0 to {MAX_LOGPROBS}",
+            param="prompt_logprobs",
+        )
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)
     if params.bad_words and tokenizer is not None:

@@ -13,6 +13,7 @@ import msgspec
 
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 
@@ -45,7 +46,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     text: str = ""
     logprobs: list[list[tuple[int, Logprob]]] | None = None
-    prompt_logprobs: list[list[tuple[int, Logprob]] | None] | None = None
+    prompt_logprobs: PromptScores | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0

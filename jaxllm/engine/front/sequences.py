@@ -18,6 +18,7 @@ from jaxllm.requests.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from jaxllm.requests.prompt_scores import Step
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -68,10 +69,6 @@ def name_tokens(delta: TokenDelta, tokenizer: Tokenizer) -> None:
     """Give the log-probabilities of a delta their tokens' texts."""
     if delta.logprobs is not None:
         delta.logprobs = [_named(entries, tokenizer) for entries in delta.logprobs]
-    if delta.prompt_logprobs is not None:
-        delta.prompt_logprobs = [
-            None if entries is None else _named(entries, tokenizer) for entries in delta.prompt_logprobs
-        ]
 
 
 def _named(entries: list[tuple[int, Logprob]], tokenizer: Tokenizer) -> list[tuple[int, Logprob]]:
@@ -81,7 +78,15 @@ def _named(entries: list[tuple[int, Logprob]], tokenizer: Tokenizer) -> list[tup
 class Collector:
     """Gathers the deltas of one caller's request into a RequestOutput."""
 
-    def __init__(self, request_id: str, prompt: str | None, ids: list[int], params: SamplingParams):
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None = None,
+    ):
+        """`tokenizer` names the tokens of the prompt's log-probabilities."""
         wants = params.logprobs is not None
         self.output = RequestOutput(
             request_id=request_id,
@@ -94,6 +99,7 @@ class Collector:
             metrics=RequestMetrics(arrival_time=time.time()),
         )
         self._open = params.n
+        self._tokenizer = tokenizer
 
     def add(self, choice: int, delta: TokenDelta) -> None:
         """Append a delta of one choice."""
@@ -104,7 +110,7 @@ class Collector:
             metrics.first_scheduled_time = delta.first_scheduled_time
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None and self.output.prompt_logprobs is None:
-            self.output.prompt_logprobs = [None if e is None else dict(e) for e in delta.prompt_logprobs]
+            self.output.prompt_logprobs = [self._dict(step) for step in delta.prompt_logprobs.steps()]
         output.token_ids += delta.token_ids
         output.text += delta.text
         if output.logprobs is not None and delta.logprobs is not None:
@@ -118,3 +124,8 @@ class Collector:
             if self._open == 0:
                 self.output.finished = True
                 metrics.finished_time = time.time()
+
+    def _dict(self, step: Step | None) -> TokenLogprobs | None:
+        if step is None:
+            return None
+        return dict(step if self._tokenizer is None else _named(step, self._tokenizer))

@@ -53,6 +53,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         return chunk_stream(reply.generation, ChatWriter(reply, body), state.config.sse_keep_alive, labels)
     choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
+    scored = UNSET if first is None else await state.offload(prompt_logprobs, first, reply.token_text)
     answers = [reply.answer(choice) for choice in choices]
     completion = ChatCompletion(
         id=reply.generation.id,
@@ -60,7 +61,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         model=reply.name,
         choices=[_choice(reply, body, answer) for answer in answers],
         usage=usage_object(reply.usage()),
-        prompt_logprobs=UNSET if first is None else prompt_logprobs(first, reply.token_text),
+        prompt_logprobs=scored,
         prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
         conversation_id=body.conversation_id or UNSET,
         resource_id=body.resource_id or UNSET,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.errors import Field
+from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.constraints import compiled
 from jaxllm.serving.generation import Choice, Generation, Prompt, Step
@@ -54,7 +55,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         id=generation.id,
         created=generation.created,
         model=name,
-        choices=[shaper.whole(choice) for choice in choices],
+        choices=await state.offload(lambda: [shaper.whole(choice) for choice in choices]),
         usage=usage_object(generation.usage()),
         conversation_id=body.conversation_id or UNSET,
         resource_id=body.resource_id or UNSET,
@@ -99,7 +100,7 @@ class ChoiceShaper:
             index=choice.index,
             text=self.echo_text(choice.index) + choice.text if echo else choice.text,
             logprobs=self.logprobs(
-                choice.index, [*(choice.prompt_logprobs or []), *choice.logprobs] if echo else choice.logprobs
+                choice.index, [*_steps(choice.prompt_logprobs), *choice.logprobs] if echo else choice.logprobs
             ),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
@@ -146,7 +147,7 @@ class CompletionWriter(ChunkWriter):
         if index in self._to_echo:
             self._to_echo.discard(index)
             text = self._shaper.echo_text(index) + text
-            self._pending[index] += delta.prompt_logprobs or []
+            self._pending[index] += _steps(delta.prompt_logprobs)
         self._pending[index] += delta.logprobs or []
         self._pending_ids[index] += delta.token_ids
         if text or delta.finish_reason is not None:
@@ -181,3 +182,7 @@ class CompletionWriter(ChunkWriter):
         elif self._options.include_usage:
             chunk.usage = None
         return chunk
+
+
+def _steps(scores: PromptScores | None) -> Iterable[Step | None]:
+    return () if scores is None else scores.steps()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.generation import Step
 
 TokenText = Callable[[int], str]
+
+_encode = msgspec.json.Encoder().encode
 
 _LOWEST = -9999.0  # JSON has no -inf
 
@@ -93,16 +97,16 @@ class CompletionLogprobsBuilder:
         return top
 
 
-def prompt_logprobs(steps: Sequence[Step | None], token_text: TokenText) -> PromptLogprobs:
-    return [
-        None
-        if step is None
-        else {
+def prompt_logprobs(scores: PromptScores, token_text: TokenText) -> PromptLogprobs:
+    """Each position as JSON already: never is more than one in objects. Whole vocabularies take seconds."""
+    found: list[Any] = []
+    for step in scores.steps():
+        entries = step and {
             token: PromptLogprob(_finite(value.logprob), value.rank, _text(token, value, token_text))
             for token, value in step
         }
-        for step in steps
-    ]
+        found.append(msgspec.Raw(_encode(entries)))
+    return found
 
 
 def token_number(token: int) -> str:
