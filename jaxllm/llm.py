@@ -39,7 +39,7 @@ class LLM:
         self.config: EngineConfig = make_config(EngineConfig, model=str(model), **fields)
         self._streams, self.info = open_streams(self.config)
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
-        weakref.finalize(self, self._streams.shutdown)
+        weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
 
     def generate(
         self,

@@ -40,7 +40,7 @@ class AsyncLLM:
         self._streams, self.info = open_streams(self.config)
         self._streams.limit = self.info.max_num_seqs + self.config.max_num_waiting
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
-        weakref.finalize(self, self._streams.shutdown)
+        weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
 
     @property
     def is_dead(self) -> bool:
