@@ -49,7 +49,7 @@ def check_request(
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
     if params.prompt_logprobs == -1 and len(ids) * info.vocab_size > MAX_ENTRIES:
         raise InvalidRequestError(
-            f"prompt_logprobs is -1, the whole vocabulary of {info.vocab_size} tokens, and prompt has {len(ids)} tokens; "
+            f"prompt_logprobs is -1, the whole vocabulary of {info.vocab_size}, and prompt has {len(ids)} tokens; "
             f"accepted are prompts of up to {MAX_ENTRIES // info.vocab_size} tokens, or from 0 to {MAX_LOGPROBS}",
             param="prompt_logprobs",
         )
