@@ -65,7 +65,7 @@ def test_both_front_doors_agree(llm: LLM, directory: Path) -> None:
         params = SamplingParams(n=3, detokenize=False)
         request = EngineRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=params)
         with engine.run([request], searches=[search]) as stream:
-            return [(choice, delta.token_ids) async for events in stream.batches() for choice, delta in events]
+            return [(choice, delta.token_ids) async for events in stream.arrivals() for choice, delta in events]
 
     try:
         assert asyncio.run(run()) == [(beam.index, beam.token_ids) for beam in expected.outputs]

@@ -67,7 +67,7 @@ async def _chunks(generation: Generation, writer: ChunkWriter, silence: float) -
         first = [writer.encode(chunk) for chunk in writer.first()]
         if first:
             yield first
-        async for events in generation.batches(silence):
+        async for events in generation.arrivals(silence):
             sent = [writer.encode(chunk) for index, delta in events for chunk in writer.chunks(index, delta)]
             if sent or not events:
                 yield sent

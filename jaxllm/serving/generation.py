@@ -11,7 +11,7 @@ import msgspec
 
 from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.engine.front.messages import EngineRequest, TokenDelta
-from jaxllm.engine.front.streams import Event, Stream
+from jaxllm.engine.front.streams import Gain, Stream
 from jaxllm.errors import EngineDeadError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
@@ -106,7 +106,7 @@ class Generation:
         self._unfinished = set(range(self.num_choices))
         self._timers = [SequenceTimer(model.metrics, time.time()) for _ in range(self.num_choices)]
         self._stream: Stream | None = None
-        self._opening: list[Event] = []
+        self._opening: list[Gain] = []
         self._failure: Exception | None = None
         self._completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
@@ -148,7 +148,7 @@ class Generation:
         for index in self._unfinished:
             self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
 
-    async def batches(self, timeout: float | None = None) -> AsyncIterator[list[Event]]:
+    async def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[Gain]]:
         """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
 
         Raises what stopped the engine's streams before their end.
@@ -159,9 +159,9 @@ class Generation:
         while self._unfinished:
             if self._failure is not None:
                 raise self._failure
-            events = await self._next(timeout)
-            if events or self._failure is None:
-                yield self._counted(events)
+            gains = await self._next(timeout)
+            if gains or self._failure is None:
+                yield self._counted(gains)
 
     def abort(self) -> None:
         """Stop now: every unfinished choice ends with finish_reason "abort", which its client sees."""
@@ -169,7 +169,7 @@ class Generation:
             self._stream.abort()
 
     def usage(self) -> Usage:
-        """Tokens of all events handed out so far; a prompt counts once whatever n is."""
+        """Tokens of all gains handed out so far; a prompt counts once whatever n is."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         return Usage(
             prompt_tokens=prompt_tokens,
@@ -177,39 +177,39 @@ class Generation:
             cached_tokens=sum(self._cached_tokens.values()),
         )
 
-    async def _next(self, timeout: float | None) -> list[Event]:
+    async def _next(self, timeout: float | None) -> list[Gain]:
         """What came, up to the first event that tells of a failure, which it leaves in `_failure`."""
         assert self._stream is not None
         try:
-            events = await self._stream.next(timeout)
+            gains = await self._stream.next(timeout)
         except EngineDeadError as error:
             self._failure = error
             return []
-        for at, (index, delta) in enumerate(events):
+        for at, (index, delta) in enumerate(gains):
             if delta.error is not None:
                 message = f"the request failed: {delta.error}"
                 self._failure = APIError(500, message, type="server_error", code="request_failed")
-                return events[:at]
+                return gains[:at]
             if self._prompt_only:
                 delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
-                events[at] = index, delta
+                gains[at] = index, delta
             self._timers[index].on_delta(delta)
             if delta.finish_reason is not None:
                 self._unfinished.discard(index)
-        return events
+        return gains
 
-    def _counted(self, events: list[Event]) -> list[Event]:
-        for index, delta in events:
+    def _counted(self, gains: list[Gain]) -> list[Gain]:
+        for index, delta in gains:
             self._completion_tokens += len(delta.token_ids)
             self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
-        return events
+        return gains
 
 
 async def collect(generation: Generation) -> list[Choice]:
     """Run to the end and return every choice; of best_of choices the n with the highest mean log-probability."""
     choices = [Choice(index) for index in range(generation.num_choices)]
-    async for events in generation.batches():
-        for index, delta in events:
+    async for gains in generation.arrivals():
+        for index, delta in gains:
             choices[index].add(delta)
     if generation.num_returned == generation.n:
         return choices

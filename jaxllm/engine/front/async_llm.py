@@ -14,7 +14,7 @@ from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.front.limits import check_pooling, check_request
 from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats
 from jaxllm.engine.front.sequences import Collector, Prompt, pooled_output, prompt_ids
-from jaxllm.engine.front.streams import Event, Stream, Streams
+from jaxllm.engine.front.streams import Gain, Stream, Streams
 from jaxllm.engine.start.launch import start_engine
 from jaxllm.requests.outputs import PooledOutput, RequestOutput
 from jaxllm.requests.pooling import PoolingParams
@@ -77,7 +77,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[Gain, None]:
         """Yield (choice, delta) as they come. Closing the iterator aborts what is not finished.
 
         Raises:
@@ -141,8 +141,8 @@ class AsyncLLM:
         ]
         found: dict[int, PooledOutput] = {}
         with self.run(requests, at_once=POOLED_AHEAD * self.info.max_num_seqs) as stream:
-            async for events in stream.batches():
-                found |= {index: pooled_output(delta) for index, delta in events}
+            async for gains in stream.arrivals():
+                found |= {index: pooled_output(delta) for index, delta in gains}
         return [found[index] for index in range(len(prompts))]
 
     async def abort(self, request_id: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.front.messages import EngineRequest, TokenDelta
-from jaxllm.engine.front.streams import Event, Stream, Streams
+from jaxllm.engine.front.streams import Gain, Stream, Streams
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
@@ -222,21 +222,21 @@ class BeamStream(Stream):
     def _begin(self) -> None:
         self._ask(self._runs, room=sum(run.width for run in self._runs))
 
-    def _take(self) -> list[Event]:
-        events: list[Event] = []
+    def _take(self) -> list[Gain]:
+        gains: list[Gain] = []
         for index, delta in self._drain():
             run, beam = self._asked[index]
             if run.ended:
                 continue
             if not delta.logprobs:  # it failed, or was aborted
                 run.ended = True
-                events += [(choice, delta) for choice in run.indices]
+                gains += [(choice, delta) for choice in run.indices]
             elif run.answer(beam, delta) and not run.ended:
                 self._ask([run])
             elif run.ended:
-                events += zip(run.indices, run.results(self._streams.tokenizer), strict=True)
-        self.num_unfinished -= len(events)
-        return events
+                gains += zip(run.indices, run.results(self._streams.tokenizer), strict=True)
+        self.num_unfinished -= len(gains)
+        return gains
 
     def _ask(self, runs: Sequence[Run], *, room: int = 0) -> None:
         start, steps = len(self._asked), [(run, run.step()) for run in runs]

@@ -24,7 +24,7 @@ POLL_SECONDS = 1.0
 RESTART_PAUSES = (0.0, 1.0, 5.0, 30.0, 60.0)
 """Seconds to wait before each attempt to start an engine that died."""
 
-Event = tuple[int, TokenDelta]
+Gain = tuple[int, TokenDelta]
 """(index of the sequence in its stream, what it gained)"""
 
 
@@ -104,10 +104,10 @@ class Streams:
             with self._lock:
                 names = [name for name, place in self._places.items() if place.request_id == which]
         dropped = self._drop(names)
-        batches: dict[Stream, list[Event]] = defaultdict(list)
+        arrivals: dict[Stream, list[Gain]] = defaultdict(list)
         for stream, sequence, request_id in dropped:
-            batches[stream].append((sequence, TokenDelta(request_id=request_id, finish_reason="abort")))
-        _deliver(batches)
+            arrivals[stream].append((sequence, TokenDelta(request_id=request_id, finish_reason="abort")))
+        _deliver(arrivals)
 
     def shutdown(self) -> None:
         """Stop the engine; streams still open end with EngineDeadError. Idempotent."""
@@ -133,7 +133,7 @@ class Streams:
                     return
 
     def _hand_out(self, deltas: list[TokenDelta]) -> None:
-        batches: dict[Stream, list[Event]] = defaultdict(list)
+        arrivals: dict[Stream, list[Gain]] = defaultdict(list)
         with self._lock:
             for delta in deltas:
                 place = self._places.get(delta.request_id)
@@ -141,8 +141,8 @@ class Streams:
                     continue  # its stream was closed
                 if delta.finish_reason is not None:
                     del self._places[delta.request_id]
-                batches[place.stream].append((place.sequence, delta))
-        _deliver(batches)
+                arrivals[place.stream].append((place.sequence, delta))
+        _deliver(arrivals)
 
     def _note_death(self, error: EngineDeadError) -> None:
         self.is_dead = True
@@ -177,11 +177,11 @@ class Streams:
 
 
 class Stream:
-    """The deltas of some requests, merged in the order they come, in batches of as many as there are.
+    """The deltas of some requests, merged in the order they come, in lists of as many as there are.
 
     A context manager: entering queues the requests, leaving aborts what has not finished. A request with n choices is
     n sequences, which are numbered through all the requests. Made with the running event loop it is read with `next`
-    or `batches` there; without one it is iterated over, on a thread.
+    or `arrivals` there; without one it is iterated over, on a thread.
 
     Args:
         requests: what an engine's limits let pass.
@@ -204,7 +204,7 @@ class Stream:
         self.loop = loop
         self.bell = threading.Event() if loop is None else asyncio.Event()
         """Rung when there is something to read."""
-        self.inbox: deque[list[Event]] = deque()
+        self.inbox: deque[list[Gain]] = deque()
         self.failure: Exception | None = None
         """What ends the stream once its inbox is empty."""
         self.names: list[str] = []
@@ -231,22 +231,22 @@ class Stream:
         self.inbox.append([(i, TokenDelta(request_id=r.request_id, finish_reason="abort")) for i, r in waiting])
         self._streams.abort(self)
 
-    def __iter__(self) -> Iterator[list[Event]]:
+    def __iter__(self) -> Iterator[list[Gain]]:
         assert isinstance(self.bell, threading.Event)
         while self.num_unfinished:
-            if events := self._take():
-                yield events
+            if gains := self._take():
+                yield gains
             else:
                 self.bell.wait()
                 self.bell.clear()  # before the inbox is looked at again: what comes now is found there
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
-        """All batches until everything has finished."""
+    async def arrivals(self) -> AsyncIterator[list[Gain]]:
+        """All of them until everything has finished."""
         while self.num_unfinished:
             yield await self._arrival()
 
-    async def next(self, timeout: float | None = None) -> list[Event]:
-        """The next batch; empty after `timeout` seconds without one."""
+    async def next(self, timeout: float | None = None) -> list[Gain]:
+        """The next of them; empty after `timeout` seconds without one."""
         if timeout is None:
             return await self._arrival()
         with suppress(TimeoutError):
@@ -254,50 +254,50 @@ class Stream:
                 return await self._arrival()
         return []
 
-    async def _arrival(self) -> list[Event]:
+    async def _arrival(self) -> list[Gain]:
         assert isinstance(self.bell, asyncio.Event)
-        while not (events := self._take()):
+        while not (gains := self._take()):
             await self.bell.wait()
             self.bell.clear()
-        return events
+        return gains
 
     def _begin(self) -> None:
         first = self._next_waiting(self._at_once)
         self._streams.add(self, first, room=len(first))
 
-    def _drain(self) -> list[Event]:
+    def _drain(self) -> list[Gain]:
         """All that has come; raises what ended the stream when there is nothing more."""
         failure, tokenizer = self.failure, self._streams.tokenizer
-        events = self.inbox.popleft() if self.inbox else []
+        gains = self.inbox.popleft() if self.inbox else []
         while self.inbox:
-            events += self.inbox.popleft()
-        if failure is not None and not events:
+            gains += self.inbox.popleft()
+        if failure is not None and not gains:
             raise failure
         if tokenizer is not None:
-            for _, delta in events:
+            for _, delta in gains:
                 name_tokens(delta, tokenizer)
-        return events
+        return gains
 
-    def _take(self) -> list[Event]:
-        events = self._drain()
+    def _take(self) -> list[Gain]:
+        gains = self._drain()
         finished = 0
-        for _, delta in events:
+        for _, delta in gains:
             if delta.finish_reason is not None:
                 finished += 1
         self.num_unfinished -= finished
         if finished and self._waiting:
             self._streams.add(self, self._next_waiting(finished))
-        return events
+        return gains
 
     def _next_waiting(self, count: int) -> list[tuple[int, EngineRequest]]:
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
 
 
-def _deliver(batches: Mapping[Stream, list[Event]]) -> None:
+def _deliver(arrivals: Mapping[Stream, list[Gain]]) -> None:
     """Fill the streams and wake their readers, each event loop in one hop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = defaultdict(list)
-    for stream, events in batches.items():
-        stream.inbox.append(events)
+    for stream, gains in arrivals.items():
+        stream.inbox.append(gains)
         if stream.loop is None:
             stream.bell.set()
         else:

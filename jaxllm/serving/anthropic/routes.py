@@ -53,7 +53,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 async def write_all(generation: Generation, writer: MessageWriter) -> None:
     """Run an answer that nobody streams to its end."""
-    async for events in generation.batches():
+    async for events in generation.arrivals():
         for index, delta in events:
             for _ in writer.chunks(index, delta):
                 pass

@@ -54,7 +54,7 @@ class ResponseRun:
 
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
-        async for gained in self._reply.generation.batches():
+        async for gained in self._reply.generation.arrivals():
             for index, delta in gained:
                 for _ in self._writer.add(self._reply.parse(index, delta)):
                     pass
@@ -72,7 +72,7 @@ class ResponseRun:
         writer, reply = self._writer, self._reply
         yield self._note([server_sent(event) for event in writer.open()])
         try:
-            async for gained in reply.generation.batches(keep_alive):
+            async for gained in reply.generation.arrivals(keep_alive):
                 sent = [
                     server_sent(event) for index, delta in gained for event in writer.add(reply.parse(index, delta))
                 ]

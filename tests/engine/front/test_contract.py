@@ -185,7 +185,7 @@ def test_many_requests_are_one_stream(engine: AsyncLLM) -> None:
         twice = SamplingParams(n=2, temperature=0, max_tokens=12, ignore_eos=True)
         found: dict[int, list[TokenDelta]] = {}
         with engine.run(sequences(twice, [5, 6], [7]), at_once=3) as stream:
-            async for events in stream.batches():
+            async for events in stream.arrivals():
                 assert events
                 for index, delta in events:
                     found.setdefault(index, []).append(delta)
@@ -246,7 +246,7 @@ def test_aborting_a_stream_ends_all_that_has_not_finished(engine: AsyncLLM) -> N
             for index, delta in await stream.next():
                 found.setdefault(index, []).append(delta)
             stream.abort()
-            async for events in stream.batches():
+            async for events in stream.arrivals():
                 for index, delta in events:
                     found.setdefault(index, []).append(delta)
         assert reasons(found) == ["abort"] * 5
@@ -260,14 +260,14 @@ def test_beams_come_whole(engine: AsyncLLM) -> None:
         search = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
         requests = sequences(SamplingParams(n=2, logprobs=1), [5, 6], [7])
         with engine.run(requests, searches=[search] * 2) as stream:
-            events = [event async for batch in stream.batches() for event in batch]
+            events = [event async for batch in stream.arrivals() for event in batch]
         assert sorted(index for index, _ in events) == [0, 1, 2, 3]
         for _, delta in events:
             assert len(delta.token_ids) == 4 and delta.finish_reason == "length"
             assert [step[0][0] for step in delta.logprobs or []] == delta.token_ids
         with engine.run(requests, searches=[search] * 2) as stream:
             stream.abort()
-            events = [event async for batch in stream.batches() for event in batch]
+            events = [event async for batch in stream.arrivals() for event in batch]
         assert [delta.finish_reason for _, delta in events] == ["abort"] * 4
         await becomes_idle(engine)
 
