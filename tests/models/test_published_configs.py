@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from jaxllm import EngineConfig
+from jaxllm.engine.device.keys import PLAIN
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.models.registry import FAMILIES, model_spec
@@ -62,10 +63,10 @@ def test_steps_have_the_shapes_of_the_model(blueprint):
     config, sizes = blueprint.spec.config, blueprint.sizes
     functions = StepFunctions(blueprint.model, blueprint.params, build_mesh(1), sizes)
     prefill, prefill_args = functions.backbone(8)
-    pages, hidden = jax.eval_shape(prefill, *prefill_args)
+    pages, _, hidden = jax.eval_shape(prefill, *prefill_args)
     assert hidden.shape == (sizes.max_num_batched_tokens, config.hidden_size)
     assert [len(layer) for layer in pages] == [len(config.page_dims)] * config.num_layers
-    decode, decode_args = functions.decode(2, False)
+    decode, decode_args = functions.decode(2, PLAIN)
     _, _, sampled = jax.eval_shape(decode, *decode_args)
     assert sampled.tokens.shape == (2,)
 

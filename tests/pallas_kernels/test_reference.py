@@ -237,8 +237,10 @@ def test_pages_update_in_place_when_donated(batch_options):
     # Lots of pages, so that a copy of them would dwarf everything else.
     pages = tuple(jnp.zeros((4096, *buffer.shape[1:])) for buffer in batch.pages)
 
-    def attend(pages, q, k, v, meta):
-        return paged_attention(q, k, v, pages, meta, scale=0.1)
+    meta, tree = jax.tree.flatten(batch.meta)  # lower() would fill it with placeholders, which are no arrays
 
-    compiled = jax.jit(attend, donate_argnums=0).lower(pages, batch.q, batch.k, batch.v, batch.meta).compile()
+    def attend(pages, q, k, v, meta):
+        return paged_attention(q, k, v, pages, jax.tree.unflatten(tree, meta), scale=0.1)
+
+    compiled = jax.jit(attend, donate_argnums=0).lower(pages, batch.q, batch.k, batch.v, meta).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < pages[0].nbytes // 10
