@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -117,19 +118,17 @@ def paged_attention(
     """
     if v is not None and value_dim is not None:
         raise ValueError(f"value_dim is {value_dim}, but the values come by themselves, in v")
-    tokens, num_heads, dim = q.shape
-    num_kv = k.shape[1]
-    group = num_heads // num_kv
-    sinks = None if sinks is None else sinks.reshape(num_kv, group)
+    (tokens, _, dim), num_kv = q.shape, k.shape[1]
+    sinks = None if sinks is None else rearrange(sinks, "(kv group) -> kv group", kv=num_kv)
     options = Options(scale, window, softcap, sinks, value_dim or dim)
     pages = write_pages(pages, k, v, meta)
-    grouped = q.reshape(tokens, num_kv, group, dim)
+    grouped = rearrange(q, "token (kv group) dim -> token kv group dim", kv=num_kv)
     if meta.decode_only:
         live = jnp.arange(tokens) < meta.num_decodes
         out = _decode(grouped, meta.page_table, meta.positions, live, pages, options)
     else:
         out = _mixed(grouped, pages, meta, options)
-    return out.reshape(tokens, num_heads, options.value_dim).astype(q.dtype), pages
+    return rearrange(out, "token kv group dim -> token (kv group) dim").astype(q.dtype), pages
 
 
 def _decode(
@@ -227,12 +226,12 @@ def _prefill_tile(
     q: Float[Array, "B K G D"], page_ids: Int[Array, "P"], query: Int[Array, "B"], pages: Pages, options: Options
 ) -> Float[Array, "B K G Dv"]:
     """A tile of one sequence's queries at positions `query` (-1: no token, comes out zero)."""
-    size, num_kv, group, dim = q.shape
+    size, num_kv, group, _ = q.shape
     page_size = pages[0].shape[2]
     per_block = max(PREFILL_BLOCK // page_size, 1)
     block = per_block * page_size
     table = _pad_columns(page_ids[None], per_block)
-    q = q.transpose(1, 2, 0, 3).reshape(num_kv, group * size, dim)
+    q = rearrange(q, "size kv group dim -> kv (group size) dim")
     rows = jnp.tile(query, group)
 
     def body(i: jax.Array, softmax: Softmax) -> Softmax:
@@ -246,7 +245,7 @@ def _prefill_tile(
     sinks = None if options.sinks is None else jnp.repeat(options.sinks, size, axis=1)
     start = options.start((num_kv, group * size), sinks)
     out = lax.fori_loop(first, (jnp.max(query) + block) // block, body, start).finish()
-    out = out.reshape(num_kv, group, size, options.value_dim).transpose(2, 0, 1, 3)
+    out = rearrange(out, "kv (group size) dim -> size kv group dim", group=group)
     return jnp.where(live[:, None, None, None], out, 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -59,7 +60,7 @@ class Weight(ABC):
 
     def _heads(self, per_head: int, rows: slice) -> Float[Array, "H o i"]:
         matrix = self.dequantize()
-        return matrix.reshape(-1, per_head, matrix.shape[-1])[:, rows]
+        return rearrange(matrix, "(head row) i -> head row i", row=per_head)[:, rows]
 
 
 @runtime_checkable
