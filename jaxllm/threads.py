@@ -18,8 +18,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 EXIT_SECONDS = 0.2
 """How long an exit waits for threads that are about to end."""
@@ -30,16 +31,41 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _main_frames: list[FrameType] = []
 """The outermost frame of the main thread: it tells in the end how the program came to its end."""
 _noted: list[int] = []
+_stack_size = threading.Lock()
+
+T = TypeVar("T")
 
 
-def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    """A daemon thread that may call into XLA: an exit of the interpreter neither waits for it nor is harmed by it."""
+def start_thread(name: str, target: Callable[[], None], stack_bytes: int = 0) -> threading.Thread:
+    """A daemon thread that may call into XLA: an exit of the interpreter neither waits for it nor is harmed by it.
+
+    `stack_bytes` is the size of its stack, of which only what is used takes memory; 0 for the system's own.
+    """
     if not _main_frames:
         _main_frames.append(_outermost_frame())
     thread = threading.Thread(name=name, target=target, daemon=True)
     _threads.add(thread)
-    thread.start()
+    with _stack_size:  # the size is one for all threads that start meanwhile
+        before = threading.stack_size(stack_bytes)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
     return thread
+
+
+def call_with_stack(name: str, stack_bytes: int, function: Callable[[], T]) -> T:
+    """`function()` on a thread with a stack of `stack_bytes`, for code that recurses as deeply as its input is."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    start_thread(name, run, stack_bytes).join()
+    return result.result()
 
 
 def note_exit_status(status: int) -> None:

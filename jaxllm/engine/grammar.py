@@ -18,9 +18,13 @@ from tokenizers import Tokenizer
 
 from jaxllm.engine.device.slots import MASK_BITS
 from jaxllm.errors import JaxLLMError
-from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
+from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
+from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar, new_matcher
+from jaxllm.threads import call_with_stack
 
 THREADS = min(4, os.cpu_count() or 1)
+BUILD_STACK_BYTES = 2 * COMPILE_STACK_BYTES
+"""For a matcher: a grammar that another process has compiled in half of it does not overflow it."""
 MARKER_TOKENS = 16
 """How many of the last tokens are searched for the text behind which a constraint begins."""
 
@@ -90,7 +94,8 @@ class Grammars:
     def build(self, outputs: StructuredOutputs) -> Constraint:
         """A request's constraint; a large grammar takes long, so call it on a thread. Raises GrammarError."""
         self.prepare()
-        matcher = LLMatcher(self._vocabulary, compile_grammar(outputs), log_level=0)
+        grammar = compile_grammar(outputs)
+        matcher = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: new_matcher(self._vocabulary, grammar))
         constraint = Constraint(matcher, outputs, self._tokenizer)
         constraint.check()
         return constraint

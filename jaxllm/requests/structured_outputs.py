@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import InvalidRequestError, one_line
+from jaxllm.requests.grammar_process import GrammarProcesses
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_GRAMMAR_LENGTH = 512 * 1024
+MAX_ALTERNATIVES = 40_000
+"""That may be open at one place of a text: the choices, the properties that may come next."""
 JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n {0,32}|\n\t{0,8})?"}
 """Between the tokens of JSON: nothing, a space, or a new line and its indentation. More would let a model never end."""
 
@@ -52,7 +60,10 @@ class StructuredOutputs:
         for name in ("json", "structural_tag"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                set_field(self, name, json.dumps(value))
+                try:
+                    set_field(self, name, json.dumps(value))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise InvalidRequestError(f"{name} is no JSON value: {one_line(error)}", param=name) from None
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = f"{' and '.join(given)} are set" if given else "nothing is set"
@@ -71,28 +82,80 @@ class StructuredOutputs:
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
-@lru_cache(maxsize=256)
 def compile_grammar(outputs: StructuredOutputs) -> str:
-    """The constraint as llguidance's grammar text, checked.
+    """The constraint as llguidance's grammar text, known to be enforceable; blocks while another process finds out.
 
     Raises:
-        InvalidRequestError: it is malformed, or uses what llguidance cannot enforce; `param` names the field.
+        InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or memory
+            than one grammar may have; `param` names the field.
     """
+    kind = outputs.kind
+    value = getattr(outputs, kind)
+    length = sum(map(len, value)) if kind == "choice" else 0 if kind == "json_object" else len(value)
+    _check_length(kind, length)
+    key = hashlib.sha256(json.dumps([kind, value]).encode()).digest()
+    grammar = _compiled.get(key)
+    if grammar is None:
+        grammar = _processes.compile(kind, value)
+        _compiled.put(key, grammar)
+    return grammar
+
+
+class GrammarCache:
+    """The grammars last used, as many as `max_characters` hold. Any thread may use it."""
+
+    def __init__(self, max_characters: int):
+        self._left = max_characters
+        self._grammars: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> str | None:
+        with self._lock:
+            if key in self._grammars:
+                self._grammars.move_to_end(key)
+            return self._grammars.get(key)
+
+    def put(self, key: bytes, grammar: str) -> None:
+        with self._lock:
+            self._left += len(self._grammars.pop(key, "")) - len(grammar)
+            self._grammars[key] = grammar
+            while self._left < 0:
+                self._left += len(self._grammars.popitem(last=False)[1])
+
+
+_compiled = GrammarCache(16 * 2**20)
+_processes = GrammarProcesses()
+
+
+def grammar_text(outputs: StructuredOutputs) -> str:
+    """What `compile_grammar` gives, found in this process, which a hostile constraint can end. Raises as it does."""
     from llguidance import LLMatcher
 
     kind = outputs.kind
     try:
         grammar = _GRAMMARS[kind](outputs)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError(f"{kind} is malformed: {_one_line(str(error))}", param=kind) from None
-    if len(grammar) > MAX_GRAMMAR_LENGTH:
-        raise InvalidRequestError(
-            f"{kind} makes a grammar of {len(grammar)} characters; it may have {MAX_GRAMMAR_LENGTH}", param=kind
-        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"{kind} is malformed: {one_line(error)}", param=kind) from None
+    _check_length(kind, len(grammar))
     problem = LLMatcher.validate_grammar(grammar)
     if problem:
-        raise InvalidRequestError(f"{kind} cannot be enforced: {_one_line(problem)}", param=kind)
+        raise InvalidRequestError(f"{kind} cannot be enforced: {one_line(problem)}", param=kind)
     return grammar
+
+
+def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    """What follows tokens through a compiled grammar. It may come with an error: see LLMatcher."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_items_in_row=MAX_ALTERNATIVES, verbose_errors=False)
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+
+
+def _check_length(kind: str, length: int) -> None:
+    if length > MAX_GRAMMAR_LENGTH:
+        raise InvalidRequestError(
+            f"{kind} makes a grammar of {length} characters; it may have {MAX_GRAMMAR_LENGTH}", param=kind
+        )
 
 
 def _json_grammar(outputs: StructuredOutputs) -> str:
@@ -177,7 +240,3 @@ _GRAMMARS = {
     "json": _json_grammar, "json_object": _json_object_grammar, "regex": _regex_grammar, "choice": _choice_grammar,
     "grammar": _lark_grammar, "structural_tag": _structural_tag_grammar,
 }  # fmt: skip
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -1,0 +1,163 @@
+"""Compiles grammars in processes of their own, which may crash, hang or run out of memory and hurt nobody.
+
+llguidance walks chains of rules and of `$ref`s on the stack, whose overflow ends a process; GBNF and choices of odd
+shapes take minutes. `python -m jaxllm.requests.grammar_process` is such a process: one JSON object a line in, one a
+line out. What it accepts has been compiled, and asked for its first tokens, in less stack than `jaxllm.engine` gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import InvalidRequestError, one_line
+from jaxllm.threads import call_with_stack
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+COMPILE_SECONDS = 10
+"""How long one grammar may take."""
+COMPILE_STACK_BYTES = 128 * 2**20
+COMPILE_MEMORY_BYTES = 2**30
+"""Beside the stack."""
+MAX_PROCESSES = 4
+IDLE_SECONDS = 300
+"""A process that nobody asks for so long ends."""
+
+_MASK_STACK_BYTES = 2**20
+"""Half of what the threads have on which llguidance fills masks."""
+_BYTES_FOLLOWED = 16
+
+
+class GrammarProcesses:
+    """At most MAX_PROCESSES at once, started when they are needed; whoever waits for one holds up nobody else."""
+
+    def __init__(self, seconds: int = COMPILE_SECONDS, stack_bytes: int = COMPILE_STACK_BYTES) -> None:
+        self._seconds = seconds
+        self._stack_bytes = stack_bytes
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._free = threading.Semaphore(MAX_PROCESSES)
+
+    def compile(self, kind: str, value: Any) -> str:
+        """The grammar text of `StructuredOutputs(**{kind: value})`. Blocks; any thread may call it.
+
+        Raises InvalidRequestError when it is refused, or needs more time, stack or memory than it may have.
+        """
+        line = json.dumps({kind: value}).encode() + b"\n"
+        with self._free:
+            reply, status = self._asked(line)
+            while status == 0:  # it had just ended, for having been idle
+                reply, status = self._asked(line)
+        if status == -signal.SIGALRM:
+            raise InvalidRequestError(f"{kind} takes more than {self._seconds} seconds to compile", param=kind)
+        if status is not None and status < 0:
+            raise InvalidRequestError(
+                f"{kind} is nested too deeply, or a chain of too many rules or $refs: to compile it takes more than "
+                f"{self._stack_bytes:,} bytes of stack or {COMPILE_MEMORY_BYTES:,} of memory",
+                param=kind,
+            )
+        if status is not None:
+            raise RuntimeError(f"the process that compiles grammars ended with status {status}")
+        if "error" in reply:
+            raise InvalidRequestError(reply["error"], param=kind)
+        return reply["grammar"]
+
+    def close(self) -> None:
+        """End the idle processes; a later `compile` starts another."""
+        while self._idle:
+            _end(self._idle.pop())
+
+    def _asked(self, line: bytes) -> tuple[dict[str, Any], int | None]:
+        """A process's reply, and the exit status of one that died instead."""
+        process = self._idle.pop() if self._idle else self._started()
+        reply = None
+        try:
+            reply = _ask(process, line)
+        finally:
+            if reply is not None:
+                self._idle.append(process)
+            else:
+                status = _end(process, kill=sys.exc_info()[0] is not None)
+        return (reply, None) if reply is not None else ({}, status)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = (sys.executable, "-m", "jaxllm.requests.grammar_process", str(self._seconds), str(self._stack_bytes))
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def _ask(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:
+    """The process's reply; None when it died."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    reply = process.stdout.readline()
+    return json.loads(reply) if reply.endswith(b"\n") else None
+
+
+def _end(process: subprocess.Popen[bytes], kill: bool = True) -> int:
+    if kill:
+        process.kill()
+    status = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    return status
+
+
+def main(seconds: int, stack_bytes: int) -> None:
+    """Compile what stdin asks for until it closes, or nothing comes for long."""
+    _limit_memory(COMPILE_MEMORY_BYTES + stack_bytes)
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0] and (line := sys.stdin.buffer.readline()):
+        signal.alarm(seconds)  # which ends this process, whatever code it is in then
+        reply = _reply(json.loads(line), stack_bytes)
+        signal.alarm(0)
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+
+
+def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
+    from llguidance import LLTokenizer
+
+    from jaxllm.requests.structured_outputs import StructuredOutputs, grammar_text, new_matcher
+
+    outputs = StructuredOutputs(**fields)
+    try:
+        grammar = call_with_stack("compile", stack_bytes, lambda: grammar_text(outputs))
+    except InvalidRequestError as error:
+        return {"error": str(error)}
+    matcher = call_with_stack("build", stack_bytes, lambda: new_matcher(LLTokenizer("byte"), grammar))
+    call_with_stack("follow", _MASK_STACK_BYTES, lambda: _follow(matcher))
+    if matcher.is_error():
+        return {"error": f"{outputs.kind} cannot be enforced: {one_line(matcher.get_error())}"}
+    return {"grammar": grammar}
+
+
+def _follow(matcher: LLMatcher) -> None:
+    """Take the first of the bytes allowed, a few times, as an engine will take tokens."""
+    for _ in range(_BYTES_FOLLOWED):
+        if matcher.is_stopped():  # as one is that has failed
+            return
+        allowed = matcher.compute_logit_bias()
+        matcher.consume_token(next(token for token, bias in enumerate(allowed) if bias))
+
+
+def _limit_memory(most: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here, nothing to look into
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
