@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import uuid
 from typing import Any
 
@@ -22,8 +23,13 @@ logger = logging.getLogger(__name__)
 BATCH_PRIORITY = 1000
 """Of every line, unless it asks for an even later turn; other requests have 0, and lower runs earlier."""
 
-RETRY_STATUSES = (429, 503)
+QUEUE_FULL, UNAVAILABLE = 429, 503
+ALL_PLACES = sys.maxsize
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Unavailable(Exception):
+    """The engine died, or the server is stopping: the line has no answer, and no other will have one now."""
 
 
 class Places:
@@ -64,12 +70,17 @@ class Caller:
         self._transport = httpx.ASGITransport(self._logged, raise_app_exceptions=False)
 
     async def call(self, endpoint: str, line: Line) -> LineResult:
-        """The endpoint's answer, whatever it is; while the queue is full the line waits and tries again."""
+        """The endpoint's answer, whatever it is; while the queue is full the line waits and tries again.
+
+        Raises Unavailable.
+        """
         content = msgspec.json.encode(_with_priority(line.body))
         for delay in itertools.chain(_RETRY_SECONDS, itertools.repeat(_RETRY_SECONDS[-1])):
             request = httpx.Request("POST", f"http://batch{endpoint}", headers=self._headers, content=content)
             answer = await self._transport.handle_async_request(request)
-            if answer.status_code not in RETRY_STATUSES:
+            if answer.status_code == UNAVAILABLE:
+                raise Unavailable
+            if answer.status_code != QUEUE_FULL:
                 break
             await asyncio.sleep(delay)
         body = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(await answer.aread())))  # without line breaks

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from filelock import FileLock
@@ -16,6 +17,7 @@ from jaxllm.serving.batches.batch_types import LineResult
 from jaxllm.serving.store.files import link_or_copy
 
 _result_decoder = msgspec.json.Decoder(LineResult)
+_attempt_decoder = msgspec.json.Decoder(tuple[Literal["started", "released"], str])
 _body_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -47,9 +49,10 @@ class Tally:
 
 @dataclass
 class Progress:
-    """What the journal holds: the lines that are done, and their sums."""
+    """What the journal holds: the lines that are done, their sums, and how often a crash met each of the others."""
 
     done: set[str] = field(default_factory=set)
+    crashes: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
 
 
@@ -64,6 +67,7 @@ class Journal:
         self.input = directory / "input.jsonl"
         self.output = directory / "output.jsonl"
         self.errors = directory / "errors.jsonl"
+        self._attempts = directory / "attempts.jsonl"
 
     def begin(self, input_file: Path) -> None:
         """Keep the input, so that deleting the uploaded file does not touch the batch."""
@@ -76,6 +80,18 @@ class Journal:
     def lock(self) -> FileLock:
         """Held by the one server that runs the batch; the system releases it when that server dies."""
         return FileLock(self._directory / "lock", blocking=False)
+
+    def start(self, custom_id: str) -> None:
+        """Note that a line is about to run: if it is neither done nor released by the next start, a crash met it."""
+        self._note("started", [custom_id])
+
+    def release(self, custom_ids: Iterable[str]) -> None:
+        """Note that lines were stopped by nobody's fault."""
+        self._note("released", custom_ids)
+
+    def _note(self, what: str, custom_ids: Iterable[str]) -> None:
+        with self._attempts.open("ab") as file:
+            file.write(b"".join(msgspec.json.encode((what, custom_id)) + b"\n" for custom_id in custom_ids))
 
     def append(self, results: Iterable[LineResult]) -> None:
         """Write answers to the output, everything else to the errors."""
@@ -94,18 +110,14 @@ class Journal:
         """Read the results back, cutting off a line that a crash left half written."""
         progress = Progress()
         for path in (self.output, self.errors):
-            if not path.exists():
-                continue
-            whole = 0
-            with path.open("r+b") as file:
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    whole += len(line)
-                    result = _result_decoder.decode(line)
-                    progress.done.add(result.custom_id)
-                    progress.tally.add(result)
-                file.truncate(whole)
+            for line in _whole_lines(path):
+                result = _result_decoder.decode(line)
+                progress.done.add(result.custom_id)
+                progress.tally.add(result)
+        for line in _whole_lines(self._attempts):
+            what, custom_id = _attempt_decoder.decode(line)
+            if custom_id not in progress.done:
+                progress.crashes[custom_id] += 1 if what == "started" else -1
         return progress
 
     def remove(self) -> None:
@@ -114,6 +126,20 @@ class Journal:
 
 def succeeded(result: LineResult) -> bool:
     return result.response is not None and result.response.status_code < 400
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, cut off behind the last whole one."""
+    if not path.exists():
+        return
+    whole = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            yield line
+        file.truncate(whole)
 
 
 def _count(usage: dict[str, Any], *names: str) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from jaxllm.serving.batches.batch_types import BatchError, LineError, LineResult
-from jaxllm.serving.batches.caller import Caller, line_result
+from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Unavailable, line_result
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.lines import Line, check_input, read_lines
 from jaxllm.serving.store.batches import UNFINISHED, BatchRow, BatchStore
@@ -27,11 +28,13 @@ TICK_SECONDS = 0.5
 LINES_READ_AT_ONCE = 64
 
 EXPIRED = LineError("batch_expired", "This request could not be executed before the completion window expired.")
-CRASHED = LineError("server_error", "the server failed to run this request; its log has details")
+FAILED = LineError("server_error", "the server failed to run this request; its log has details")
+MAX_CRASHES = 2
+CRASHED = LineError("server_crashed", "the server or its engine crashed twice while it ran this request")
 
 
 class Suspended(Exception):
-    """The server is stopping: the batch goes on from its journal at the next start."""
+    """The server is stopping, or its engine died: the batch goes on from its journal at the next start."""
 
 
 @dataclasses.dataclass
@@ -52,7 +55,13 @@ class BatchRun:
     """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick."""
 
     def __init__(
-        self, batch_id: str, stores: Stores, caller: Caller, closing: asyncio.Event, must_stop: Callable[[], bool]
+        self,
+        batch_id: str,
+        stores: Stores,
+        caller: Caller,
+        closing: asyncio.Event,
+        draining: Callable[[], bool],
+        must_stop: Callable[[], bool],
     ):
         self._id = batch_id
         self._stores = stores
@@ -60,10 +69,14 @@ class BatchRun:
         self._journal = stores.journal(batch_id)
         self._caller = caller
         self._closing = closing
+        self._draining = draining
         self._must_stop = must_stop
         self._tally = Tally()
         self._done: set[str] = set()
+        self._crashes: Counter[str] = Counter()
+        self._started: set[str] = set()
         self._results: list[LineResult] = []
+        self._recording = asyncio.Lock()
 
     async def run(self) -> None:
         """From wherever the batch stands to its end. Raises Suspended."""
@@ -85,7 +98,7 @@ class BatchRun:
             if batch.status == "failed":
                 return
         progress = await asyncio.to_thread(self._journal.recover)
-        self._done, self._tally = progress.done, progress.tally
+        self._done, self._tally, self._crashes = progress.done, progress.tally, progress.crashes
         if batch.status == "in_progress":
             logger.info("batch %s: %d of %d lines are done", self._id, len(self._done), batch.total)
             batch = await self._run_lines(batch)
@@ -118,12 +131,14 @@ class BatchRun:
                 batch = await self._record()
             finished = feeding.done()
             if finished:
-                feeding.result()
+                _check(feeding)
         finally:
             feeding.cancel()
             closing.cancel()
             await asyncio.gather(feeding, closing, return_exceptions=True)
             batch = await self._record()
+            if self._closing.is_set() or self._draining():
+                await asyncio.to_thread(self._journal.release, self._started - self._done)
         if batch.status == "cancelling":
             return batch
         now = int(time.time())
@@ -139,7 +154,13 @@ class BatchRun:
         async with asyncio.TaskGroup() as group:
             while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
                 for line in lines:
-                    places = await self._caller.places.take(line.num_sequences(batch.endpoint))
+                    crashes = self._crashes[line.custom_id]
+                    if crashes >= MAX_CRASHES:
+                        self._results.append(line_result(line, error=CRASHED))
+                        continue
+                    # what was running at a crash runs alone, so that the next crash meets the one that is to blame
+                    wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
+                    places = await self._caller.places.take(wanted)
                     task = group.create_task(self._run_line(batch.endpoint, line))
                     task.add_done_callback(partial(self._give_back, places))
 
@@ -147,13 +168,19 @@ class BatchRun:
         self._caller.places.give(places)
 
     async def _run_line(self, endpoint: str, line: Line) -> None:
+        self._started.add(line.custom_id)
+        await asyncio.to_thread(self._journal.start, line.custom_id)
         try:
             result = await self._caller.call(endpoint, line)
+        except Unavailable:
+            raise
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
-            result = line_result(line, error=CRASHED)
+            result = line_result(line, error=FAILED)
         if not self._must_stop():  # else the answer may be one that the stopping server cut short
             self._results.append(result)
+            if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
+                await asyncio.shield(self._record())
 
     async def _expire_the_rest(self, batch: BatchRow) -> None:
         chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
@@ -163,14 +190,15 @@ class BatchRun:
 
     async def _record(self) -> BatchRow:
         """Results so far to disk, then the counts to the database."""
-        results, self._results = self._results, []
-        if not results:
-            return await self._batches.get(self._id)
-        await asyncio.to_thread(self._journal.append, results)
-        for result in results:
-            self._done.add(result.custom_id)
-            self._tally.add(result)
-        return await self._batches.change(self._id, **dataclasses.asdict(self._tally))
+        async with self._recording:
+            results, self._results = self._results, []
+            if not results:
+                return await self._batches.get(self._id)
+            await asyncio.to_thread(self._journal.append, results)
+            for result in results:
+                self._done.add(result.custom_id)
+                self._tally.add(result)
+            return await self._batches.change(self._id, **dataclasses.asdict(self._tally))
 
     async def _end(self, status: str, errors: list[BatchError] | None = None) -> None:
         """Make files of the results and close the batch in one transaction, so that it may be tried again."""
@@ -194,3 +222,11 @@ class BatchRun:
                 session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
             )
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
+
+
+def _check(feeding: asyncio.Task[None]) -> None:
+    """Raises Suspended when a line found nobody to answer it, and whatever else has gone wrong."""
+    error = feeding.exception()
+    if isinstance(error, ExceptionGroup) and error.subgroup(Unavailable) is not None:
+        raise Suspended
+    feeding.result()

@@ -104,7 +104,7 @@ class Batches:
     async def _suspends(self, batch_id: str) -> bool:
         """Run a batch; True when it had to stop before its end and may go on."""
         journal = self._stores.journal(batch_id)
-        run = BatchRun(batch_id, self._stores, self._caller, self._closing, self._must_stop)
+        run = BatchRun(batch_id, self._stores, self._caller, self._closing, self._draining, self._must_stop)
         try:
             with journal.lock():
                 await run.run()
@@ -117,6 +117,9 @@ class Batches:
         else:
             await asyncio.to_thread(journal.remove)
         return False
+
+    def _draining(self) -> bool:
+        return self._state.draining
 
     def _must_stop(self) -> bool:
         return self._state.draining or self._state.is_dead

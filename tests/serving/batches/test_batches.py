@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -356,6 +357,85 @@ def test_a_signal_in_the_middle_records_no_answer_cut_short(start: Callable[...,
     answers = [result["response"]["body"] for result in server.results(batch.output_file_id).values()]
     assert len(answers) == 20
     assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"stop"}
+
+
+class Poisoned(FakeEngine):
+    """Ends when it is asked question 13."""
+
+    def run(self, requests: Any, **arguments: Any) -> Any:
+        stream = super().run(requests, **arguments)
+        if questions(self)[-1] == "13":
+            self.end()
+        return stream
+
+    def end(self) -> None:
+        threading.Thread(target=self.die).start()
+
+
+class PoisonedProcess(Poisoned):
+    """Takes the server with it."""
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_only_the_culprit_failed(server: Running, batch_id: str) -> None:
+    batch = server.finished(batch_id)
+    assert batch.request_counts.model_dump() == {"total": 20, "completed": 19, "failed": 1}
+    assert "13" not in questions(server.engine)
+    failed = server.results(batch.error_file_id)["line-13"]
+    assert failed["response"] is None and failed["error"]["code"] == "server_crashed"
+
+
+def test_a_line_that_kills_the_server_is_tried_twice(start: Callable[..., Running], tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from jaxllm.config import ServeConfig\n"
+        "from jaxllm.serving.server import bind, run_server\n"
+        "from tests.serving.batches.test_batches import PoisonedProcess\n"
+        "config = ServeConfig(model='fake', port=0, data_dir=Path(sys.argv[1]))\n"
+        "run_server(config, PoisonedProcess(delay=0.001), bind(config.host, 0))\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "data")]
+    batch_id = ""
+    for _ in range(2):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=Path(fake_engine.__file__).parents[2]
+        )
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split(" on ")[1].split("/v1")[0]
+            if not batch_id:
+                lines = b"".join(json.dumps(chat(i)).encode() + b"\n" for i in range(20))
+                file = httpx.post(f"{url}/v1/files", data={"purpose": "batch"}, files={"file": lines}).json()
+                body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+                batch_id = httpx.post(f"{url}/v1/batches", json=body).json()["id"]
+            assert process.wait(20) == -signal.SIGKILL
+        finally:
+            process.kill()
+            process.communicate()
+    assert_only_the_culprit_failed(start(FakeEngine()), batch_id)
+
+
+def test_a_line_that_kills_the_engine_is_tried_twice(start: Callable[..., Running]) -> None:
+    batch_id = ""
+    for _ in range(2):
+        server = start(Poisoned(delay=0.001))
+        batch_id = batch_id or server.submit([chat(i) for i in range(20)])
+        wait_for(lambda: server.engine.is_dead)  # noqa: B023
+        server.stop()
+    assert_only_the_culprit_failed(start(FakeEngine()), batch_id)
+
+
+def test_orderly_restarts_are_held_against_no_line(start: Callable[..., Running]) -> None:
+    batch_id = ""
+    for _ in range(3):
+        server = start(FakeEngine(delay=0.5))
+        batch_id = batch_id or server.submit([chat(i) for i in range(10)])
+        wait_for(lambda: len(server.engine.active) == 7)  # noqa: B023  side by side: none is suspected
+        server.stop()
+    batch = start(FakeEngine()).finished(batch_id)
+    assert batch.request_counts.model_dump() == {"total": 10, "completed": 10, "failed": 0}
 
 
 @pytest.mark.covers("GET /v1/batches")
