@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import signal
 import subprocess
 import sys
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import InvalidRequestError, one_line
+from jaxllm.errors import Field, InvalidRequestError, one_line
 from jaxllm.threads import call_with_stack
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 10
 """How long one grammar may take."""
@@ -34,6 +36,9 @@ IDLE_SECONDS = 300
 _MASK_STACK_BYTES = 2**20
 """Half of what the threads have on which llguidance fills masks."""
 _BYTES_FOLLOWED = 16
+MAX_TOKEN_ID = 2**19 - 1
+_TOKENS = re.compile(r"<\[[^]]*]>")
+"""Tokens by their ids, as llguidance writes them."""
 
 
 class GrammarProcesses:
@@ -56,17 +61,17 @@ class GrammarProcesses:
             while status == 0:  # it had just ended, for having been idle
                 reply, status = self._asked(line)
         if status == -signal.SIGALRM:
-            raise InvalidRequestError(f"{kind} takes more than {self._seconds} seconds to compile", param=kind)
+            raise InvalidRequestError([Field(kind), f" takes more than {self._seconds} seconds to compile"])
         if status is not None and status < 0:
-            raise InvalidRequestError(
-                f"{kind} is nested too deeply, or a chain of too many rules or $refs: to compile it takes more than "
-                f"{self._stack_bytes:,} bytes of stack or {COMPILE_MEMORY_BYTES:,} of memory",
-                param=kind,
+            problem = (
+                " is nested too deeply, or a chain of too many rules or $refs: to compile it takes more than "
+                f"{self._stack_bytes:,} bytes of stack or {COMPILE_MEMORY_BYTES:,} of memory"
             )
+            raise InvalidRequestError([Field(kind), problem])
         if status is not None:
             raise RuntimeError(f"the process that compiles grammars ended with status {status}")
         if "error" in reply:
-            raise InvalidRequestError(reply["error"], param=kind)
+            raise InvalidRequestError([Field(kind), reply["error"]])
         return reply["grammar"]
 
     def close(self) -> None:
@@ -127,20 +132,35 @@ def main(seconds: int, stack_bytes: int) -> None:
 
 
 def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
-    from llguidance import LLTokenizer
-
     from jaxllm.requests.structured_outputs import StructuredOutputs, grammar_text, new_matcher
 
     outputs = StructuredOutputs(**fields)
     try:
         grammar = call_with_stack("compile", stack_bytes, lambda: grammar_text(outputs))
     except InvalidRequestError as error:
-        return {"error": str(error)}
-    matcher = call_with_stack("build", stack_bytes, lambda: new_matcher(LLTokenizer("byte"), grammar))
+        return {"error": str(error.pieces[1])}
+    ids = [int(token_id) for token in _TOKENS.findall(grammar) for token_id in re.findall("[0-9]{1,9}", token)]
+    vocabulary = _vocabulary(min(max(ids, default=0), MAX_TOKEN_ID).bit_length())
+    matcher = call_with_stack("build", stack_bytes, lambda: new_matcher(vocabulary, grammar))
     call_with_stack("follow", _MASK_STACK_BYTES, lambda: _follow(matcher))
     if matcher.is_error():
-        return {"error": f"{outputs.kind} cannot be enforced: {one_line(matcher.get_error())}"}
+        return {"error": f" cannot be enforced: {one_line(matcher.get_error())}"}
     return {"grammar": grammar}
+
+
+@lru_cache(maxsize=1)
+def _vocabulary(bits: int) -> LLTokenizer:
+    """A token for each byte, and ids up to 2**bits that mean nothing but themselves."""
+    from llguidance import LLTokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    eos = len(letters)
+    return LLTokenizer(backend.to_str(), n_vocab=max(eos + 1, 2**bits), eos_token=eos)
 
 
 def _follow(matcher: LLMatcher) -> None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import InvalidRequestError, one_line
+from jaxllm.errors import Field, InvalidRequestError, one_line
 from jaxllm.requests.grammar_process import GrammarProcesses
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def compile_grammar(outputs: StructuredOutputs) -> str:
 
     Raises:
         InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or memory
-            than one grammar may have; `param` names the field.
+            than one grammar may have. Its pieces are the field and what is wrong with it.
     """
     kind = outputs.kind
     value = getattr(outputs, kind)
@@ -135,11 +135,11 @@ def grammar_text(outputs: StructuredOutputs) -> str:
     try:
         grammar = _GRAMMARS[kind](outputs)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"{kind} is malformed: {one_line(error)}", param=kind) from None
+        raise InvalidRequestError([Field(kind), f" is malformed: {one_line(error)}"]) from None
     _check_length(kind, len(grammar))
     problem = LLMatcher.validate_grammar(grammar)
     if problem:
-        raise InvalidRequestError(f"{kind} cannot be enforced: {one_line(problem)}", param=kind)
+        raise InvalidRequestError([Field(kind), f" cannot be enforced: {one_line(problem)}"])
     return grammar
 
 
@@ -153,9 +153,8 @@ def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 def _check_length(kind: str, length: int) -> None:
     if length > MAX_GRAMMAR_LENGTH:
-        raise InvalidRequestError(
-            f"{kind} makes a grammar of {length} characters; it may have {MAX_GRAMMAR_LENGTH}", param=kind
-        )
+        problem = f" makes a grammar of {length} characters; it may have {MAX_GRAMMAR_LENGTH}"
+        raise InvalidRequestError([Field(kind), problem])
 
 
 def _json_grammar(outputs: StructuredOutputs) -> str:

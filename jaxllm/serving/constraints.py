@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
-from jaxllm.serving.conversation import Conversation, ToolChoice
+from jaxllm.serving.conversation import Conversation, Tool, ToolChoice
 from jaxllm.serving.parsing.formats import OutputFormats
 from jaxllm.serving.parsing.grammar import tool_constraint
 
 CONSTRAINT = Field("structured_outputs")
 """What the request itself asks of the text."""
+TOOLS = Field("tools")
+BLAME_SECONDS = 10.0
+"""How long the one of several tools that cannot be enforced is looked for."""
 
 
 def answer_constraint(
@@ -49,11 +53,11 @@ def _constraint(
         return tool_constraint(formats, tools, choice, parallel=parallel, after=after, special_tokens=special_tokens)
 
     if choice != "auto" or answer is None:
-        return compiled(calls(choice), Field("tools"))
+        return _compiled_calls(calls(choice), tools)
     compiled(answer)
     required = calls("required")
     assert required is not None
-    return compiled(_either(required, answer))
+    return _compiled_calls(_either(required, answer), tools)
 
 
 def compiled(constraint: StructuredOutputs | None, field: Field = CONSTRAINT) -> StructuredOutputs | None:
@@ -62,8 +66,29 @@ def compiled(constraint: StructuredOutputs | None, field: Field = CONSTRAINT) ->
         try:
             compile_grammar(constraint)
         except InvalidRequestError as error:
-            raise InvalidRequestError(error.pieces, field) from None
+            raise InvalidRequestError(str(error), field) from None
     return constraint
+
+
+def _compiled_calls(calls: StructuredOutputs | None, tools: Sequence[Tool]) -> StructuredOutputs | None:
+    """The same constraint, known to be enforceable. Raises InvalidRequestError of the tool to blame."""
+    deadline = time.monotonic() + BLAME_SECONDS
+    try:
+        return compiled(calls)
+    except InvalidRequestError as error:
+        for tool in tools:
+            if time.monotonic() < deadline:
+                _check_parameters(tool)
+        raise InvalidRequestError(["the ", TOOLS, f" cannot be called as asked: {error}"]) from None
+
+
+def _check_parameters(tool: Tool) -> None:
+    schema = {"type": "object", **(tool.parameters or {}), "x-guidance": {"lenient": not tool.strict}}
+    try:
+        compile_grammar(StructuredOutputs(json=json.dumps(schema)))
+    except InvalidRequestError as error:
+        _, problem = error.pieces
+        raise InvalidRequestError([tool.parameters_field, f" (of {tool.name!r}){problem}"]) from None
 
 
 def _either(calls: StructuredOutputs, answer: StructuredOutputs) -> StructuredOutputs:

@@ -43,6 +43,8 @@ class Tool:
     parameters: dict[str, Any] | None = None
     strict: bool = False
     """Its arguments follow the schema to the letter whenever the model calls it."""
+    parameters_field: Field = field(default=Field("tools"), compare=False)
+    """Where the request has the schema."""
 
     def for_template(self) -> dict[str, Any]:
         """As templates expect it, which write the function's parameters into the prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from jaxllm.errors import Field
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.anthropic.content import ToolResultBlockParam, Turn
 from jaxllm.serving.anthropic.request import (
@@ -40,7 +41,9 @@ def conversation(body: CountTokensRequest) -> Conversation:
     parallel = isinstance(body.tool_choice, ToolChoiceNone | None) or not body.tool_choice.disable_parallel_tool_use
     return Conversation(
         messages=messages(body),
-        tools=[] if isinstance(body.tool_choice, ToolChoiceNone) else [_tool(tool) for tool in body.tools or ()],
+        tools=[]
+        if isinstance(body.tool_choice, ToolChoiceNone)
+        else [_tool(at, tool) for at, tool in enumerate(body.tools or ())],
         tool_choice=_tool_choice(body),
         parallel_tool_calls=parallel,
         rendering=_rendering(body),
@@ -97,8 +100,9 @@ def _joined(texts: list[str]) -> str:
     return "\n".join(texts)
 
 
-def _tool(tool: ToolParam) -> Tool:
-    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
+def _tool(at: int, tool: ToolParam) -> Tool:
+    field = Field("tools", at, "input_schema")
+    return Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), field)
 
 
 def _tool_choice(body: CountTokensRequest) -> ToolChoice:

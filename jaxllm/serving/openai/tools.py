@@ -23,8 +23,10 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
     """Make the arguments follow the schema to the letter whenever the model calls this function."""
 
-    def tool(self) -> Tool:
-        return Tool(self.name, self.description, self.parameters, bool(self.strict))
+    def tool(self, *place: str | int) -> Tool:
+        """`place` is where the request has the function."""
+        field = Place(*place, "parameters")
+        return Tool(self.name, self.description, self.parameters, bool(self.strict), field)
 
 
 class ChatTool(RequestModel):
@@ -97,7 +99,7 @@ class ToolFields(RequestModel):
         if self.tool_choice == "none":
             return []
         chosen = self._chosen_names() if isinstance(self.tool_choice, AllowedToolsChoice) else None
-        tools = [tool.function.tool() for tool in self.tools or ()]
+        tools = [tool.function.tool("tools", at, "function") for at, tool in enumerate(self.tools or ())]
         return tools if chosen is None else [tool for tool in tools if tool.name in chosen]
 
     def choice(self) -> conversation.ToolChoice:

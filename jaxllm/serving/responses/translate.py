@@ -193,7 +193,7 @@ def _check_calls(items: Sequence[Item]) -> None:
 
 
 def _tools(body: PromptFields) -> list[Tool]:
-    tools = [tool.tool() for tool in body.tools]
+    tools = [tool.tool("tools", at) for at, tool in enumerate(body.tools)]
     match body.tool_choice:
         case "none":
             return []

@@ -55,6 +55,11 @@ REFUSALS = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
     ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
     ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
+    (
+        {"tools": [WEATHER | {"input_schema": {"type": "object", "properties": {"a": {"type": "nope"}}}}]}
+        | {"tool_choice": {"type": "any"}},
+        f"tools[0].input_schema (of {WEATHER['name']!r}) cannot be enforced: Invalid type: nope",
+    ),
     ({"tools": [WEATHER, WEATHER]}, "names must differ"),
     ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tool_choice": {"type": "any"}}, "needs tools"),

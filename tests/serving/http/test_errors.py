@@ -22,6 +22,11 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def misused(kind: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": {"type": kind}}}
+    return {"type": "function", "function": {"name": "misused", "parameters": parameters}}
+
+
 def allowed(name: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named(name)]}}
 
@@ -70,6 +75,12 @@ CHAT_REFUSALS = [
     ({"tools": [TOOL, TOOL]}, "tools", "two functions"),
     ({"tools": [TOOL] * 129}, "tools", "128"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+    (
+        {"tools": [TOOL, misused("nope")], "tool_choice": "required"},
+        "tools[1].function.parameters",
+        "tools[1].function.parameters (of 'misused') cannot be enforced: Invalid type: nope",
+    ),
+    ({"tools": [TOOL, misused("nope")], "tool_choice": named("misused")}, "tools[1].function.parameters", "nope"),
     ({"functions": []}, "functions", "not supported"),
     ({"function_call": "auto"}, "function_call", "not supported"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "'low'"),

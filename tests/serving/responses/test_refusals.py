@@ -32,6 +32,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [CALL_ITEM | {"arguments": "3"}]}, "input[0].arguments", "JSON"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
     ({"input": "x", "tools": [WEATHER, WEATHER]}, "tools[1].name", "twice"),
+    (
+        {"input": "x", "tools": [WEATHER | {"parameters": {"properties": {"a": {"type": "nope"}}}}]}
+        | {"tool_choice": "required"},
+        "tools[0].parameters",
+        f"(of {WEATHER['name']!r}) cannot be enforced",
+    ),
     ({"input": "x", "tool_choice": "required"}, "tool_choice", "tools is empty"),
     ({"input": "x", "tool_choice": {"type": "file_search"}}, "tool_choice.type", "'file_search'"),
     ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "f"),
