@@ -1,4 +1,4 @@
-"""`serve(config)`: bind, load, listen, and stop cleanly."""
+"""`serve(config)`: listen, load, answer, and stop cleanly."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 3
 """How long cancelled requests get to send their last chunk to a client that reads slowly."""
 IDLE_CONNECTION_SECONDS = 30
+WAITING_CONNECTIONS = 2048
+"""That the system keeps while the model loads, or the event loop is busy."""
 
 
 def serve(config: ServeConfig) -> None:
     """Serve config.model over HTTP until SIGINT or SIGTERM; returns when everything has stopped.
 
-    The port is taken before the model loads. On a signal /ready turns 503, new requests are refused, running ones get
+    The port is taken before the model loads; who connects meanwhile waits for it. On a signal /ready turns 503, new requests are refused, running ones get
     config.shutdown_timeout seconds and then end with finish_reason "abort". A second signal exits at once.
 
     Raises ConfigError when the port cannot be had, and whatever building the engine raises.
@@ -62,7 +64,7 @@ def configure_logging(config: ServeConfig) -> None:
 
 
 def run_server(config: ServeConfig, engine: AsyncLLM, listener: socket.socket) -> None:
-    """Run the server on a bound socket until a signal. Raises ConfigError when another process listens there first."""
+    """Run the server on a listening socket until a signal."""
     app = create_app(config, engine)
     settings = uvicorn.Config(
         app,
@@ -77,10 +79,7 @@ def run_server(config: ServeConfig, engine: AsyncLLM, listener: socket.socket) -
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    try:
-        Server(settings, app.state.server).run(sockets=[listener])
-    except OSError as error:
-        raise _cannot_listen(config.host, config.port, error) from None
+    Server(settings, app.state.server).run(sockets=[listener])
 
 
 class Server(uvicorn.Server):
@@ -139,7 +138,10 @@ def announce(state: ServerState, listener: socket.socket) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises ConfigError naming the host or the port."""
+    """A listening TCP socket. Raises ConfigError naming the host or the port.
+
+    With SO_REUSEADDR alone Linux gives an address to all who bind it and to the first who listens: only that takes it.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -150,6 +152,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(WAITING_CONNECTIONS)
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from None

@@ -129,6 +129,15 @@ def test_port_in_use_is_said_before_the_model_loads() -> None:
     assert "\n" not in str(error.value)
 
 
+def test_the_second_of_two_servers_is_refused_while_the_first_loads() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^port {port} on 127\.0\.0\.1 is in use"):
+            bind("127.0.0.1", port)
+        waiting = socket.create_connection(("127.0.0.1", port), timeout=1)  # not refused, though nobody answers yet
+        waiting.close()
+
+
 def test_one_line_a_request_at_any_log_level() -> None:
     script = (
         "from jaxllm.config import ServeConfig\n"
