@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
@@ -17,6 +18,28 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 64
 MAX_N = 128
+_SHOWN_LENGTH = 100
+
+INT32_MAX = 2**31 - 1
+"""What an integer that reaches the device may be."""
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+_INTEGERS: dict[str, tuple[int, int, str]] = {
+    "n": (1, MAX_N, f"an integer from 1 to {MAX_N}"),
+    "top_k": (-1, INT32_MAX, f"-1 or 0 (all tokens), or a positive integer up to {INT32_MAX}"),
+    "repeat_last_n": (-1, INT32_MAX, f"-1 (all tokens), or an integer from 0 to {INT32_MAX}"),
+    "seed": (INT64_MIN, 2**64 - 1, "a 64-bit integer"),
+    "max_tokens": (1, INT32_MAX, f"an integer from 1 to {INT32_MAX}"),
+    "min_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
+    "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
+    "prompt_logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
+}
+"""What each may be, and how an error says it."""
+_MAY_BE_NONE = frozenset({"repeat_last_n", "seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+_TOKEN_IDS = ("allowed_token_ids", "stop_token_ids", "shown_special_token_ids")
+_TEXTS = ("stop", "bad_words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,51 +106,43 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the dataclass is frozen; normalising happens once, here
-        for name in _INTEGERS:
-            set_field(self, name, _integer(name, getattr(self, name)))
-        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        for name in ("stop_token_ids", "bad_words", "shown_special_token_ids"):
-            set_field(self, name, tuple(getattr(self, name) or ()))
-        if self.allowed_token_ids is not None:
-            set_field(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name, (low, high, accepted) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                set_field(self, name, _integer(name, value, low, high, accepted))
+        for name in _REALS:
+            _check(_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
+        for name in _FLAGS:
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        for name in _TEXTS:
+            set_field(self, name, _tuple(name, getattr(self, name), "a list of strings") or ())
+        for name in _TOKEN_IDS:
+            ids = _tuple(name, getattr(self, name), "a list of token ids")
+            if ids is not None:
+                ids = tuple(_integer(name, token, 0, INT32_MAX, f"token ids from 0 to {INT32_MAX}") for token in ids)
+            set_field(self, name, ids if name == "allowed_token_ids" else ids or ())
         if self.repeat_last_n == -1:
             set_field(self, "repeat_last_n", None)
-        set_field(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
-        set_field(self, "top_k", max(self.top_k, 0) if self.top_k >= -1 else self.top_k)
+        _check(isinstance(self.logit_bias or {}, dict), "logit_bias", self.logit_bias, "token ids with their values")
+        set_field(self, "top_k", max(self.top_k, 0))
 
-        _check(1 <= self.n <= MAX_N, "n", self.n, f"an integer from 1 to {MAX_N}")
-        _check(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _check(self.top_k >= 0, "top_k", self.top_k, "-1 or 0 (all tokens), or a positive integer")
-        _check(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _check(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        _check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _check(_finite(value) and -2 <= value <= 2, name, value, "from -2 to 2")
-        _check(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "above 0",
-        )
-        _check(
-            len(self.logit_bias) <= MAX_LOGIT_BIAS,
-            "logit_bias",
-            f"{len(self.logit_bias)} entries",
-            f"at most {MAX_LOGIT_BIAS} entries",
-        )
-        for token, value in self.logit_bias.items():
-            _check(
-                token >= 0 and _finite(value) and -100 <= value <= 100,
-                "logit_bias",
-                {token: value},
-                "token ids from 0 with values from -100 to 100",
-            )
-        _check(
-            self.repeat_last_n is None or self.repeat_last_n >= 0,
-            "repeat_last_n",
-            self.repeat_last_n,
-            "-1 (all tokens), or 0 or more",
-        )
+            _check(-2 <= value <= 2, name, value, "from -2 to 2")
+        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        biases = self.logit_bias or {}
+        entries = f"{len(biases)} entries"
+        _check(len(biases) <= MAX_LOGIT_BIAS, "logit_bias", entries, f"at most {MAX_LOGIT_BIAS} entries")
+        accepted = "token ids from 0 with values from -100 to 100"
+        for token, value in biases.items():
+            _check(_finite(value) and -100 <= value <= 100, "logit_bias", {token: value}, accepted)
+        keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in biases]  # as JSON has them
+        tokens = [_integer("logit_bias", key, 0, INT32_MAX, accepted) for key in keys]
+        set_field(self, "logit_bias", dict(zip(tokens, map(float, biases.values()), strict=True)))
         _check(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id")
         _check(
             len(self.bad_words) <= MAX_BAD_WORDS,
@@ -141,8 +156,6 @@ class SamplingParams:
             list(self.bad_words),
             "strings that are not blank",
         )
-        _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         _check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -160,19 +173,6 @@ class SamplingParams:
             f"at most {MAX_STOP_TOKEN_IDS}",
         )
         _check(not self.stop or self.detokenize, "stop", list(self.stop), "stop strings need detokenize=True")
-        _check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"from 0 to {MAX_LOGPROBS}",
-        )
-        _check(
-            self.prompt_logprobs is None or -1 <= self.prompt_logprobs <= MAX_LOGPROBS,
-            "prompt_logprobs",
-            self.prompt_logprobs,
-            f"-1 (whole vocabulary) or from 0 to {MAX_LOGPROBS}",
-        )
-        _check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
 
     @property
     def greedy(self) -> bool:
@@ -208,20 +208,36 @@ class SamplingDefaults:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-_INTEGERS = ("n", "top_k", "repeat_last_n", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+def _integer(name: str, value: Any, low: int, high: int, accepted: str) -> int:
+    """`value` as an int, NumPy's too, but no truth value."""
+    known = hasattr(value, "__index__") and not isinstance(value, bool)
+    _check(known and low <= value <= high, name, value, accepted)
+    return operator.index(value)
 
 
-def _integer(name: str, value: Any) -> int | None:
+def _finite(value: Any) -> bool:
+    """Whether `value` is a number that a float can hold."""
     try:
-        return None if value is None else operator.index(value)
-    except TypeError:
-        raise InvalidRequestError(f"{name} is {value!r}; it must be an integer", param=name) from None
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
+def _tuple(name: str, values: Any, accepted: str) -> tuple[Any, ...] | None:
+    if values is None:
+        return None
+    _check(isinstance(values, Iterable) and not isinstance(values, str | bytes), name, values, accepted)
+    return tuple(values)
 
 
 def _check(condition: bool, name: str, value: object, *accepted: str | Field) -> None:
     if not condition:
-        raise InvalidRequestError([Field(name), f" is {value!r}; it must be ", *accepted])
+        raise InvalidRequestError([Field(name), f" is {_shown(value)}; it must be ", *accepted])
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}…"

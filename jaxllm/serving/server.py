@@ -33,8 +33,9 @@ WAITING_CONNECTIONS = 2048
 def serve(config: ServeConfig) -> None:
     """Serve config.model over HTTP until SIGINT or SIGTERM; returns when everything has stopped.
 
-    The port is taken before the model loads; who connects meanwhile waits for it. On a signal /ready turns 503, new requests are refused, running ones get
-    config.shutdown_timeout seconds and then end with finish_reason "abort". A second signal exits at once.
+    The port is taken before the model loads; who connects meanwhile waits for it. On a signal /ready turns 503, new
+    requests are refused, running ones get config.shutdown_timeout seconds and then end with finish_reason "abort". A
+    second signal exits at once.
 
     Raises ConfigError when the port cannot be had, and whatever building the engine raises.
     """

@@ -28,7 +28,12 @@ REFUSED: list[tuple[str, Any]] = [
     ("min_tokens", 17), ("stop", ""), ("stop", ["x"] * (MAX_STOP_STRINGS + 1)), ("stop", [3]),
     ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS + 1))), ("logprobs", -1), ("logprobs", 21),
     ("prompt_logprobs", -2), ("prompt_logprobs", 21), ("seed", 2**64), ("seed", -(2**63) - 1),
-    ("top_k", 64.0), ("max_tokens", "5"), ("seed", 0.5),
+    ("top_k", 64.0), ("max_tokens", "5"), ("seed", 0.5), ("top_k", 2**31), ("max_tokens", 2**31),
+    ("repeat_last_n", 2**31), ("repeat_last_n", -2), ("min_tokens", 10**30), ("max_tokens", True), ("n", None),
+    ("temperature", 10**400), ("temperature", "hot"), ("top_p", None), ("min_p", True), ("ignore_eos", 1),
+    ("allowed_token_ids", [10**30]), ("allowed_token_ids", 5), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
+    ("stop_token_ids", "12"), ("shown_special_token_ids", [2**31]), ("stop", 5), ("bad_words", "word"),
+    ("logit_bias", {2**31: 1.0}), ("logit_bias", {"a": 1.0}), ("logit_bias", {1: "a"}), ("logit_bias", [1]),
 ]  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResult
 from jaxllm.serving.batches.lines import Line
+from jaxllm.serving.http.body import check_numbers
+from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,11 @@ class Caller:
 
         Raises Unavailable.
         """
+        try:
+            check_numbers(line.body)
+        except APIError as error:
+            body = msgspec.Raw(msgspec.json.encode(error.body))
+            return line_result(line, response=LineResponse(status_code=error.status, request_id=None, body=body))
         content = msgspec.json.encode(_with_priority(line.body))
         for delay in itertools.chain(_RETRY_SECONDS, itertools.repeat(_RETRY_SECONDS[-1])):
             request = httpx.Request("POST", f"http://batch{endpoint}", headers=self._headers, content=content)

@@ -11,6 +11,8 @@ import pydantic_core
 
 from jaxllm.config import did_you_mean
 from jaxllm.serving.batches.batch_types import BatchError
+from jaxllm.serving.http.body import SMALL_BODY, check_structure
+from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.shown import shown
 
 MAX_ERRORS = 100
@@ -104,7 +106,11 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _parse(text: bytes, endpoint: str) -> Line:
     try:
+        if len(text) > SMALL_BODY:
+            check_structure(text)
         value = pydantic_core.from_json(text, allow_inf_nan=False)
+    except APIError as error:
+        raise _WrongLine("invalid_json_line", str(error)) from None
     except ValueError as error:
         raise _WrongLine("invalid_json_line", f"the line is not valid JSON: {error}") from None
     if not isinstance(value, dict):

@@ -106,8 +106,8 @@ def _validation_error(error: RequestValidationError) -> APIError:
     first = max(items, key=lambda item: "param" in item.get("ctx", {}))
     if "param" in first.get("ctx", {}):  # raised by our own models, with a message that is already a sentence
         named = (*path, first["ctx"]["param"]) if first["ctx"]["param"] else path
-        return APIError(400, first["msg"], param=_dotted(named) or None)
-    name = _dotted(path)
+        return APIError(400, first["msg"], param=dotted(named) or None)
+    name = dotted(path)
     if first["type"] == "missing":
         return APIError(400, f"{name} is required", param=name)
     accepted = " or ".join(dict.fromkeys(_sentence(item) for item in items))
@@ -141,7 +141,7 @@ def _sentence(item: dict[str, Any]) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _dotted(path: Sequence[str | int]) -> str:
+def dotted(path: Sequence[str | int]) -> str:
     """('messages', 0, 'content') -> 'messages[0].content'"""
     text = ""
     for part in path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
@@ -20,13 +23,14 @@ from jaxllm.serving.shown import shown
 FORM_OVERHEAD = 64 * 1024
 """Bytes that the form may need beside its file."""
 MAX_FIELD_SIZE = 16 * 1024
+NO_ROOM = "the server has no room to store this file; delete others, or ask its operator"
 
 
 class MultipartRoute(APIRoute):
     """A route behind the API key whose body is a multipart form with one file of limited size.
 
     Raises APIError: 401 wrong or missing key, 413 too large, 415 not a form by its Content-Type, 400 when the form is
-    malformed or has a field that the route does not know or has it twice.
+    malformed or has a field that the route does not know or has it twice, 507 when the disk is full.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -50,8 +54,19 @@ class MultipartRoute(APIRoute):
                     return await handler(limited)
             except ClientDisconnect:
                 raise ClientDisconnected from None
+            except (OSError, OperationalError) as error:
+                if not _is_full(error):
+                    raise
+                raise APIError(507, NO_ROOM, type="server_error", param="file", code="insufficient_storage") from None
 
         return handle
+
+
+def _is_full(error: OSError | OperationalError) -> bool:
+    """Whether the disk is full, or this user's share of it."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def too_large(limit: int) -> APIError:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import InvalidRequestError
@@ -40,6 +40,17 @@ def refusing(field: str | None = None) -> Iterator[None]:
         raise refuse(str(error), field) from None
 
 
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
 class RequestModel(BaseModel):
     """A JSON object of which every field is honoured or refused: unknown names, wrong types and infinities are errors.
 
@@ -50,17 +61,23 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
     unsupported: ClassVar[frozenset[str]] = frozenset()
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lists are refused at their first wrong entry: an error for each of a million takes seconds and gigabytes."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = cls.field_names()
+        known, ignored = cls.field_names(), ignored_fields.get()
         present = {name: value for name, value in data.items() if value is not None}
         for name in data:
             if name in known or (name in cls.unsupported and name not in present):
                 continue
-            ignored = ignored_fields.get()
             if ignored is None:
                 raise refuse(cls._problem(name), name)
             present.pop(name, None)

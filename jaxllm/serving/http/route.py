@@ -6,14 +6,13 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
+from jaxllm.serving.http.body import SMALL_BODY, check_numbers, check_structure, may_overflow, parse_object
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.shown import shown
 
 
 class ParsedRequest(Request):
@@ -52,7 +51,12 @@ class JSONRoute(APIRoute):
                 return await handler(request)
             raw = await read_body(request, state.config.max_body_size)
             ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
-            return await handler(ParsedRequest(request.scope, request.receive, raw, parse_object(raw)))
+            if len(raw) > SMALL_BODY:
+                await state.offload(check_structure, raw)
+            value = parse_object(raw)
+            if may_overflow(raw):
+                await state.offload(check_numbers, value)
+            return await handler(ParsedRequest(request.scope, request.receive, raw, value))
 
         return handle
 
@@ -87,16 +91,6 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise _too_large(limit)
         chunks.append(chunk)
     return b"".join(chunks)
-
-
-def parse_object(raw: bytes) -> dict[str, Any]:
-    try:
-        value = pydantic_core.from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise APIError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise APIError(400, f"the body is {shown(value)}; it must be a JSON object", code="invalid_json")
-    return value
 
 
 def _too_large(limit: int) -> APIError:

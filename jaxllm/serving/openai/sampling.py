@@ -9,6 +9,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from jaxllm.engine.front.beams import MAX_BEAM_WIDTH
 from jaxllm.requests.sampling import (
+    INT32_MAX,
+    INT64_MAX,
+    INT64_MIN,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_N,
@@ -92,7 +95,7 @@ class SamplingFields(RequestModel):
     """Neither the end of the sequence nor a stop token may come before this many tokens."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; true by default."""
-    priority: int = 0
+    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
     """Lower runs earlier."""
     cache_salt: str | None = Field(default=None, min_length=1)
     """Only requests with the same salt share cached prefixes."""
@@ -139,7 +142,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """Return the token ids of prompt and completion."""
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     """Keep only the last so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
     request_id: str | None = Label
     """Becomes part of the response's id."""

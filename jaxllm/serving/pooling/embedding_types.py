@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
+from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.http.request_model import Label, RequestModel, refuse
 from jaxllm.serving.openai.messages import Messages, TemplateFields
@@ -24,9 +25,9 @@ class PoolingFields(RequestModel):
 
     model: str | None = None
     """A name that /v1/models lists; by default the first."""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     """Cut longer inputs to so many tokens; -1 cuts to the context. Without it they are refused."""
-    priority: int = 0
+    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
     """Lower runs earlier."""
     request_id: str | None = Label
     """Becomes part of the response's id."""

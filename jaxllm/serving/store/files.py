@@ -47,8 +47,12 @@ class FileStore:
         path = self._directory / file_id
         await asyncio.to_thread(_copy, content, path)
         row = _row(file_id, path, filename, purpose, expires_after)
-        async with self._database.transaction() as session:
-            session.add(row)
+        try:
+            async with self._database.transaction() as session:
+                session.add(row)
+        except BaseException:
+            path.unlink()  # nobody could ask for it, nor delete it
+            raise
         return _object(row)
 
     async def adopt(
