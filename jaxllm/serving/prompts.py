@@ -17,7 +17,6 @@ from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
-from jaxllm.text import chat_template
 
 
 @dataclass
@@ -46,25 +45,26 @@ class ConversationPrompt:
         return OutputParser(self.formats, tools=tools, in_reasoning=self.in_reasoning, parse_tools=bool(tools))
 
 
-async def render(state: ServerState, model: ServedModel, conversation: Conversation) -> Rendered:
-    """The prompt of a conversation, made off the event loop.
+async def render(
+    state: ServerState, model: ServedModel, conversation: Conversation, *, may_be_cut: bool = False
+) -> Rendered:
+    """The prompt of a conversation, made off the event loop; with `may_be_cut` it need not fit the context.
 
-    A template that came with the request is rendered where it can be stopped.
+    The template is rendered where it can be stopped, whoever wrote it.
     Raises InvalidRequestError where the template or a setting refuses.
     """
-    wanted, text = conversation.rendering.chat_template, None
-    if wanted is not None:
-        values = await state.offload(template_values, model, conversation)
-        if values["template"] == wanted:  # it is no name of one of the checkpoint's
-            text = await state.templates.render(values)
-    return await state.offload(_rendered, model, conversation, text)
+    values = await state.offload(template_values, model, conversation)
+    came_along = values["template"] == conversation.rendering.chat_template  # and is no name of one of the checkpoint's
+    text = await (state.clients_templates if came_along else state.templates).render(values)
+    return await state.offload(_rendered, model, conversation, may_be_cut, values["template"], text)
 
 
 async def conversation_prompt(
     state: ServerState, model: ServedModel, conversation: Conversation, settings: GenerationSettings
 ) -> ConversationPrompt:
     """Render, tokenize and check a conversation off the event loop. Raises InvalidRequestError naming the field."""
-    rendered = await render(state, model, conversation)
+    may_be_cut = settings.truncate_prompt_tokens is not None
+    rendered = await render(state, model, conversation, may_be_cut=may_be_cut)
     return await state.offload(_checked, model, conversation, settings, rendered)
 
 
@@ -126,13 +126,11 @@ def sampling_params(model: ServedModel, settings: GenerationSettings, **derived:
     return settings.sampling_params(model.engine.info.default_sampling, detokenize=detokenize, **derived)
 
 
-def _rendered(model: ServedModel, conversation: Conversation, text: str | None) -> Rendered:
-    """`text` is what the request's own template gave."""
-    values = template_values(model, conversation)
-    if text is None:
-        text = chat_template.render(**values)
-    token_ids = model.tokenizer.encode(text, conversation.rendering.special_tokens)
-    return Rendered(text, token_ids, model.formats(values["template"]))
+def _rendered(model: ServedModel, conversation: Conversation, may_be_cut: bool, template: str, text: str) -> Rendered:
+    """`text` is what the template gave."""
+    special = conversation.rendering.special_tokens
+    token_ids = model.encode(text, Field("messages"), add_special_tokens=special, may_be_cut=may_be_cut)
+    return Rendered(text, token_ids, model.formats(template))
 
 
 def _checked(

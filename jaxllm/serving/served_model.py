@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxllm.config import ServeConfig
 from jaxllm.engine.detokenizer import special_token_ids
-from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError
+from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
 from jaxllm.serving.http.errors import unavailable
 from jaxllm.serving.metrics import RequestMetrics
 from jaxllm.serving.parsing.formats import OutputFormats, detect_formats
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
         AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
     )
     from jaxllm.text.tokenizer import Tokenizer
+
+MAX_TEXT_TOKENS = 2**18
+"""Of a text that need not fit the context: one that is cut or only tokenized. The context's length if that is more."""
 
 
 class Running(Protocol):
@@ -61,6 +64,24 @@ class ServedModel:
                 "this server runs without a tokenizer (skip_tokenizer_init): send token ids to /v1/completions"
             )
         return self.engine.tokenizer
+
+    def encode(
+        self, text: str, source: Field, *, add_special_tokens: bool = True, may_be_cut: bool = False
+    ) -> list[int]:
+        """Token ids of a text. Raises ContextLengthError of `source`, see `check_length`."""
+        self.check_length(text, source, may_be_cut=may_be_cut)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def check_length(self, text: str, source: Field, *, may_be_cut: bool) -> None:
+        """Refuse a text that surely does not fit the context, or with `may_be_cut` one beyond MAX_TEXT_TOKENS.
+
+        Raises ContextLengthError of `source`, without encoding all of the text.
+        """
+        context = self.engine.info.max_model_len
+        most = max(context, MAX_TEXT_TOKENS) if may_be_cut else context
+        if self.tokenizer.exceeds(text, most):
+            reason = "the most this server encodes" if may_be_cut else "and the context holds no more"
+            raise ContextLengthError([source, f" has more than {most} tokens, {reason}"])
 
     def token_text(self, token_id: int) -> str:
         """One token's text for log-probabilities; its number when there is no tokenizer."""

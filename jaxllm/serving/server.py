@@ -15,6 +15,7 @@ import uvicorn
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.app import create_app
+from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.served_model import read_chat_template
 from jaxllm.serving.state import ServerState
 
@@ -71,7 +72,7 @@ def run_server(config: ServeConfig, engine: AsyncLLM, listener: socket.socket) -
         app,
         host=config.host,
         port=config.port,
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="on",
         log_config=None,

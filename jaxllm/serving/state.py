@@ -26,6 +26,8 @@ class ServerState:
         self.models = models
         self.api_keys = [key.encode() for key in comma_separated(config.api_key)]
         self.templates = TemplateProcesses()
+        self.clients_templates = TemplateProcesses()
+        """For templates that come with requests: those who wait for one hold up nobody else."""
         self.created = int(time.time())
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
 
@@ -73,6 +75,7 @@ class ServerState:
 
     async def close(self) -> None:
         await self.templates.close()
+        await self.clients_templates.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,28 +1,20 @@
-"""Renders templates that clients send in processes of their own, which can be stopped.
-
-Jinja's sandbox keeps a template from reaching anything, but neither from looping nor from building a text without end.
-`python -m jaxllm.serving.template_process` is such a process: one JSON object a line in, one a line out.
-"""
+"""Renders chat templates in processes of `jaxllm.text.template_process`, without blocking the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from typing import Any
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.text.chat_template import render
+from jaxllm.text.template_process import MAX_PROMPT_CHARACTERS
 
 RENDER_SECONDS = 5.0
 """How long one template may take, the start of its process included."""
-MEMORY_BYTES = 256 * 2**20
-MAX_PROMPT_CHARACTERS = 16 * 2**20
 MAX_PROCESSES = 2
 
 _REPLY_BYTES = 8 * MAX_PROMPT_CHARACTERS
-_NICENESS = 10
 
 
 class TemplateProcesses:
@@ -67,7 +59,7 @@ async def _start() -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "jaxllm.serving.template_process",
+        "jaxllm.text.template_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -91,38 +83,3 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
-
-
-def main() -> None:
-    """Render what stdin asks for until it closes."""
-    _limit()
-    for line in sys.stdin.buffer:
-        sys.stdout.write(json.dumps(_reply(json.loads(line))) + "\n")
-        sys.stdout.flush()
-
-
-def _reply(values: dict[str, Any]) -> dict[str, Any]:
-    try:
-        text = render(**values)
-    except InvalidRequestError as error:
-        return {"error": str(error), "param": error.param}
-    except (MemoryError, RecursionError) as error:
-        kind = "memory" if isinstance(error, MemoryError) else "recursion"
-        return {"error": f"chat_template needs too much {kind} to render", "param": "chat_template"}
-    if len(text) > MAX_PROMPT_CHARACTERS:
-        long = f"chat_template makes a prompt of {len(text)} characters; it may have {MAX_PROMPT_CHARACTERS}"
-        return {"error": long, "param": "chat_template"}
-    return {"text": text}
-
-
-def _limit() -> None:
-    """Bound the memory and give way to everything else on the machine, where the system can."""
-    if os.name == "posix":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        os.nice(_NICENESS)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from jaxllm.weights.fields import FLAG, NULL, TEXT, Kind, Kinds, check_fields, e
 from jaxllm.weights.folder import model_file, read_object, read_text
 from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
 
+LONG_TEXT = 16 * 1024
+"""Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
 _CACHE_DIR = Path("~/.cache/jaxllm/tokenizers")
 _NAMED_TEMPLATE = Kind(
     "an object with a name and a template",
@@ -69,7 +72,28 @@ class Tokenizer:
         Raises InvalidRequestError for a text that the tokenizer fails on.
         """
         with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG_TEXT:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether `text` surely has more than `most` tokens, found out without encoding much more than these.
+
+        Slices are encoded by themselves, and each loses what a cut may add: the longest token and one more.
+        """
+        if len(text) <= max(most, LONG_TEXT):
+            return False  # `encode` is no slower
+        found = 0
+        for start in range(0, len(text), LONG_TEXT):
+            slice_tokens = len(self.encode(text[start : start + LONG_TEXT], add_special_tokens=False))
+            found += max(slice_tokens - self._cut_slack, 0)
+            if found > most:
+                return True
+        return False
+
+    @cached_property
+    def _cut_slack(self) -> int:
+        return 1 + max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def encode_pair(self, text: str, other: str) -> list[int]:
         """Token ids of two texts as one input, as models that compare them were trained on."""
@@ -82,7 +106,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no whole character become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG_TEXT:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
         """The text one token adds in mid-text: ' world' where decode([id]) alone may drop the leading space."""

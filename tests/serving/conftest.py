@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.config import ServeConfig
 from jaxllm.serving.app import create_app
+from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.server import bind
 from tests.serving.fake_engine import FakeEngine
 
@@ -53,7 +54,7 @@ def listen(tmp_path: Path) -> Iterator[Callable[..., str]]:
         listener = bind(config.host, config.port)
         port = listener.getsockname()[1]
         app = create_app(config, engine)  # type: ignore[arg-type]
-        server = uvicorn.Server(uvicorn.Config(app, http="httptools", log_config=None, timeout_graceful_shutdown=1))
+        server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         running.append((server, thread))

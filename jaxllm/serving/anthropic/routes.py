@@ -47,7 +47,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     state: ServerState = request.app.state.server
     _, model = state.find_model(body.model)
     with naming(FIELD_NAMES):
-        rendered = await render(state, model, conversation(body))
+        rendered = await render(state, model, conversation(body), may_be_cut=True)
     return json_response(TokenCount(len(rendered.token_ids)))
 
 

@@ -69,7 +69,16 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
     params = sampling_params(model, settings, structured_outputs=constraint)
     prompts = []
     for prompt in body.prompts:
-        token_ids = model.tokenizer.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        token_ids = (
+            prompt
+            if isinstance(prompt, list)
+            else model.encode(
+                prompt,
+                Field("prompt"),
+                add_special_tokens=body.add_special_tokens,
+                may_be_cut=body.truncate_prompt_tokens is not None,
+            )
+        )
         ready = fitted(model, token_ids, params, settings, Field("prompt"))
         if body.echo:
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.conversation import naming, renaming
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
@@ -30,10 +30,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     _, model = state.find_model(body.model)
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
-            tokens = (await render(state, model, body.conversation())).token_ids
+            tokens = (await render(state, model, body.conversation(), may_be_cut=True)).token_ids
     else:
-        text = body.prompt or body.content or ""
-        tokens = await state.offload(model.tokenizer.encode, text, body.special_tokens)
+        name, text = ("content", body.content) if body.prompt is None else ("prompt", body.prompt)
+        tokens = await state.offload(
+            model.encode, text or "", Field(name), add_special_tokens=body.special_tokens, may_be_cut=True
+        )
     texts = None
     if body.return_token_strs:
         texts = await state.offload(lambda: list(map(model.token_text, tokens)))

@@ -8,7 +8,7 @@ import numpy as np
 from fastapi import Request
 
 from jaxllm.config import ServeConfig
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import ConfigError, Field, InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.tasks import Activation, ModelTasks
 from jaxllm.serving.pooling.prompts import check_length, kept_tokens, pooling_kind, text_prompt
@@ -142,6 +142,8 @@ def _pair_prompt(model: ServedModel, pair: Pair, body: ComparisonFields) -> list
 
 
 def _encode_pair(model: ServedModel, query: str, document: str, body: ComparisonFields) -> list[int]:
+    for text in (query, document):
+        model.check_length(text, Field(_quoted(text)), may_be_cut=True)
     if not _judges(model):
         return model.tokenizer.encode_pair(query, document)
     text = JUDGE_PROMPT.format(instruction=body.instruction or INSTRUCTION, query=query, document=document)
@@ -163,6 +165,7 @@ def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields
 
 
 def _first_tokens(model: ServedModel, text: str, count: int) -> str:
+    model.check_length(text, Field(_quoted(text)), may_be_cut=True)
     ids = model.tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= count else model.tokenizer.decode(ids[:count], skip_special_tokens=False)
 

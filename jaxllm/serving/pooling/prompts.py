@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.errors import ContextLengthError, InvalidRequestError
+from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.tasks import Pooling
 from jaxllm.serving.conversation import naming, renaming
 from jaxllm.serving.openai.messages import FIELD_NAMES
@@ -23,13 +23,14 @@ async def input_prompts(state: ServerState, model: ServedModel, body: InputField
     if body.messages is None:
         return await state.offload(_input_prompts, model, body)
     with naming(renaming(FIELD_NAMES)):
-        rendered = await render(state, model, body.conversation())
+        may_be_cut = body.truncate_prompt_tokens is not None
+        rendered = await render(state, model, body.conversation(), may_be_cut=may_be_cut)
     return [check_length(model, cut(rendered.token_ids, kept_tokens(model, body), body.truncation_side), "messages")]
 
 
 def text_prompt(model: ServedModel, text: str, keep: int, source: str, side: str = "right") -> list[int]:
     """Token ids of a text with its special tokens, which stay when it is cut to `keep` tokens."""
-    ids = model.tokenizer.encode(text)
+    ids = model.encode(text, Field(source), may_be_cut=keep <= longest_prompt(model))
     if len(ids) > keep:
         plain = model.tokenizer.encode(text, add_special_tokens=False)
         start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
@@ -93,7 +94,8 @@ def _input_prompt(model: ServedModel, body: InputFields, entry: str | list[int],
     if isinstance(entry, str):
         if body.add_special_tokens is not False:
             return text_prompt(model, entry, keep, source, body.truncation_side)
-        entry = model.tokenizer.encode(entry, add_special_tokens=False)
+        may_be_cut = body.truncate_prompt_tokens is not None
+        entry = model.encode(entry, Field(source), add_special_tokens=False, may_be_cut=may_be_cut)
     vocab_size = model.engine.info.vocab_size
     outside = next((token for token in entry if not 0 <= token < vocab_size), None)
     if outside is not None:

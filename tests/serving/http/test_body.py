@@ -112,3 +112,30 @@ def test_a_full_disk_is_507_and_leaves_nothing(
     assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_storage")
     assert [path for path in (tmp_path / "data").rglob("*") if "file-" in path.name] == []
     assert client.get("/v1/files").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": None}, "prompt"),
+        ("/v1/completions", {"prompt": None, "truncate_prompt_tokens": 5}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages"),
+        ("/v1/embeddings", {"input": None}, "input"),
+        ("/tokenize", {"prompt": None}, "prompt"),
+    ],
+)
+def test_megabytes_of_text_are_refused_without_being_encoded(
+    client: TestClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    text = json.dumps(body).replace("null", json.dumps("a bc" * 2_000_000))
+    started = time.monotonic()
+    status, error = post(client, path, text)
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert time.monotonic() - started < 3  # 8 MB would take 14 s
+
+
+def test_a_long_text_is_encoded_and_decoded_as_a_short_one_is(client: TestClient) -> None:
+    text = "wörld 🤖 " * 5000
+    tokens = client.post("/tokenize", json={"content": text}).json()["tokens"]
+    assert tokens == list(text.encode())
+    assert client.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == text
