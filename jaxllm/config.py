@@ -106,6 +106,11 @@ class ServeConfig(EngineConfig):
     """Clients must send it as a bearer token; several are separated by commas."""
     allowed_origins: str | None = None
     """Origins that may call from a browser (CORS), separated by commas; * for all."""
+    allowed_hosts: str | None = None
+    """Names that the server may be called by, separated by commas; * for all.
+
+    Without it IP addresses and localhost, and with an API key any name.
+    """
     max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
     """Largest request body, as 16MiB; larger ones get 413."""
     sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0

@@ -19,6 +19,7 @@ from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.runner import Batches
 from jaxllm.serving.http.errors import install_error_handlers
 from jaxllm.serving.http.openapi import install_openapi
+from jaxllm.serving.http.origins import OriginGuard
 from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.metrics import build_registry
 from jaxllm.serving.openai import chat, completions, models, tokenize
@@ -72,8 +73,14 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
         app.include_router(router, include_in_schema=False)
     app.include_router(scoring.cohere_router, dependencies=shown_key)
     app.include_router(health.router)
-    if config.allowed_origins:
-        origins = [origin.strip() for origin in config.allowed_origins.split(",")]
+    origins = comma_separated(config.allowed_origins)
+    app.add_middleware(
+        OriginGuard,
+        allowed_origins=origins,
+        allowed_hosts=comma_separated(config.allowed_hosts),
+        has_key=bool(state.api_keys),
+    )
+    if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnected, _nobody_listens)

@@ -29,6 +29,7 @@ def make_client(tmp_path: Path) -> Iterator[Callable[..., TestClient]]:
     def make(engine: FakeEngine, **settings: Any) -> TestClient:
         client = TestClient(
             create_app(ServeConfig(**{"model": "fake", "data_dir": tmp_path / "data"} | settings), engine),  # type: ignore[arg-type]
+            base_url="http://localhost",
             raise_server_exceptions=False,
         )
         clients.append(client.__enter__())

@@ -83,7 +83,7 @@ class Caller:
             return line_result(line, response=LineResponse(status_code=error.status, request_id=None, body=body))
         content = msgspec.json.encode(_with_priority(line.body))
         for delay in itertools.chain(_RETRY_SECONDS, itertools.repeat(_RETRY_SECONDS[-1])):
-            request = httpx.Request("POST", f"http://batch{endpoint}", headers=self._headers, content=content)
+            request = httpx.Request("POST", f"http://localhost{endpoint}", headers=self._headers, content=content)
             answer = await self._transport.handle_async_request(request)
             if answer.status_code == UNAVAILABLE:
                 raise Unavailable

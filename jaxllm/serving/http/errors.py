@@ -86,7 +86,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
             error = APIError(404, f"no route {request.method} {request.url.path}", code="not_found")
-        respond = getattr(request.scope.get("route"), "error_response", _error_response)
+        respond = getattr(request.scope.get("route"), "error_response", error_response)
         return respond(to_api_error(error))
 
     handled = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
@@ -94,7 +94,7 @@ def install_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(exception, handle)
 
 
-def _error_response(error: APIError) -> Response:
+def error_response(error: APIError) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 

@@ -76,6 +76,7 @@ def test_disconnect_frees_everything(listen: Callable[..., str], engine: FakeEng
     engine.delay, engine.reply = 0.02, "x" * 200
     url = listen(engine)
     body = {"stream": stream, "n": 2, "max_tokens": 200} | ({"messages": HELLO} if "chat" in path else {"prompt": "Hi"})
+    httpx.post(url + path, json=body | {"max_tokens": 1, "stream": False})  # what renders templates has been started
     with httpx.Client(timeout=0.3) as client, pytest.raises(httpx.ReadTimeout):
         if stream:
             with client.stream("POST", url + path, json=body) as response:
@@ -142,6 +143,6 @@ def test_body_over_the_limit_is_refused_early(listen: Callable[..., str], engine
     url = listen(engine, max_body_size=1000)
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
-        headers = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 99999999\r\n\r\n"
+        headers = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999\r\n\r\n"
         connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}".encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")
