@@ -30,7 +30,7 @@ class TemplateProcesses:
         Raises InvalidRequestError when the template is wrong, takes too long, or needs too much memory.
         """
         async with self._free:
-            process = self._idle.pop() if self._idle else await _start()
+            process = await self._take()
             reply = None
             try:
                 async with asyncio.timeout(RENDER_SECONDS):
@@ -49,6 +49,15 @@ class TemplateProcesses:
         if "error" in reply:
             raise InvalidRequestError(reply["error"], reply["param"])
         return reply["text"]
+
+    async def _take(self) -> asyncio.subprocess.Process:
+        """An idle process that is still there, or a new one."""
+        while self._idle:
+            process = self._idle.pop()
+            if _is_there(process):
+                return process
+            await _stop(process)
+        return await _start()
 
     async def close(self) -> None:
         while self._idle:
@@ -70,6 +79,8 @@ async def _start() -> asyncio.subprocess.Process:
 async def _ask(process: asyncio.subprocess.Process, values: dict[str, Any]) -> dict[str, Any] | None:
     """The process's reply; None when it died."""
     assert process.stdin is not None and process.stdout is not None
+    if not _is_there(process):  # uvloop raises no OSError for a pipe that it has found closed
+        return None
     try:
         process.stdin.write(json.dumps(values).encode() + b"\n")
         await process.stdin.drain()
@@ -77,6 +88,10 @@ async def _ask(process: asyncio.subprocess.Process, values: dict[str, Any]) -> d
     except (BrokenPipeError, ConnectionResetError):
         return None
     return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _is_there(process: asyncio.subprocess.Process) -> bool:
+    return process.returncode is None and process.stdin is not None and not process.stdin.is_closing()
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
