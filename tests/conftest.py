@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,11 @@ hypothesis.settings.load_profile("jaxllm")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines built in this process share compiled steps with each other, and not with what an earlier run left."""
-    directory = tmp_path_factory.mktemp("compile-cache")
+    """Engines built in this run share compiled steps, over its processes, and not with what an earlier run left."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compile-cache"
     enable = compat.enable_compile_cache
+    enable(directory)
 
     def redirected(_: Path) -> None:
         enable(directory)
