@@ -107,10 +107,7 @@ class ServeConfig(EngineConfig):
     allowed_origins: str | None = None
     """Origins that may call from a browser (CORS), separated by commas; * for all."""
     allowed_hosts: str | None = None
-    """Names that the server may be called by, separated by commas; * for all.
-
-    Without it IP addresses and localhost, and with an API key any name.
-    """
+    """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
     max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
     """Largest request body, as 16MiB; larger ones get 413."""
     sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0

@@ -72,10 +72,14 @@ def _named(model: str) -> str:
 
 
 def _bounds(schema: dict[str, Any], least: str, most: str) -> str:
-    low, high = (f"{schema[name]:g}" if name in schema else None for name in (least, most))
+    low, high = (_number(schema[name]) if name in schema else None for name in (least, most))
     if low is not None and high is not None:
         return f", {low} to {high}"
     return f", {low} or more" if low is not None else f", up to {high}" if high is not None else ""
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 def _tests(subject: str, field: str | None = None) -> str:

@@ -97,7 +97,7 @@ def form_parts(fields: dict[str, Any]) -> list[tuple[str, Any]]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     app = make_app(tmp_path_factory.mktemp("data"), Engine())
-    with TestClient(app, raise_server_exceptions=False) as client:
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         yield Server(client)
 
 

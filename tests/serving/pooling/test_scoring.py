@@ -284,7 +284,7 @@ def test_a_real_classifier_answers_as_transformers_does(name: str, tmp_path: Pat
     ids = golden.prompt_token_ids
     engine = AsyncLLM(**settings)
     try:
-        with TestClient(create_app(ServeConfig(**settings), engine)) as client:  # type: ignore[arg-type]
+        with TestClient(create_app(ServeConfig(**settings), engine), base_url="http://localhost") as client:  # type: ignore[arg-type]
             body = post(client, "/classify", input=[ids, ids[:7], ids[:23]])
             for path, prompt in (("completions", {"prompt": ids}), ("completions", {"prompt": ids, "stream": True})):
                 error = client.post(f"/v1/{path}", json=prompt)
