@@ -17,7 +17,14 @@ A_WHILE = 0.1
 """Long enough for a thread that is free to take up a job."""
 
 
-class FakeFunctions:
+class Compiled(str):
+    """What a compile gives: it says of which key."""
+
+    def __call__(self) -> None:
+        raise AssertionError("nothing is run here")
+
+
+class FakeFunctions(StepFunctions):
     """Stands in for StepFunctions: a compile begins, and ends when `finish` lets it."""
 
     def __init__(self):
@@ -47,8 +54,11 @@ class FakeFunctions:
     def token_logits(self, rows):
         return FakeFunction(self, Key("token_logits", rows)), ()
 
-    def set_slot(self):
-        return FakeFunction(self, Key("set_slot")), ()
+    def admit(self):
+        return FakeFunction(self, Key("admit")), ()
+
+    def adjust(self):
+        return FakeFunction(self, Key("adjust")), ()
 
     def finish(self, *keys: Key) -> None:
         with self._changed:
@@ -65,7 +75,7 @@ class FakeFunctions:
             self.begun.append(key)
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: self._open or key in self._finished, 60)
-        return f"compiled {key}"
+        return Compiled(f"compiled {key}")
 
     def wait_for_begun(self, count: int) -> list[Key]:
         """What has begun when `count` have, and no more of them come."""
@@ -119,7 +129,7 @@ def test_the_fake_has_the_step_functions_of_the_real_one():
         return {n: list(inspect.signature(f).parameters) for n, f in public.items()}
 
     fake, real = steps(FakeFunctions), steps(StepFunctions)
-    names = {"decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "set_slot"}
+    names = {"decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust"}
     assert {n: fake[n] for n in names} == {n: real[n] for n in names}
 
 
@@ -145,25 +155,25 @@ def test_the_rest_follows_in_the_order_of_the_plan(functions, executables):
 
 def test_what_is_waited_for_goes_first_and_holds_up_what_is_not(functions, executables, callers):
     behind = begin_and_cover(functions, executables)
-    before = functions.wait_for_begun(4)
+    before = functions.wait_for_begun(5)
     wanted = [behind[-1], behind[-3], Key("head", 3)]  # the last one nobody planned
     answers = [callers.submit(executables.get, key) for key in wanted[:2]]
-    assert set(functions.wait_for_begun(6)[4:]) == set(wanted[:2])  # side by side, beside the one that had begun
+    assert set(functions.wait_for_begun(7)[5:]) == set(wanted[:2])  # side by side, beside the one that had begun
     answers.append(callers.submit(executables.get, wanted[2]))
     functions.finish(before[-1])
     functions.finish(wanted[0])
-    assert functions.wait_for_begun(7)[6:] == [wanted[2]]  # and nothing that nobody waits for
+    assert functions.wait_for_begun(8)[7:] == [wanted[2]]  # and nothing that nobody waits for
     functions.finish(*wanted)
     assert [answer.result(SOON) for answer in answers] == [f"compiled {key}" for key in wanted]
-    assert functions.wait_for_begun(8)[7:] == [behind[1]]  # now the plan goes on
+    assert functions.wait_for_begun(9)[8:] == [behind[1]]  # now the plan goes on
     assert executables.compiles_unforeseen == 1
 
 
 def test_one_that_is_being_compiled_behind_is_not_compiled_twice(functions, executables, callers):
     behind = begin_and_cover(functions, executables)
-    functions.wait_for_begun(4)
+    functions.wait_for_begun(5)
     answer = callers.submit(executables.get, behind[0])
-    assert functions.wait_for_begun(4)[3:] == [behind[0]]
+    assert functions.wait_for_begun(5)[4:] == [behind[0]]
     functions.finish(behind[0])
     assert answer.result(SOON) == f"compiled {behind[0]}"
 
@@ -186,16 +196,16 @@ def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executable
     functions.finish_all()
     with pytest.raises(ZeroDivisionError):
         executables.get(Key("pool"))
-    assert executables.get(Key("set_slot")) == "compiled set_slot"
-    assert executables.missing([Key("pool"), Key("set_slot")]) == [Key("pool")]
+    assert executables.get(Key("adjust")) == "compiled adjust"
+    assert executables.missing([Key("pool"), Key("adjust")]) == [Key("pool")]
 
 
 def test_closing_drops_what_has_not_begun_and_waits_for_nothing(functions, executables, callers):
     behind = begin_and_cover(functions, executables)
-    running = functions.wait_for_begun(4)[3]
+    running = functions.wait_for_begun(5)[4]
     others = [behind[4], behind[5], behind[6]]
     answers = [callers.submit(executables.get, key) for key in (running, *others)]
-    begun = functions.wait_for_begun(6)
+    begun = functions.wait_for_begun(7)
     executables.close()
     assert not wait(answers, SOON).not_done
     for answer in answers:

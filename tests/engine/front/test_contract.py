@@ -132,7 +132,8 @@ def test_log_probabilities(engine: AsyncLLM) -> None:
         assert all(isinstance(entry.decoded_token, str) and entry.logprob <= 0 for _, entry in step)
         ranks = [entry.rank for _, entry in step[1:]]
         assert ranks == sorted(ranks)
-    first, *others = deltas[0].prompt_logprobs or []
+    assert deltas[0].prompt_logprobs is not None
+    first, *others = deltas[0].prompt_logprobs.steps()
     assert first is None and [entries[0][0] for entries in others if entries] == PROMPT[1:]
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
     assert all(delta.logprobs is None for delta in run(collected(engine.stream(PROMPT, SHORT)))[0])
