@@ -7,18 +7,17 @@ line out. What it accepts has been compiled, and asked for its first tokens, in 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
+from jaxllm.line_process import Process, ask, end, start
 from jaxllm.threads import call_with_stack
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class GrammarProcesses:
     def __init__(self, seconds: int = COMPILE_SECONDS, stack_bytes: int = COMPILE_STACK_BYTES) -> None:
         self._seconds = seconds
         self._stack_bytes = stack_bytes
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._idle: list[Process] = []
         self._free = threading.Semaphore(MAX_PROCESSES)
 
     def compile(self, kind: str, value: Any) -> str:
@@ -77,47 +76,23 @@ class GrammarProcesses:
     def close(self) -> None:
         """End the idle processes; a later `compile` starts another."""
         while self._idle:
-            _end(self._idle.pop())
+            end(self._idle.pop())
 
     def _asked(self, line: bytes) -> tuple[dict[str, Any], int | None]:
         """A process's reply, and the exit status of one that died instead."""
         process = self._idle.pop() if self._idle else self._started()
         reply = None
         try:
-            reply = _ask(process, line)
+            reply = ask(process, line)
         finally:
             if reply is not None:
                 self._idle.append(process)
             else:
-                status = _end(process, kill=sys.exc_info()[0] is not None)
+                status = end(process, kill=sys.exc_info()[0] is not None)
         return (reply, None) if reply is not None else ({}, status)
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        command = (sys.executable, "-m", "jaxllm.requests.grammar_process", str(self._seconds), str(self._stack_bytes))
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-
-
-def _ask(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:
-    """The process's reply; None when it died."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-    except BrokenPipeError:
-        return None
-    reply = process.stdout.readline()
-    return json.loads(reply) if reply.endswith(b"\n") else None
-
-
-def _end(process: subprocess.Popen[bytes], kill: bool = True) -> int:
-    if kill:
-        process.kill()
-    status = process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-    return status
+    def _started(self) -> Process:
+        return start("jaxllm.requests.grammar_process", str(self._seconds), str(self._stack_bytes))
 
 
 def main(seconds: int, stack_bytes: int) -> None:

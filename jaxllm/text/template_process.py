@@ -6,24 +6,21 @@ Jinja's sandbox keeps a template from reaching anything, but neither from loopin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import weakref
 from typing import Any
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.line_process import Process, ask, end, start
 from jaxllm.text.chat_template import render
 
 RENDER_SECONDS = 10.0
 """How long one template may take, the start of its process included."""
 MEMORY_BYTES = 256 * 2**20
 MAX_PROMPT_CHARACTERS = 16 * 2**20
-
-_COMMAND = (sys.executable, "-m", "jaxllm.text.template_process")
 
 
 class TemplateProcess:
@@ -32,7 +29,7 @@ class TemplateProcess:
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     def render(self, values: dict[str, Any]) -> str:
         """`jaxllm.text.chat_template.render(**values)` of JSON values.
@@ -48,12 +45,12 @@ class TemplateProcess:
             timer = threading.Timer(self._seconds, process.kill)
             timer.start()
             try:
-                reply = _ask(process, line)
+                reply = ask(process, line)
             finally:
                 timer.cancel()
             if reply is None:
                 killed = process.wait() < 0  # by a signal: the timer's
-                _stop(process)
+                end(process)
                 self._process = None
         if reply is None:
             limit = f"more than {self._seconds:g} seconds" if killed else f"more than {MEMORY_BYTES:,} bytes of memory"
@@ -66,37 +63,14 @@ class TemplateProcess:
         """End the process; a later `render` starts another."""
         with self._lock:
             if self._process is not None:
-                _stop(self._process)
+                end(self._process)
                 self._process = None
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> Process:
         if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
-            weakref.finalize(self, _stop, self._process)
+            self._process = start("jaxllm.text.template_process")
+            weakref.finalize(self, end, self._process)
         return self._process
-
-
-def _ask(process: subprocess.Popen[bytes], line: bytes) -> dict[str, Any] | None:
-    """The process's reply; None when it died."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-    except BrokenPipeError:
-        return None
-    reply = process.stdout.readline()
-    return json.loads(reply) if reply.endswith(b"\n") else None
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 def main() -> None:
