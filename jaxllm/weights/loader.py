@@ -60,11 +60,7 @@ class ParamSpec:
         return [(kind, replace(self.layout, segments=found)) for kind, found in runs]
 
     def abstract(self) -> Value:
-        """The parameter as `jax.ShapeDtypeStruct`s.
-
-        Raises:
-            CheckpointError: a shard would part numbers that are stored together.
-        """
+        """The parameter as `jax.ShapeDtypeStruct`s."""
         if not self.kinds:
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
         axis = self.layout.axis if self.layout else 0

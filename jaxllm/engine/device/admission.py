@@ -23,10 +23,10 @@ class Settings(NamedTuple):
     ints: np.ndarray
     floats: np.ndarray
     adjustments: Adjustments | None
-    """Only where the sampler reads them; their slot and history are filled in when the request takes its slot."""
+    """Only where the sampler reads them; without slot and history, which are known when the request takes its slot."""
 
 
-def settings_of(request: Request, max_model_len: int, vocab_size: int, eos_token_ids: Sequence[int]) -> Settings:
+def settings_of(request: Request, vocab_size: int, eos_token_ids: Sequence[int]) -> Settings:
     """Everything about a request that does not depend on when it runs.
 
     Raises:
@@ -45,7 +45,7 @@ def settings_of(request: Request, max_model_len: int, vocab_size: int, eos_token
     views = SETTING_INTS.views(ints) | SETTING_FLOATS.views(floats)
     for name, value in values.items():
         views[name][...] = value
-    adjusts = _adjustments(request, max_model_len, vocab_size, eos_token_ids) if request.needs_history else None
+    adjusts = _adjustments(request, vocab_size, eos_token_ids) if request.needs_history else None
     return Settings(ints, floats, adjusts)
 
 
@@ -62,17 +62,15 @@ def admission(request: Request, settings: Settings, pages_per_seq: int) -> np.nd
     return ints
 
 
-def adjustments(request: Request, settings: Settings) -> Adjustments:
+def adjustments(request: Request, given: Adjustments, max_model_len: int) -> Adjustments:
     """What adjusts the logits of a request that takes its slot, behind the tokens it has by now."""
-    assert settings.adjustments is not None
-    history = settings.adjustments.history
-    history[: len(request.token_ids)] = request.token_ids
-    return settings.adjustments._replace(slot=np.int32(request.slot))  # type: ignore[arg-type]
-
-
-def _adjustments(request: Request, max_model_len: int, vocab_size: int, eos_token_ids: Sequence[int]) -> Adjustments:
-    p = request.params
     history = np.zeros(max_model_len + 1, np.int32)
+    history[: len(request.token_ids)] = request.token_ids
+    return given._replace(slot=np.int32(request.slot), history=history)  # type: ignore[arg-type]
+
+
+def _adjustments(request: Request, vocab_size: int, eos_token_ids: Sequence[int]) -> Adjustments:
+    p = request.params
     ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
     values = np.zeros(MAX_LOGIT_BIAS, np.float32)
     ids[: len(p.logit_bias)], values[: len(p.logit_bias)] = list(p.logit_bias), list(p.logit_bias.values())
@@ -88,4 +86,5 @@ def _adjustments(request: Request, max_model_len: int, vocab_size: int, eos_toke
     bad_words[:, -1] = vocab_size
     for row, tokens in zip(bad_words, request.bad_words, strict=False):
         row[-len(tokens) :] = tokens
-    return Adjustments(np.int32(-1), history, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]
+    nowhere, nothing = np.int32(-1), np.zeros(0, np.int32)
+    return Adjustments(nowhere, nothing, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class Runner:
 
     def prepare(self, request: Request) -> None:
         """Lay out what the request's slot will be told. What raises here concerns nobody else."""
-        request.settings = settings_of(request, self._sizes.max_model_len, self.vocab_size, self._eos)
+        request.settings = settings_of(request, self.vocab_size, self._eos)
 
     def missing(self, request: Request) -> list[Key]:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
@@ -240,7 +240,8 @@ class Runner:
         ints = admission(request, settings, self._sizes.pages_per_seq)
         self._slots = self.executables.get(Key("admit"))(self._slots, ints, settings.floats)
         if settings.adjustments is not None:
-            self._slots = self.executables.get(Key("adjust"))(self._slots, adjustments(request, settings))
+            rows = adjustments(request, settings.adjustments, self._sizes.max_model_len)
+            self._slots = self.executables.get(Key("adjust"))(self._slots, rows)
 
     def _new_pages(self, request: Request) -> list[tuple[int, int, int]]:
         """(slot, place, page) of the pages that a request has gained since its slot was last told."""
