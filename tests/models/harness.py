@@ -22,17 +22,11 @@ from jaxllm.quantization.weight import Kind
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, load_parameters
+from tests.quick_compile import QUICK_COMPILE
 
 PAGE = 8
 TOKENS = 96
 SEQS = 4
-QUICK_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-"""The arithmetic is the same, and so small that its speed does not matter."""
 
 
 class Chunk(NamedTuple):

@@ -15,6 +15,9 @@ from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
 
 
+OPTIMIZED = True
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def functions(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
