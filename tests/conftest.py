@@ -39,7 +39,7 @@ def own_compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compile(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny models' steps are compiled with few passes; a module that looks at what XLA makes says `OPTIMIZED = True`."""
+    """Tiny models compile with few passes; a module that looks at what XLA makes says `OPTIMIZED = True`."""
     with pytest.MonkeyPatch.context() as patch:
         if not getattr(request.module, "OPTIMIZED", False):
             patch.setattr(jax.stages.Lowered, "compile", quickly)

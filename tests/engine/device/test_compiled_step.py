@@ -14,7 +14,6 @@ from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
 
-
 OPTIMIZED = True
 
 
