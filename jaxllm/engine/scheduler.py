@@ -16,7 +16,10 @@ from jaxllm.models.config import LengthRule
 
 @dataclass
 class Chunk:
-    """Tokens `start … start + length - 1` of one request; the logits of the last `num_sampled` choose new tokens."""
+    """Tokens `start … start + length - 1` of one request; the logits of the last `num_sampled` choose new tokens.
+
+    In a decode of several steps the chunk is the first of them, and every sampled token but the last is run as well.
+    """
 
     request: Request
     start: int
@@ -32,6 +35,8 @@ class Batch:
     num_decodes: int = 0
     """Leading chunks of exactly one token."""
     admitted: list[Request] = field(default_factory=list)
+    num_steps: int = 1
+    """How many tokens a decode gives each request, one after another."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,12 +76,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         length_rule: LengthRule | None = None,
+        decode_steps: int = 1,
     ):
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.length_rule = length_rule
+        self.decode_steps = decode_steps
         self.waiting: deque[Request] = deque()
         """In order: preempted requests go back to their place."""
         self.running: list[Request] = []
@@ -107,7 +114,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Choose the next step's chunks and give them pages. Empty when there is nothing to run."""
-        batch = Batch()
+        batch = Batch(num_steps=self._num_steps())
         preemptions = self.stats.preemptions
         budget = self.max_num_batched_tokens
         index = 0
@@ -118,7 +125,7 @@ class Scheduler:
                 self._preempt(request)
                 continue
             length = min(self._remaining(request), budget)
-            if length and not self._make_room(request, length):
+            if length and not self._make_room(request, length + batch.num_steps - 1):
                 break  # the request itself was preempted, and it was the last
             if length:
                 self._run(request, length, batch)
@@ -140,14 +147,36 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._register_full_pages(request)
 
+    def _num_steps(self) -> int:
+        """How many tokens each request can be given before anybody needs the host.
+
+        A request may be given more than it will take, when a stop is among them or its length is reached, but not when
+        all of them would be.
+        """
+        running = [r for r in self.running if r.num_total < r.max_total]
+        if self.decode_steps == 1 or self.waiting or not running:
+            return 1
+        longest = max(r.max_total - r.num_total for r in running)
+        steps = min(self.decode_steps, self.pool.page_size, longest)  # a sequence gains one page at most
+        decoding = all(
+            r.num_total - r.num_computed == 1
+            and r.constraint is None
+            and r.pooling is None
+            and r.num_total + steps <= self.max_model_len
+            and not self._outgrown(r, steps)
+            for r in running
+        )
+        missing = sum(self.pool.pages_for(r.num_computed + steps) - len(r.pages) for r in running)
+        return steps if decoding and missing <= self.pool.num_free else 1
+
     def _remaining(self, request: Request) -> int:
         """Tokens that could run now; none when the tokens in flight already fill the request's length."""
         return request.num_total - request.num_computed if request.num_total < request.max_total else 0
 
-    def _outgrown(self, request: Request) -> bool:
-        """Its next token makes it too long for the rotary embedding that its pages were computed with."""
-        rule = self.length_rule
-        return rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length < request.num_total
+    def _outgrown(self, request: Request, more: int = 0) -> bool:
+        """Its next token, or `more` behind that, makes it too long for the rotary embedding of its pages."""
+        rule, length = self.length_rule, request.num_total + more
+        return rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length < length
 
     def _prefix_root(self, request: Request) -> PrefixNode:
         """Pages are shared only among requests whose positions are rotated alike."""
@@ -222,9 +251,9 @@ class Scheduler:
 
     def _run(self, request: Request, length: int, batch: Batch) -> None:
         start = request.num_computed
-        num_sampled = int(start + length == request.num_total)
+        num_sampled = batch.num_steps if start + length == request.num_total else 0
         batch.chunks.append(Chunk(request, start, length, num_sampled))
-        request.num_computed += length
+        request.num_computed += length + batch.num_steps - 1
         request.num_inflight += num_sampled
         self._register_full_pages(request)
 

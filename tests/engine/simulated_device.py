@@ -87,12 +87,28 @@ class SimulatedRunner:
             if chunk.num_sampled
         ]
         contexts = {row.row: self._read(row.request, row.position + 1) for row in rows}
-        handle = SimulatedHandle(contexts=contexts)
+        handle = SimulatedHandle(contexts=contexts, num_steps=batch.num_steps, stride=batch.num_steps)
         if batch.constrained:
             handle.waiting = rows
         else:
             self._sample(handle, rows)
+            self._decode_on(handle, batch.num_steps - 1)
         return handle
+
+    def _decode_on(self, handle: SimulatedHandle, steps: int) -> None:
+        """Each sampled token is run as well, and the one behind it sampled."""
+        if not steps:
+            return
+        assert handle.sampled is not None
+        sequences = [[token] for token in np.asarray(handle.sampled.tokens).tolist()]
+        for row, tokens in zip(handle.rows, sequences, strict=True):
+            request = row.request
+            for position in range(row.position + 1, row.position + 1 + steps):
+                page, at = divmod(position, self.page_size)
+                self._pages[request.pages[page]][at] = (position, tokens[-1], request.cache_salt)
+                tokens.append(next_token(self._read(request, position + 1), request.cache_salt))
+                self._sampled[request.slot, position + 1] = tokens[-1]
+        handle.sampled = Sampled(np.array(sequences).reshape(-1), None)  # type: ignore[arg-type]
 
     def sample_waiting(self, handle: SimulatedHandle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
         """The second half; the mask has one bit a token."""

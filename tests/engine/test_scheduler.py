@@ -29,10 +29,13 @@ class Driver:
         budget: int,
         caching: bool = True,
         stop: int | None = None,
+        decode_steps: int = 1,
     ):
         self.pool = PagePool(num_pages, page_size, caching)
         self.max_model_len = (num_pages - 1) * page_size
-        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.max_model_len)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps
+        )
         self.runner = SimulatedRunner(num_pages, page_size)
         self.core = EngineCore(self.scheduler, self.pool, self.runner, None, [] if stop is None else [stop])  # type: ignore[arg-type]
         self.stop = stop
@@ -128,19 +131,23 @@ class Driver:
         assert lengths == sorted(lengths, key=lambda n: n > 1)
         assert batch.num_decodes == lengths.count(1)
         assert len({id(chunk.request) for chunk in batch.chunks}) == len(batch.chunks)
+        assert 1 <= batch.num_steps <= min(scheduler.decode_steps, self.pool.page_size)
+        assert batch.num_steps == 1 or (batch.decode_only and not scheduler.waiting and not batch.admitted)
         for chunk in batch.chunks:
             request, end = chunk.request, chunk.start + chunk.length
+            written = end + batch.num_steps - 1
             assert request in running and chunk.length >= 1
-            assert end == request.num_computed, "chunks of a request follow one another"
+            assert written == request.num_computed, "chunks of a request follow one another"
+            assert written < scheduler.max_model_len
             assert end < request.max_total, "the last token is never run: nothing would be sampled from it"
             in_flight = request.num_inflight - chunk.num_sampled
-            assert in_flight in (0, 1)
+            assert 0 <= in_flight <= scheduler.decode_steps
             total = len(request.token_ids) + in_flight
-            assert end <= total and chunk.num_sampled == (end == total)
-            assert len(request.pages) == self.pool.pages_for(end)
+            assert end <= total and chunk.num_sampled == (batch.num_steps if end == total else 0)
+            assert len(request.pages) == self.pool.pages_for(written)
             if request.params.prompt_logprobs is not None:
-                self.scored[request.request_id] |= set(range(chunk.start, end))
-                assert set(range(end)) <= self.scored[request.request_id], "every logit of the prompt is needed"
+                self.scored[request.request_id] |= set(range(chunk.start, written))
+                assert set(range(written)) <= self.scored[request.request_id], "every logit of the prompt is needed"
         self.check_sharing(running)
 
         preempted = [r for r in ran_before if r.status is Status.WAITING]
@@ -172,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         caching=st.booleans(),
         stop=st.sampled_from([None, 0]),
+        decode_steps=st.integers(1, 4),
     )
     def start(self, **sizes) -> None:
         self.driver = Driver(**sizes)

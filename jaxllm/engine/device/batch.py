@@ -18,6 +18,8 @@ Fields = dict[str, Any]
 def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S"], StepMetadata, Slots]:
     """One token of each sequence: the tokens, the batch, and the slots as they are afterwards.
 
+    A page that a sequence gains is its next: of this position, or of the first behind it that begins a page.
+
     Worked example, page_size 4: slots 0 and 5 run, their next positions are 8 and 2; slot 0 begins its third page.
 
         sent          num_decodes 2   slot [0, 5]   new_page [7, 0]   tokens [-1, -1]
@@ -31,7 +33,7 @@ def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S
     position = jnp.where(live, slots.position[slot], 0)
     gains = x["new_page"] > 0
     nobody = slots.position.shape[0] - 1
-    table = slots.page_table.at[jnp.where(gains, slot, nobody), position // page_size].set(x["new_page"])
+    table = slots.page_table.at[jnp.where(gains, slot, nobody), -(-position // page_size)].set(x["new_page"])
     tokens = known_or_sampled(x["tokens"], slots, slot, position)
     meta = StepMetadata(
         positions=position,

@@ -61,6 +61,9 @@ class Result(NamedTuple):
 class Handle:
     """A dispatched step. Row i of `sampled` is `rows[i]`'s; rows of one request follow one another.
 
+    A decode of several steps has `stride` rows of `sampled` for each of `rows`, of which the first `num_steps` are
+    filled.
+
     Where a grammar has a say, `waiting` holds the rows that are still to be sampled, once their masks are known.
     """
 
@@ -69,6 +72,8 @@ class Handle:
     scores: list[Score] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
     waiting: list[SampledRow] = field(default_factory=list)
+    num_steps: int = 1
+    stride: int = 1
 
     def wait(self) -> float:
         """Block until the step's results are on the host; returns the seconds it took."""
@@ -92,9 +97,13 @@ class Handle:
         """What was sampled, request by request."""
         if self.sampled is None:
             return []
-        tokens = np.asarray(self.sampled.tokens)[: len(self.rows)].tolist()
-        groups = [[*group] for _, group in groupby(range(len(self.rows)), key=lambda i: id(self.rows[i].request))]
-        return [Result(self.rows[at[0]].request, at[0], [tokens[i] for i in at]) for at in groups]
+        tokens = np.asarray(self.sampled.tokens).tolist()
+        results = []
+        for _, group in groupby(enumerate(self.rows), key=lambda row: id(row[1].request)):
+            first, *others = group
+            request, start = first[1].request, first[0] * self.stride
+            results.append(Result(request, start, tokens[start : start + self.num_steps + len(others)]))
+        return results
 
     def logprobs(self) -> Logprobs | None:
         """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""

@@ -61,11 +61,11 @@ def admit_packing(pages_per_seq: int) -> Packing:
 
 @cache
 def decode_packing(rows: int) -> Packing:
-    """`rows` sequences of one token each. A token of -1 is read from the slot's history.
+    """`rows` sequences of one token each, and how many tokens each gets. A token of -1 is in the slot's history.
 
-    `new_page` is the page that a sequence's token is the first of; 0 where it goes on in one that its slot knows.
+    `new_page` is the page that a sequence goes on in once it has filled those that its slot knows; 0 for none.
     """
-    return Packing(num_decodes=(), tokens=(rows,), slot=(rows,), new_page=(rows,))
+    return Packing(num_decodes=(), num_steps=(), tokens=(rows,), slot=(rows,), new_page=(rows,))
 
 
 @cache

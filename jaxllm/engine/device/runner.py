@@ -95,12 +95,13 @@ class Runner:
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         x["num_decodes"][...] = count
+        x["num_steps"][...] = batch.num_steps
         x["tokens"][:count] = [_token_or_device(chunk) for chunk in batch.chunks]
         x["slot"][:] = self._slot_rows(rows, key.size)
         x["new_page"][:count] = [self._new_page(chunk.request) for chunk in batch.chunks]
-        self._count(key, count)
+        self._count(key, count, batch.num_steps)
         self._pages, self._slots, sampled = step(self._weights, self._pages, self._slots, ints)
-        return Handle(rows, sampled)
+        return Handle(rows, sampled, num_steps=batch.num_steps, stride=self._sizes.decode_steps)
 
     def _prefill(self, batch: Batch) -> Handle:
         key, step = self.executables.covering("backbone", batch.num_tokens)
@@ -260,10 +261,10 @@ class Runner:
         slots[: len(rows)] = [row.request.slot for row in rows]
         return slots
 
-    def _count(self, key: Key, used: int) -> None:
+    def _count(self, key: Key, used: int, times: int = 1) -> None:
         name = f"{key.kind}-{key.size}"
-        self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used
-        self.padded_tokens[name] = self.padded_tokens.get(name, 0) + key.size - used
+        self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used * times
+        self.padded_tokens[name] = self.padded_tokens.get(name, 0) + (key.size - used) * times
 
 
 def _copy_to_host(handle: Handle) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,8 @@ class StepSizes:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    decode_steps: int
+    """Most tokens that a decode gives each of its rows."""
     max_model_len: int
     page_size: int
     num_pages: int
@@ -153,15 +156,35 @@ class StepFunctions:
         return DeviceState((layer,) * s.num_layers, slots, hidden)
 
     def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, pages, slots, ints) -> (pages, slots, Sampled)`: one token for each of `rows` rows."""
-        packing, page_size = decode_packing(rows), self._sizes.page_size
+        """`(weights, pages, slots, ints) -> (pages, slots, Sampled)`: up to `decode_steps` tokens for `rows` rows each.
 
-        def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array) -> Any:
-            model, x = self._model(weights), packing.unpack(ints)
+        What is sampled has `decode_steps` rows for each sequence in turn, of which the first `num_steps` are filled.
+        """
+        packing, page_size, most = decode_packing(rows), self._sizes.page_size, self._sizes.decode_steps
+
+        def one(weights: Any, pages: Any, slots: Slots, x: Fields) -> Any:
+            model = self._model(weights)
             tokens, meta, slots = decode_batch(x, slots, page_size)
             hidden, pages = model(tokens, pages, meta)
             slots, out = _choose(model.logits(hidden), x | {"position": meta.positions}, slots, variant)
             return pages, slots, out
+
+        def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array) -> Any:
+            x = packing.unpack(ints)
+            if most == 1:
+                return one(weights, pages, slots, x)
+            further = x | {"tokens": jnp.full_like(x["tokens"], -1), "new_page": jnp.zeros_like(x["new_page"])}
+
+            def body(index: jax.Array, carry: Any) -> Any:
+                pages, slots, sampled = carry
+                fields = jax.tree.map(partial(jnp.where, index == 0), x, further)
+                pages, slots, out = one(weights, pages, slots, fields)
+                return pages, slots, jax.tree.map(lambda all, new: all.at[:, index].set(new), sampled, out)
+
+            shapes = jax.eval_shape(one, weights, pages, slots, x)[2]
+            nothing = jax.tree.map(lambda a: jnp.zeros((rows, most, *a.shape[1:]), a.dtype), shapes)
+            pages, slots, sampled = lax.fori_loop(0, x["num_steps"], body, (pages, slots, nothing))
+            return pages, slots, jax.tree.map(lambda a: a.reshape(rows * most, *a.shape[2:]), sampled)
 
         state = self.abstract_state()
         args = (self._weights, state.pages, state.slots, self._replicated((packing.size,), jnp.int32))

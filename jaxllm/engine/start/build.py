@@ -97,7 +97,12 @@ def _assemble(
     plan = blueprint.plan
     pool = PagePool(plan.num_pages, plan.page_size, config.enable_prefix_caching)
     scheduler = Scheduler(
-        pool, plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len, blueprint.spec.config.length_rule
+        pool,
+        plan.max_num_seqs,
+        plan.max_num_batched_tokens,
+        plan.max_model_len,
+        blueprint.spec.config.length_rule,
+        plan.decode_steps,
     )
     core = EngineCore(scheduler, pool, runner, tokenizer.backend if tokenizer else None, eos, config.seed, grammars)
     info = EngineInfo(

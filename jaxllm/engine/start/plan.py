@@ -26,6 +26,8 @@ from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
 
 CPU_KV_BYTES = 2 * 2**30
+CPU_DECODE_STEPS = 4
+"""A small model's step takes a few milliseconds there, on the cores that the host's own work needs as well."""
 DTYPES = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
 
@@ -72,6 +74,7 @@ class EnginePlan:
     model_max_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    decode_steps: int
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
     """What had to be changed to fit, one sentence each."""
@@ -150,6 +153,7 @@ def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) ->
     on_cpu = platform.memory_limit is None
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     batched = config.max_num_batched_tokens or (512 if on_cpu else 2048)
+    decode_steps = config.decode_steps or (CPU_DECODE_STEPS if on_cpu else 1)
     wanted = config.max_model_len or model_config.max_position_embeddings
     notes = []
     if wanted > model_config.max_position_embeddings:
@@ -182,6 +186,7 @@ def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) ->
     sizes = StepSizes(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
+        decode_steps=decode_steps,
         max_model_len=max_model_len,
         page_size=page,
         num_pages=num_pages,
@@ -210,6 +215,7 @@ def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) ->
         model_max_len=model_config.max_position_embeddings,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
+        decode_steps=decode_steps,
         buckets=Buckets.build(max_num_seqs, batched),
         notes=notes,
     )
