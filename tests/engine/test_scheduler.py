@@ -33,9 +33,7 @@ class Driver:
     ):
         self.pool = PagePool(num_pages, page_size, caching)
         self.max_model_len = (num_pages - 1) * page_size
-        self.scheduler = Scheduler(
-            self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps
-        )
+        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps)
         self.runner = SimulatedRunner(num_pages, page_size)
         self.core = EngineCore(self.scheduler, self.pool, self.runner, None, [] if stop is None else [stop])  # type: ignore[arg-type]
         self.stop = stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,9 +26,15 @@ if __name__ == "__main__":
 
 @contextmanager
 def served(model: str, **settings: Any) -> Iterator[str]:
-    """The base URL of a server of `model`; it must end cleanly when told to."""
+    """The base URL of a server of `model`; it must end cleanly when told to.
 
-    defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory": "64MiB", "port": 0}
+    Servers of one model have the same shapes, and share what they compile.
+    """
+    defaults = {
+        "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+        "kv_cache_memory": "64MiB", "enforce_eager": True, "port": 0,
+        "compile_cache_dir": os.environ["JAXLLM_COMPILE_CACHE_DIR"],
+    }  # fmt: skip
     arguments = json.dumps(defaults | {"model": model} | settings)
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, arguments], stdout=subprocess.PIPE, text=True)
     try:

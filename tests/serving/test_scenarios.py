@@ -45,7 +45,7 @@ EVENT = "Alice and Bob are going to a science fair on Friday. Extract the event.
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(MODEL, max_num_seqs=8, data_dir=str(tmp_path_factory.mktemp("data"))) as url:
+    with served(MODEL, data_dir=str(tmp_path_factory.mktemp("data"))) as url:
         yield url
         assert_idle(url)
 
@@ -221,7 +221,7 @@ def test_responses_go_on_from_what_was_said(client: openai.OpenAI) -> None:
 
 def test_gemma_completes_by_grammar_and_embeds(tmp_path: Path) -> None:
     """A base model without a chat template: chat is refused, everything else works."""
-    with served("gemma3-270m", dtype="bfloat16", data_dir=str(tmp_path), max_num_seqs=2) as url:
+    with served("gemma3-270m", dtype="bfloat16", data_dir=str(tmp_path)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         text = (
             client.completions.create(

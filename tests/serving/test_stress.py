@@ -20,7 +20,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(MODEL, max_num_seqs=8, kv_cache_memory="48MiB", data_dir=str(tmp_path_factory.mktemp("data"))) as url:
+    with served(MODEL, data_dir=str(tmp_path_factory.mktemp("data"))) as url:
         yield url
 
 
