@@ -7,7 +7,9 @@ under the scales as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,39 +17,54 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, UInt8
+from jaxtyping import Array, Bool, Float32, UInt8
 
-Groups = Float32[Array, "m n"]
-"""A group of `m` weights in each column, so that sums over a group run along vectors of groups."""
+Vector = Float32[Array, "m"]
+Members = list[Vector]
+"""Groups of neighbouring weights, taken apart: first the first weight of every group, then the second, …
+
+So all sums over a group are written out, and a whole attempt at its scale becomes one loop over vectors of groups.
+"""
 
 TINY = 1e-15
 """Groups of weights all smaller than that are zeros."""
 
 
+def _members(x: Float32[Array, "n 256"], size: int) -> Members:
+    columns = x.reshape(-1, size).T
+    return [columns[i] for i in range(size)]
+
+
+def _total(terms: Iterable[Vector]) -> Vector:
+    return functools.reduce(operator.add, terms)
+
+
 def _fit_affine(
-    x: Groups, weights: Groups, most: int, start: float, steps: int, *, absolute: bool = False
-) -> tuple[Float32[Array, "n"], Float32[Array, "n"]]:
+    x: Members, weights: Members, most: int, start: float, steps: int, *, absolute: bool = False
+) -> tuple[Vector, Vector]:
     """Scale and minimum (as a positive number) of codes 0 … `most` with the least weighted error in each group.
 
-    Candidates spread the codes over a range that is `(start + step / 10) / most` wider, and take the scale and minimum
-    that least squares give for the codes that follow.
+    Candidates spread the codes over a range from the best minimum so far, `(start + step / 10) / most` wider, and take
+    the scale and minimum that least squares give for the codes that follow.
     """
-    low, high = jnp.minimum(x.min(0), 0), x.max(0)
+    low, high = jnp.minimum(functools.reduce(jnp.minimum, x), 0), functools.reduce(jnp.maximum, x)
     flat = high - low < TINY
-    width = jnp.where(flat, 1, high - low)
-    sum_w, sum_x = weights.sum(0), (weights * x).sum(0)
+    sum_w, sum_x = _total(weights), _total(w * v for w, v in zip(weights, x, strict=True))
 
-    def codes(inverse: Float32[Array, "n"]) -> Groups:
-        return jnp.clip(jnp.round(inverse * (x - low)), 0, most)
+    def codes(spread: Array, low: Vector) -> Members:
+        inverse = spread / jnp.where(flat, 1, high - low)
+        return [jnp.clip(jnp.round(inverse * (v - low)), 0, most) for v in x]
 
-    def error(q: Groups, scale: Float32[Array, "n"], minimum: Float32[Array, "n"]) -> Float32[Array, "n"]:
-        difference = scale * q + minimum - x
-        return (weights * (jnp.abs(difference) if absolute else difference * difference)).sum(0)
+    def error(q: Members, scale: Vector, minimum: Vector) -> Vector:
+        differences = (scale * c + minimum - v for c, v in zip(q, x, strict=True))
+        terms = (jnp.abs(d) if absolute else d * d for d in differences)
+        return _total(w * term for w, term in zip(weights, terms, strict=True))
 
-    def attempt(step: jax.Array, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        q = codes((start + 0.1 * step + most) / width)
-        wq = weights * q
-        sum_q, sum_q2, sum_xq = wq.sum(0), (wq * q).sum(0), (wq * x).sum(0)
+    def attempt(step: jax.Array, best: tuple[Vector, ...]) -> tuple[Vector, ...]:
+        q = codes(start + 0.1 * step + most, best[2])
+        weighted = [w * c for w, c in zip(weights, q, strict=True)]
+        sum_q, sum_q2 = _total(weighted), _total(w * c for w, c in zip(weighted, q, strict=True))
+        sum_xq = _total(w * v for w, v in zip(weighted, x, strict=True))
         determinant = sum_w * sum_q2 - sum_q * sum_q
         safe = jnp.where(determinant > 0, determinant, 1)
         scale, minimum = (sum_w * sum_xq - sum_x * sum_q) / safe, (sum_q2 * sum_x - sum_q * sum_xq) / safe
@@ -57,23 +74,21 @@ def _fit_affine(
         better = (determinant > 0) & (found[0] < best[0])
         return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
 
-    scale = width / most
-    first = (error(codes(1 / scale), scale, low), scale, low)
+    scale = (high - low) / most
+    first = (error(codes(jnp.asarray(most), low), scale, low), scale, low)
     _, scale, minimum = lax.fori_loop(0, steps + 1, attempt, first)
     return jnp.where(flat, 0, scale), -minimum
 
 
-def _fit_symmetric(x: Groups, most: int) -> Float32[Array, "n"]:
+def _fit_symmetric(x: Members, most: int) -> Vector:
     """The scale of codes -`most` … `most` - 1 with the least error in each group, weighted by the squares of `x`."""
-    at = jnp.argmax(jnp.abs(x), axis=0)
-    peak = jnp.take_along_axis(x, at[None], axis=0)[0]
-    zero = jnp.abs(peak) < TINY
-    peak = jnp.where(zero, 1, peak)
-    weights = x * x
+    peak, zero = _peak(x)
 
-    def attempt(step: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        q = jnp.clip(jnp.round(-(most + 0.1 * (step - 9)) / peak * x), -most, most - 1)
-        sum_xq, sum_q2 = (weights * x * q).sum(0), (weights * q * q).sum(0)
+    def attempt(step: jax.Array, best: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
+        inverse = -(most + 0.1 * (step - 9)) / peak
+        codes = [jnp.clip(jnp.round(inverse * v), -most, most - 1) for v in x]
+        sum_xq = _total(v * v * v * c for v, c in zip(x, codes, strict=True))
+        sum_q2 = _total(v * v * c * c for v, c in zip(x, codes, strict=True))
         scale = sum_xq / jnp.where(sum_q2 > 0, sum_q2, 1)
         better = scale * sum_xq > best[0]
         return jnp.where(better, scale * sum_xq, best[0]), jnp.where(better, scale, best[1])
@@ -82,8 +97,35 @@ def _fit_symmetric(x: Groups, most: int) -> Float32[Array, "n"]:
     return jnp.where(zero, 0, scale)
 
 
-def _groups(x: Float32[Array, "n 256"], size: int) -> Groups:
-    return x.reshape(-1, size).T
+def _fit_one_by_one(x: Members, most: int) -> Vector:
+    """As `_fit_symmetric`, for very few codes: each in turn becomes what is best under the scale of the others."""
+    peak, zero = _peak(x)
+    codes = [jnp.clip(jnp.round(-most / peak * v), -most, most - 1) for v in x]
+    sum_xq = _total(v * v * v * c for v, c in zip(x, codes, strict=True))
+    sum_q2 = _total(v * v * c * c for v, c in zip(x, codes, strict=True))
+
+    def sweep(_: jax.Array, state: tuple[Members, Vector, Vector]) -> tuple[Members, Vector, Vector]:
+        codes, sum_xq, sum_q2 = state
+        chosen = []
+        for v, old in zip(x, codes, strict=True):
+            w = v * v
+            others_xq, others_q2 = sum_xq - w * v * old, sum_q2 - w * old * old
+            new = jnp.clip(jnp.round(v * others_q2 / jnp.where(others_xq > 0, others_xq, 1)), -most, most - 1)
+            new_xq, new_q2 = others_xq + w * v * new, others_q2 + w * new * new
+            better = (others_xq > 0) & (new_q2 > 0) & (new_xq * new_xq * sum_q2 > sum_xq * sum_xq * new_q2)
+            chosen.append(jnp.where(better, new, old))
+            sum_xq, sum_q2 = jnp.where(better, new_xq, sum_xq), jnp.where(better, new_q2, sum_q2)
+        return chosen, sum_xq, sum_q2
+
+    _, sum_xq, sum_q2 = lax.fori_loop(0, 5, sweep, (codes, sum_xq, sum_q2))
+    return jnp.where(zero | (sum_q2 <= 0), 0, sum_xq / jnp.where(sum_q2 > 0, sum_q2, 1))
+
+
+def _peak(x: Members) -> tuple[Vector, Bool[Array, "m"]]:
+    """The weight of largest size in each group (1 for none), and whether there is none but zeros."""
+    peak = functools.reduce(lambda a, b: jnp.where(jnp.abs(b) > jnp.abs(a), b, a), x)
+    zero = jnp.abs(peak) < TINY
+    return jnp.where(zero, 1, peak), zero
 
 
 def _bytes(half: Float32[Array, "n"]) -> UInt8[Array, "n 2"]:
@@ -121,10 +163,10 @@ def _to_integers(values: Array, top: Array, most: int) -> Array:
 
 
 def _shared_scales(
-    x: Array, size: int, weights: Groups, most: int, scale_most: int, start: float, steps: int, absolute: bool = False
+    x: Array, size: int, weights: Members, most: int, scale_most: int, start: float, steps: int, absolute: bool = False
 ) -> tuple[Array, ...]:
     """Of every block: scale and shift of its groups as integers, those of the block, and the codes."""
-    scales, minima = _fit_affine(_groups(x, size), weights, most, start, steps, absolute=absolute)
+    scales, minima = _fit_affine(_members(x, size), weights, most, start, steps, absolute=absolute)
     scales, minima = scales.reshape(x.shape[0], -1), minima.reshape(x.shape[0], -1)
     top_scale, top_minimum = scales.max(1), minima.max(1)
     sc, mn = _to_integers(scales, top_scale, scale_most), _to_integers(minima, top_minimum, scale_most)
@@ -133,12 +175,12 @@ def _shared_scales(
 
 
 def _q2_k(x: Float32[Array, "n 256"]) -> UInt8[Array, "n 84"]:
-    sc, mn, d, dmin, codes = _shared_scales(x, 16, jnp.abs(_groups(x, 16)), 3, 15, -0.5, 15, absolute=True)
+    sc, mn, d, dmin, codes = _shared_scales(x, 16, _members(jnp.abs(x), 16), 3, 15, -0.5, 15, absolute=True)
     return jnp.concatenate([(sc | mn << 4).astype(jnp.uint8), _quarters(codes), _bytes(d), _bytes(dmin)], axis=1)
 
 
 def _q3_k(x: Float32[Array, "n 256"]) -> UInt8[Array, "n 110"]:
-    scales = _fit_symmetric(_groups(x, 16), 4).reshape(-1, 16)
+    scales = _fit_one_by_one(_members(x, 16), 4).reshape(-1, 16)
     d, sc = _signed_scales(scales, 32)
     codes = _nearest(x, _rounded(d) * sc, None, -4, 3) + 4
     six = sc + 32
@@ -163,10 +205,11 @@ def _packed_k_scales(sc: Array, mn: Array) -> UInt8[Array, "n 12"]:
     return jnp.concatenate(low, axis=1).astype(jnp.uint8)
 
 
-def _with_average(x: Float32[Array, "n 256"]) -> Groups:
+def _with_average(x: Float32[Array, "n 256"]) -> Members:
     """How much the error of each weight counts: its size plus the group's root mean square."""
-    groups = _groups(x, 32)
-    return jnp.sqrt((groups * groups).mean(0)) + jnp.abs(groups)
+    members = _members(x, 32)
+    average = jnp.sqrt(_total(v * v for v in members) / 32)
+    return [average + jnp.abs(v) for v in members]
 
 
 def _nibble_pairs(codes: Array) -> UInt8[Array, "n 128"]:
@@ -186,7 +229,7 @@ def _q5_k(x: Float32[Array, "n 256"]) -> UInt8[Array, "n 176"]:
 
 
 def _q6_k(x: Float32[Array, "n 256"]) -> UInt8[Array, "n 210"]:
-    scales = _fit_symmetric(_groups(x, 16), 32).reshape(-1, 16)
+    scales = _fit_symmetric(_members(x, 16), 32).reshape(-1, 16)
     d, sc = _signed_scales(scales, 128)
     codes = _nearest(x, _rounded(d) * sc, None, -32, 31) + 32
     halves = (codes & 15).reshape(-1, 2, 2, 64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -41,7 +39,7 @@ class Quantized(Weight):
         """The rows `ids` of a matrix; no other is expanded."""
         return self.take(ids).dequantize()
 
-    def take(self, ids: Int[Array, "T"]) -> Self:
+    def take(self, ids: Int[Array, "T"]) -> Quantized:
         """The rows `ids`, as they are kept."""
         return jax.tree.map(lambda array: array[ids], self)
 
