@@ -23,7 +23,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 `norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
-from jaxllm.cpu_kernels.library import available, forced, isa, reason, runnable_isas, set_threads
+from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import ACTIVATIONS, Norm, Tiles, argmax, embed, gate_up, linear, linears
 from jaxllm.cpu_kernels.tiles import FORMATS, repack, tile_bytes, tile_inputs, unpack
 
@@ -40,6 +40,7 @@ __all__ = [
     "isa",
     "linear",
     "linears",
+    "physical_cores",
     "reason",
     "repack",
     "runnable_isas",
