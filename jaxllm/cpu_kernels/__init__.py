@@ -20,9 +20,13 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
     argmax(x, head: Tiles, norm=None) -> int32 [...], the greedy token of each row
     embed(ids, table: Tiles, inputs) -> [..., inputs]
 
+    attention(q, k, v, pages, positions, seq_ids, page_table, scale=..., window, softcap, sinks, value_dim)
+        -> (out [T, H, Dv], pages); see `attention.py`
+
 `norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
+from jaxllm.cpu_kernels.attention import attention
 from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import ACTIVATIONS, Norm, Tiles, argmax, embed, gate_up, linear, linears
 from jaxllm.cpu_kernels.tiles import FORMATS, repack, tile_bytes, tile_inputs, unpack
@@ -33,6 +37,7 @@ __all__ = [
     "Norm",
     "Tiles",
     "argmax",
+    "attention",
     "available",
     "embed",
     "forced",

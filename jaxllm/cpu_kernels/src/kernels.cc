@@ -1,6 +1,7 @@
 // The kernels of one ISA. Compiled once for each, with -DISA=<its name>: see build.py.
 #include "kernels.h"
 
+#include "attention.h"
 #include "gate.h"
 #include "prepare.h"
 #include "product.h"
@@ -11,6 +12,6 @@
 #define TABLE(isa) TABLE_(isa)
 
 const Kernels* TABLE(ISA)() {
-  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::product, ISA::gate};
+  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::product, ISA::gate, ISA::keep, ISA::attend};
   return &table;
 }

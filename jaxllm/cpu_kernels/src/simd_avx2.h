@@ -24,6 +24,7 @@ INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
 INLINE void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 INLINE Floats load_halves(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE Floats load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));

@@ -24,6 +24,9 @@ INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
 INLINE void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
+}
 INLINE Floats load_halves(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 INLINE Floats load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));

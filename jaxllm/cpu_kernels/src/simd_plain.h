@@ -23,6 +23,7 @@ INLINE Floats load(const float* p) { return load_as<Floats>(p); }
 INLINE void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 INLINE Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) { return a > b ? x : y; }
 INLINE Floats load_halves(const uint8_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_half(load_as<uint16_t>(p + 2 * i)); return v; }
 INLINE Floats load_bf16(const uint16_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_bf16(p[i]); return v; }
 INLINE Floats load_u8(const uint8_t* p) { return widen(p); }
