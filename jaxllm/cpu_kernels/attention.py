@@ -43,8 +43,8 @@ def attention(
             a token whose `seq_id` is S or more is padding: nothing is written, and its output is zero.
 
     Returns:
-        The output in `q`'s dtype and the new pages. Sums run in float32; with uint16 pages and BF16 instructions queries
-        and weights are rounded to bfloat16. A token's output does not depend on the batch around it.
+        The output in `q`'s dtype and the new pages. Sums run in float32; with uint16 pages and BF16 instructions,
+        queries and weights are rounded to bfloat16. A token's output does not depend on the batch around it.
 
     Raises:
         ValueError: a dtype that is not served, or `value_dim` beside `v`.

@@ -50,7 +50,7 @@ std::vector<Task> tasks_of(const std::vector<Run>& runs, const Attention& a) {
         const int pieces = (end - begin + step - 1) / step;
         for (int p = 0; p < pieces; p++) {
           const int from = std::max(lowest, begin + p * step), to = std::min(end, begin + (p + 1) * step);
-          tasks.push_back({{run.sequence, head, run.token, run.position, first, count, from, to, p == 0}, p == 0 ? pieces : 0});
+          tasks.push_back({{run.sequence, head, run.token, run.position, first, count, from, to, p == 0, run.count == 1}, p == 0 ? pieces : 0});
         }
       }
   return tasks;

@@ -164,11 +164,11 @@ static void soften(const Attention& a, State& s, int key, int count, int padded,
   }
 }
 
-// Where the rows of keys [begin, begin + count) lie, in elements of T; repeated up to a multiple of four.
+// Where the rows of keys [begin, begin + count) lie, in elements of T; repeated up to a multiple of 16.
 template <class T>
 static void find_rows(const Attention& a, const AttentionUnit& u, const void* pages, int row, int begin, int count, const T** rows) {
   const int32_t* table = a.page_table + int64_t(u.sequence) * a.columns;
-  for (int j = 0; j < (count + 3) / 4 * 4; j++) {
+  for (int j = 0; j < (count + 15) / 16 * 16; j++) {
     const int key = begin + smaller(j, count - 1);
     const int64_t page = int64_t(table[key / a.page_size]) * a.kv_heads + u.kv_head;
     rows[j] = (const T*)pages + (page * a.page_size + key % a.page_size) * row;
@@ -245,57 +245,121 @@ static float query_channel(const Attention& a, int64_t vector, int d) {
   return a.q_is_bf16 ? float_of_bf16(((const uint16_t*)a.q)[at]) : ((const float*)a.q)[at];
 }
 
-static void attend(const Attention& a, const AttentionUnit& u, float* out, float* softmax, uint8_t* scratch) {
-  const int group = a.heads / a.kv_heads;
-  const bool pairs = HAS_BF16 && a.bits && a.dim % 2 == 0;
-  State s;
-  s.width = (u.count + LANES - 1) / LANES * LANES;
-  float* at = (float*)scratch;
-  const auto take = [&](int64_t count) { float* p = at; at += count; return p; };
-  s.lowest = take(s.width), s.highest = take(s.width), s.greatest = take(s.width), s.total = take(s.width), s.factor = take(s.width);
-  s.scores = take(KEY_BLOCK * s.width);
-  s.sums = take(int64_t(a.value_dim) * s.width);
-  float* queries = take(int64_t(a.dim) * s.width);
-  memset(s.sums, 0, size_t(a.value_dim) * s.width * 4);
-  memset(queries, 0, size_t(a.dim) * s.width * 4);
+// Room in the scratch, piece by piece.
+struct Room {
+  uint8_t* at;
 
-  int low = 0x7fffffff, high = -1, sure = 0x7fffffff, first_sure = 0;  // keys [first_sure, sure] are seen by all
-  for (int r = 0; r < s.width; r++) {
-    s.greatest[r] = NEGATIVE;
-    s.total[r] = s.lowest[r] = 0;
-    s.highest[r] = -1;
+  template <class T> T* take(int64_t count) {
+    T* p = (T*)at;
+    at += (count * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+}  // namespace ISA
+
+#include "attention_few.h"
+
+namespace ISA {
+
+// The query vectors of a unit: which keys each sees, and what its softmax starts with.
+struct Vectors {
+  float *lowest, *highest, *greatest, *total;  // [width]
+  int low, high;               // keys that any of them sees
+  int low_by_all, high_by_all;  // keys that all of them see
+  int64_t index[MAX_VECTORS];  // in q
+};
+
+static void describe(const Attention& a, const AttentionUnit& u, int width, Room& room, Vectors& v) {
+  const int group = a.heads / a.kv_heads;
+  v.lowest = room.take<float>(width), v.highest = room.take<float>(width);
+  v.greatest = room.take<float>(width), v.total = room.take<float>(width);
+  v.low = v.high_by_all = 0x7fffffff, v.high = -1, v.low_by_all = 0;
+  for (int r = 0; r < width; r++) {
+    v.greatest[r] = NEGATIVE;
+    v.total[r] = v.lowest[r] = 0;
+    v.highest[r] = -1;
     if (r >= u.count) continue;
     const int index = u.first + r, head = u.kv_head * group + index % group, position = u.position + index / group;
     const int lowest = a.window ? larger(0, position - a.window + 1) : 0;
-    s.lowest[r] = float(lowest), s.highest[r] = float(position);
-    low = smaller(low, lowest), first_sure = larger(first_sure, lowest);
-    high = larger(high, position), sure = smaller(sure, position);
-    if (u.sinks && a.sinks) s.greatest[r] = a.sinks[head], s.total[r] = 1;
-    const int64_t vector = int64_t(u.token + index / group) * a.heads + head;
-    if (pairs) {
-      uint16_t* halves = (uint16_t*)queries;
-      for (int d = 0; d < a.dim; d++) halves[(d / 2 * s.width + r) * 2 + d % 2] = bf16_of_float(query_channel(a, vector, d));
-    } else {
-      for (int d = 0; d < a.dim; d++) queries[d * s.width + r] = query_channel(a, vector, d);
-    }
+    v.lowest[r] = float(lowest), v.highest[r] = float(position);
+    v.low = smaller(v.low, lowest), v.low_by_all = larger(v.low_by_all, lowest);
+    v.high = larger(v.high, position), v.high_by_all = smaller(v.high_by_all, position);
+    if (u.sinks && a.sinks) v.greatest[r] = a.sinks[head], v.total[r] = 1;
+    v.index[r] = int64_t(u.token + index / group) * a.heads + head;
   }
-  const int end = smaller(u.key_end, high + 1), begin = larger(u.key_begin, low);
+}
+
+template <class E>
+static void attend_decode(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
+  Vectors v;
+  describe(a, u, u.count, room, v);
+  typedef typename E::Query Query;
+  Query* queries = room.take<Query>(int64_t(u.count) * a.dim);
+  for (int r = 0; r < u.count; r++)
+    for (int d = 0; d < a.dim; d++) {
+      const float x = query_channel(a, v.index[r], d);
+      if constexpr (sizeof(Query) == 2) queries[r * a.dim + d] = bf16_of_float(x);
+      else queries[r * a.dim + d] = x;
+    }
+  memset(out, 0, size_t(u.count) * a.value_dim * 4);
+  float* scores = room.take<float>(u.count * KEY_BLOCK);
+  attend_few<E>(a, u, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, out);
+  for (int r = 0; r < u.count; r++) {
+    const float inverse = v.total[r] == 0 ? 0 : 1 / v.total[r];
+    for (int d = 0; d < a.value_dim; d++) out[r * a.value_dim + d] *= inverse;
+    softmax[2 * r] = v.greatest[r], softmax[2 * r + 1] = v.total[r];
+  }
+}
+
+static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
+  const bool pairs = HAS_BF16 && a.bits && a.dim % 2 == 0;
+  const int width = (u.count + LANES - 1) / LANES * LANES;
+  Vectors v;
+  describe(a, u, width, room, v);
+  State s{width, v.lowest, v.highest, v.greatest, v.total, nullptr, nullptr, nullptr};
+  s.factor = room.take<float>(width);
+  s.scores = room.take<float>(KEY_BLOCK * width);
+  s.sums = room.take<float>(int64_t(a.value_dim) * width);
+  float* queries = room.take<float>(int64_t(a.dim) * width);
+  memset(s.sums, 0, size_t(a.value_dim) * width * 4);
+  memset(queries, 0, size_t(a.dim) * width * 4);
+  for (int r = 0; r < u.count; r++)
+    for (int d = 0; d < a.dim; d++) {
+      const float x = query_channel(a, v.index[r], d);
+      if (pairs) ((uint16_t*)queries)[(d / 2 * width + r) * 2 + d % 2] = bf16_of_float(x);
+      else queries[d * width + r] = x;
+    }
+  const int begin = larger(u.key_begin, v.low), end = smaller(u.key_end, v.high + 1);
   for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
     const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;
-    const bool masked = u.count < s.width || from < first_sure || from + count - 1 > sure;
+    const bool masked = u.count < width || from < v.low_by_all || from + count - 1 > v.high_by_all;
 #if defined(__AVX512BF16__)
     if (pairs) {
-      visit_pairs(a, u, s, (const uint32_t*)queries, from, count, masked, (uint32_t*)at);
+      visit_pairs(a, u, s, (const uint32_t*)queries, from, count, masked, (uint32_t*)room.at);
       continue;
     }
 #endif
-    visit_floats(a, u, s, queries, from, count, masked, at);
+    visit_floats(a, u, s, queries, from, count, masked, (float*)room.at);
   }
   for (int r = 0; r < u.count; r++) {
     const float inverse = s.total[r] == 0 ? 0 : 1 / s.total[r];
-    for (int d = 0; d < a.value_dim; d++) out[int64_t(r) * a.value_dim + d] = s.sums[d * s.width + r] * inverse;
+    for (int d = 0; d < a.value_dim; d++) out[int64_t(r) * a.value_dim + d] = s.sums[d * width + r] * inverse;
     softmax[2 * r] = s.greatest[r], softmax[2 * r + 1] = s.total[r];
   }
+}
+
+static void attend(const Attention& a, const AttentionUnit& u, float* out, float* softmax, uint8_t* scratch) {
+  const auto whole = [&](int chunk) { return a.dim % chunk == 0 && a.value_dim % chunk == 0; };
+  const Room room{scratch};
+  if (u.decode && u.count <= FEW_VECTORS) {
+#if defined(__AVX512BF16__)
+    if (a.bits && whole(Paired::chunk)) return attend_decode<Paired>(a, u, room, out, softmax);
+#endif
+    if (a.bits && whole(Widened::chunk)) return attend_decode<Widened>(a, u, room, out, softmax);
+    if (!a.bits && whole(Plain::chunk)) return attend_decode<Plain>(a, u, room, out, softmax);
+  }
+  attend_tile(a, u, room, out, softmax);
 }
 
 }  // namespace ISA

@@ -63,6 +63,7 @@ struct AttentionUnit {
   int first, count;      // vectors
   int key_begin, key_end;
   bool sinks;            // this range starts with the sinks
+  bool decode;           // the run has one token
 };
 
 struct Kernels {

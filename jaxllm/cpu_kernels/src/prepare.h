@@ -1,4 +1,4 @@
-// Activations: RMS norm, then int8 codes with a scale per 32, or floats. Plain loops, for the compiler to vectorize.
+// Activations: RMS norm, then int8 codes with a scale per 32, or floats.
 #pragma once
 #include <math.h>
 
@@ -9,21 +9,27 @@ namespace ISA {
 
 // A block that holds a NaN or an infinity takes a scale of NaN, so that its row's products come out NaN.
 static void quantize_block(const float* x, int8_t* codes, RowBlock* out) {
-  uint32_t top = 0;
-  for (int i = 0; i < BLOCK; i++) {
-    const uint32_t magnitude = bits_of_float(x[i]) & 0x7fffffff;
-    top = larger(top, magnitude);
+  constexpr int VECTORS = BLOCK / LANES;
+  Floats v[VECTORS], largest = broadcast(0), nothing = broadcast(0);
+#pragma GCC unroll 4
+  for (int i = 0; i < VECTORS; i++) {
+    v[i] = load(x + i * LANES);
+    largest = maximum(largest, maximum(v[i], broadcast(0) - v[i]));
+    nothing = fma(v[i], broadcast(0), nothing);  // NaN unless all are finite
   }
-  const float largest = float_of_bits(top);
-  float scale = largest / 127, inverse = 127 / largest;
-  if (top >= 0x7f800000) scale = float_of_bits(0x7fc00000), inverse = 0;
-  if (largest < 1e-30f) scale = inverse = 0;
-  const float round = 12582912.0f;  // adding it leaves no bits below one: rounds to nearest, ties to even
-  int32_t rounded[BLOCK], first = 0, second = 0;
-  for (int i = 0; i < BLOCK; i++) rounded[i] = top >= 0x7f800000 ? 0 : int32_t((x[i] * inverse + round) - round);
-  for (int i = 0; i < BLOCK; i++) codes[i] = int8_t(rounded[i]);
-  for (int i = 0; i < BLOCK / 2; i++) first += rounded[i];
-  for (int i = BLOCK / 2; i < BLOCK; i++) second += rounded[i];
+  const bool finite = sum(nothing) == 0;
+  const float most = finite ? top(largest) : 0;
+  const bool tiny = most < 1e-30f;
+  const float scale = finite ? (tiny ? 0 : most / 127) : float_of_bits(0x7fc00000), inverse = tiny ? 0 : 127 / most;
+  const Floats round = broadcast(12582912.0f);  // adding it leaves no bits below one: rounds to nearest, ties to even
+  Floats halves[2] = {broadcast(0), broadcast(0)};
+#pragma GCC unroll 4
+  for (int i = 0; i < VECTORS; i++) {
+    v[i] = finite ? (v[i] * broadcast(inverse) + round) - round : broadcast(0);
+    halves[2 * i / VECTORS] = halves[2 * i / VECTORS] + v[i];
+  }
+  store_codes(codes, v);
+  const int first = int(sum(halves[0])), second = int(sum(halves[1]));
   *out = {scale, scale * float(first + second), -(first + second), -first};
 }
 

@@ -41,6 +41,13 @@ INLINE float top(Floats v) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+INLINE Floats counting() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+// Lane i is the sum of v[i].
+INLINE Floats sums_of(const Floats (&v)[8]) {
+  const Floats a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const Floats b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
 INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
   x = _mm256_max_ps(_mm256_set1_ps(-87.3f), _mm256_min_ps(_mm256_set1_ps(88.7f), x));  // in this order NaN stays
   const Floats n = _mm256_round_ps(x * broadcast(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -67,6 +74,13 @@ INLINE Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 INLINE Ints load_bits(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE Floats low_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
 INLINE Floats high_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000)))); }
+// 32 whole numbers of at most 127 as bytes.
+INLINE void store_codes(int8_t* out, const Floats (&v)[4]) {
+  const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1]));
+  const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(v[2]), _mm256_cvtps_epi32(v[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)out, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+}
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }

@@ -35,6 +35,21 @@ INLINE Floats load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtep
 INLINE Ints load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 INLINE float top(Floats v) { return _mm512_reduce_max_ps(v); }
+INLINE Floats counting() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+// Lane i is the sum of v[i]: lanes are added in pairs while vectors are folded together.
+INLINE Floats sums_of(const Floats (&v)[16]) {
+  Floats a[8], b[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) a[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+  }
+  const Floats c = _mm512_shuffle_f32x4(b[0], b[1], 0x88) + _mm512_shuffle_f32x4(b[0], b[1], 0xdd);
+  const Floats d = _mm512_shuffle_f32x4(b[2], b[3], 0x88) + _mm512_shuffle_f32x4(b[2], b[3], 0xdd);
+  return _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
+}
 INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
   x = _mm512_max_ps(_mm512_set1_ps(-87.3f), _mm512_min_ps(_mm512_set1_ps(88.7f), x));  // in this order NaN stays
   const Floats n = _mm512_roundscale_ps(x * broadcast(1.44269504f), 0);
@@ -56,6 +71,10 @@ INLINE Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 INLINE Ints load_bits(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE Floats low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 INLINE Floats high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000)))); }
+// 32 whole numbers of at most 127 as bytes.
+INLINE void store_codes(int8_t* out, const Floats (&v)[2]) {
+  for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i*)out + i, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v[i])));
+}
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }

@@ -30,6 +30,8 @@ INLINE Floats load_u8(const uint8_t* p) { return widen(p); }
 INLINE Ints load_i8(const uint8_t* p) { Ints v; for (int i = 0; i < 16; i++) v[i] = int8_t(p[i]); return v; }
 INLINE float sum(Floats v) { float s = 0; for (int i = 0; i < 16; i++) s += v[i]; return s; }
 INLINE float top(Floats v) { float s = v[0]; for (int i = 1; i < 16; i++) s = v[i] > s ? v[i] : s; return s; }
+INLINE Floats counting() { Floats v; for (int i = 0; i < 16; i++) v[i] = float(i); return v; }
+INLINE Floats sums_of(const Floats (&v)[16]) { Floats s; for (int i = 0; i < 16; i++) s[i] = sum(v[i]); return s; }
 INLINE Floats exponential(Floats v) { for (int i = 0; i < 16; i++) v[i] = expf(v[i]); return v; }
 
 INLINE Ints ints(int32_t x) { return Ints{} + x; }
@@ -40,6 +42,7 @@ INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 INLINE Ints load_bits(const uint8_t* p) { return load_as<Ints>(p); }
 INLINE Floats low_bf16(Ints v) { v = Ints(Uints(v) << 16u); return load_as<Floats>(&v); }
 INLINE Floats high_bf16(Ints v) { v = v & int32_t(0xffff0000); return load_as<Floats>(&v); }
+INLINE void store_codes(int8_t* out, const Floats (&v)[2]) { for (int i = 0; i < 32; i++) out[i] = int8_t(v[i / 16][i % 16]); }
 INLINE Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
 INLINE Bytes low_nibbles(Bytes v) { return v & uint8_t(15); }
 INLINE Bytes high_nibbles(Bytes v) { return v >> uint8_t(4); }
