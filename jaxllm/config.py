@@ -40,6 +40,22 @@ def format_bytes(count: int) -> str:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
+Isq = Literal[
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
+]  # fmt: skip
+IsqOrNone = Literal[Isq, "none"]
+
+
+def parse_pairs(value: Any) -> Any:
+    """'a=1,b=2' -> {'a': '1', 'b': '2'}; anything else is left for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    if not all(middle for _, middle, _ in pairs):
+        raise ValueError("it must be PATTERN=KIND, several separated by commas")
+    return {name.strip(): kind.strip() for name, _, kind in pairs}
+
+
 class EngineConfig(BaseModel):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
@@ -57,6 +73,12 @@ class EngineConfig(BaseModel):
     """`dummy` fills the right shapes with random weights on the device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute and weight type; auto is bfloat16."""
+    dequantize: bool = False
+    """Expand the blocks of a quantized GGUF file to `dtype` at load, instead of computing on them as they are."""
+    isq: Isq | None = None
+    """Quantize weights while they are loaded (in situ); embedding and head take at least six bits."""
+    isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] = Field(default_factory=dict)
+    """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k,*.attn_v.weight=none."""
     seed: int = 0
     """Where unseeded requests and dummy weights take their randomness from."""
     skip_tokenizer_init: bool = False

@@ -223,7 +223,7 @@ def permuted_names(config: DecoderConfig) -> dict[str, Pattern]:
     undo = unpermute_rope(config.head_dim)
     return {
         f"layers.*.attention.qkv.{kind}": (
-            *(Source(f"blk.*.attn_{p}.{kind}", undo) for p in "qk"),
+            *(Source(f"blk.*.attn_{p}.{kind}", undo, by_rows=True) for p in "qk"),
             f"blk.*.attn_v.{kind}",
         )
         for kind in ("weight", "bias")

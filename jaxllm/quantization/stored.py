@@ -7,6 +7,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jaxllm.errors import CheckpointError
 from jaxllm.quantization.fp8_blocks import dequantize_fp8
 from jaxllm.quantization.gguf_blocks import dequantize
 
@@ -18,11 +19,12 @@ class Stored(NamedTuple):
     """A checkpoint's bytes of one tensor and what they mean; nothing is expanded yet.
 
     Attributes:
-        data: `shape` numbers in their stored type; where they are `packed`, in GGUF's blocks, `[bytes]` uint8.
+        data: `shape` numbers in their stored type; where they are `packed`, in GGUF's blocks, uint8 of any shape.
         dtype: the format's own name of the type: `F32`, `Q4_K`, `F8_E4M3`, …
         shape: `[out, in]`, outermost first.
         scale: of FP8 with one a block: float32 `[ceil(o / rows), ceil(i / columns)]`.
         scale_block: rows and columns that share a scale.
+        origin: file and name, for errors.
     """
 
     data: np.ndarray
@@ -31,6 +33,18 @@ class Stored(NamedTuple):
     packed: bool = False
     scale: np.ndarray | None = None
     scale_block: tuple[int, int] = (1, 1)
+    origin: str = "a tensor"
+
+    @property
+    def by_rows(self) -> np.ndarray:
+        """Row by row: uint8 `[*shape[:-1], bytes of a row]` of GGUF's blocks; of anything else the numbers."""
+        return self.data.reshape(*self.shape[:-1], -1) if self.packed else self.expand()
+
+    def with_rows(self, rows: np.ndarray) -> Stored:
+        """A tensor of the same type made of other rows, which are as `by_rows` gives them."""
+        if not self.packed:
+            return Stored(rows, self.dtype, rows.shape, origin=self.origin)
+        return self._replace(data=rows, shape=(*rows.shape[:-1], self.shape[-1]))
 
     def expand(self) -> np.ndarray:
         """The tensor's numbers: in their stored type, or as float32 where they were quantized.
@@ -40,4 +54,20 @@ class Stored(NamedTuple):
         """
         if self.scale is not None:
             return dequantize_fp8(self.data, self.scale, self.scale_block)
-        return dequantize(self.data, self.dtype, self.shape) if self.packed else self.data
+        if not self.packed:
+            return self.data
+        try:
+            return dequantize(np.ravel(self.data), self.dtype, self.shape)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.origin}: {error}") from None
+
+    def finite(self) -> np.ndarray:
+        """The tensor's numbers as float32, to be quantized.
+
+        Raises:
+            CheckpointError: as `expand`, or some are infinite or none at all.
+        """
+        values = np.asarray(self.expand(), np.float32)
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{self.origin}: not all numbers are finite, so it cannot be quantized")
+        return values

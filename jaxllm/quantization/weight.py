@@ -14,6 +14,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.quantization.stored import Stored
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes
 
@@ -40,7 +41,7 @@ class Weight(ABC):
 
     def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
         """`x @ self.T`, accumulated and returned in float32."""
-        return _matmul(x, self.dequantize())
+        return product(x, self.dequantize())
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
         """The rows `ids` of a matrix: embeddings."""
@@ -77,7 +78,7 @@ class Kind(Protocol):
     def abstract(self, shape: tuple[int, ...]) -> Weight:
         """A weight of `shape` whose arrays are `jax.ShapeDtypeStruct`."""
 
-    def pack(self, tensors: Sequence[np.ndarray], layout: Layout | None) -> Weight:
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Weight:
         """Checkpoint tensors `[*stack, o, i]`, laid out for the mesh and kept this way, in host memory."""
 
 
@@ -123,8 +124,8 @@ class DenseKind:
     def abstract(self, shape: tuple[int, ...]) -> Dense:
         return Dense(jax.ShapeDtypeStruct(shape, self.dtype))
 
-    def pack(self, tensors: Sequence[np.ndarray], layout: Layout | None) -> Dense:
-        return Dense(place(layout, tensors, self.dtype))
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Dense:
+        return Dense(place(layout, (tensor.expand() for tensor in tensors), self.dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -157,8 +158,11 @@ def fuse(parts: list[Weight]) -> Weight:
     return parts[0] if len(parts) == 1 else Fused(tuple(parts))
 
 
-def _matmul(x: Float[Array, "T i"], matrix: Float[Array, "o i"]) -> Float[Array, "T o"]:
-    """A float32 result is also what keeps XLA:CPU on its fast path for bfloat16."""
+def product(x: Float[Array, "T i"], matrix: Float[Array, "o i"]) -> Float[Array, "T o"]:
+    """`x @ matrix.T` in the matrix's type, accumulated and returned in float32.
+
+    A float32 result is also what keeps XLA:CPU on its fast path for bfloat16.
+    """
     return lax.dot_general(
         x.astype(matrix.dtype),
         matrix,

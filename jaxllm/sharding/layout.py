@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +76,7 @@ def padded_rows(rows: int, tp: int, multiple: int = 64) -> Layout:
     return Layout((Segment(rows, tp),), tp, pad_to=math.ceil(rows / unit) * unit)
 
 
-def place(layout: Layout | None, tensors: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+def place(layout: Layout | None, tensors: Iterable[np.ndarray], dtype: np.dtype) -> np.ndarray:
     """The whole parameter in `dtype`; each tensor is cast by itself, so that nothing wider is ever whole."""
     cast = [tensor.astype(dtype, copy=False) for tensor in tensors]
     return cast[0] if layout is None else layout.assemble(cast)

@@ -47,9 +47,10 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}")
         shape, dtype, offset, nbytes = self._places[name]
         data = self._data[offset : offset + nbytes].view(np.ndarray)
+        origin = f"{self.path}: tensor {name!r}"
         if dtype not in GGUF_FLOATS:
-            return Stored(data, dtype, shape, packed=True)
-        return Stored(data.view(GGUF_FLOATS[dtype]).reshape(shape), dtype, shape)
+            return Stored(data, dtype, shape, packed=True, origin=origin)
+        return Stored(data.view(GGUF_FLOATS[dtype]).reshape(shape), dtype, shape, origin=origin)
 
     def close(self) -> None:
         """Let go of the map; arrays already read keep it alive."""

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.weight import Kind, Weight, fuse
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.weight import DenseKind, Kind, Weight, fuse
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes, named_sharding
 from jaxllm.weights.checkpoint import Checkpoint
@@ -83,7 +84,7 @@ class ParamSpec:
             if inputs % (tp * kind.block):
                 raise CheckpointError(
                     f"{self.path}: {inputs} inputs on {tp} devices part a block of {kind.block}; "
-                    f"accepted is a tensor_parallel_size that divides {inputs // kind.block}"
+                    f"accepted is a tensor_parallel_size that divides {inputs // kind.block}, or dequantize"
                 )
 
 
@@ -114,10 +115,7 @@ def load_parameters(
         for index, spec in enumerate(specs):
             value = pending.popleft().result()
             pending.extend(pool.submit(_assemble, checkpoint, *pair) for pair in islice(ahead, 1))
-            leaves, tree = jax.tree.flatten(value)
-            shardings = [named_sharding(mesh, axes) for _, axes in spec.leaves()]
-            placed = [jax.device_put(leaf, where) for leaf, where in zip(leaves, shardings, strict=True)]
-            values.append(jax.tree.unflatten(tree, placed))
+            values.append(_put(spec, value, mesh))
             if on_progress:
                 on_progress(index + 1, len(specs))
     return tuple(values)
@@ -135,18 +133,40 @@ def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple
 
         return jax.jit(draw, out_shardings=named_sharding(mesh, axes))  # compiled once for all layers
 
+    @functools.cache
+    def quantized(shape: tuple[int, ...], kinds: tuple[Kind, ...], layout: Layout | None) -> Value:
+        """One weight for all that are alike: encoding takes longer than drawing."""
+        spec = ParamSpec("", shape, np.dtype(np.float32), (), layout, kinds)
+        rng, axis = np.random.default_rng(seed), layout.axis if layout else 0
+        rows = [s.rows for s in layout.segments] if layout else [shape[0]]
+        drawn = [rng.standard_normal((*shape[:axis], n, *shape[axis + 1 :]), np.float32) for n in rows]
+        return _pack(spec, [Stored(array * shape[-1] ** -0.5, "F32", array.shape) for array in drawn])
+
     values = []
     for spec, key in zip(specs, jax.random.split(jax.random.key(seed), len(specs)), strict=True):
-        drawn = [drawing(leaf.shape, leaf.dtype, axes)(key) for leaf, axes in spec.leaves()]
-        values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), drawn))
+        if all(isinstance(kind, DenseKind) for kind in spec.kinds):
+            drawn = [drawing(leaf.shape, leaf.dtype, axes)(key) for leaf, axes in spec.leaves()]
+            values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), drawn))
+        else:
+            values.append(_put(spec, quantized(spec.shape, spec.kinds, spec.layout), mesh))
     return tuple(values)
+
+
+def _put(spec: ParamSpec, value: Value, mesh: Mesh) -> Value:
+    leaves, tree = jax.tree.flatten(value)
+    shardings = [named_sharding(mesh, axes) for _, axes in spec.leaves()]
+    return jax.tree.unflatten(tree, [jax.device_put(*pair) for pair in zip(leaves, shardings, strict=True)])
 
 
 def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> Value:
     """A parameter in host memory: its tensors laid out for the mesh, each run of segments packed as its kind."""
     tensors = _read_segments(checkpoint, spec, sources)
     if not spec.kinds:
-        return place(spec.layout, tensors, spec.dtype)
+        return place(spec.layout, (tensor.expand() for tensor in tensors), spec.dtype)
+    return _pack(spec, tensors)
+
+
+def _pack(spec: ParamSpec, tensors: list[Stored]) -> Weight:
     parts = []
     for kind, layout in spec.runs:
         if layout is None or len(spec.runs) == 1:
@@ -157,7 +177,7 @@ def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> Valu
     return fuse(parts)
 
 
-def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> list[np.ndarray]:
+def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> list[Stored]:
     """One tensor a segment, or one that holds them all; cut up where the segments are of several kinds."""
     axis = spec.layout.axis if spec.layout else 0
     segments = [s.rows for s in spec.layout.segments] if spec.layout else [spec.shape[0]]
@@ -170,42 +190,35 @@ def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) ->
             raise CheckpointError(f"{checkpoint.path}: tensor {source.name!r} is {tensor.shape}; expected {expected}")
         tensors.append(tensor)
     if len(spec.runs) > 1 and len(tensors) == 1:
-        return np.split(tensors[0], np.cumsum(segments)[:-1], axis)
+        parts = np.split(tensors[0].by_rows, np.cumsum(segments)[:-1], axis)
+        return [tensors[0].with_rows(part) for part in parts]
     return tensors
 
 
-def _read(checkpoint: Checkpoint, source: Source) -> np.ndarray:
-    tensors = [_expanded(checkpoint, name) for name in source.tensors]
+def _read(checkpoint: Checkpoint, source: Source) -> Stored:
+    """A segment, still packed where nothing but whole rows were moved on the way."""
+    tensors = [checkpoint.read(name) for name in source.tensors]
+    if source.transform is None and not source.stack:
+        return tensors[0]
+    if not (source.moves_rows and all(t.packed and t.dtype == tensors[0].dtype for t in tensors)):
+        expanded = [(t.expand(), t.origin) for t in tensors]
+        tensors = [Stored(array, "F32", array.shape, origin=origin) for array, origin in expanded]
     if source.stack:
         odd = next((n for n, t in zip(source.tensors, tensors, strict=True) if t.shape != tensors[0].shape), None)
         if odd is not None:
             shape, first = checkpoint.tensors[odd].shape, tensors[0].shape
             raise CheckpointError(f"{checkpoint.path}: tensor {odd!r} is {shape}; expected {first}, as the others have")
-        tensors = [np.stack(tensors)]
-    return tensors[0] if source.transform is None else source.transform(*tensors)
-
-
-def _expanded(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    stored = checkpoint.read(name)
-    try:
-        return stored.expand()
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: tensor {name!r}: {error}") from None
+        tensors = [tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))]
+    if source.transform is None:
+        return tensors[0]
+    return tensors[0].with_rows(source.transform(*(tensor.by_rows for tensor in tensors)))
 
 
 def _choose_sources(
     checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str]
 ) -> list[Sources]:
     """The tensors that each parameter is read from. Raises CheckpointError for one missing, or stored and unused."""
-    chosen = []
-    for spec in specs:
-        options = names[spec.path]
-        sources = next((option for option in options if not _missing(checkpoint, option)), None)
-        if sources is None:
-            name = _missing(checkpoint, max(options, key=lambda option: _found(checkpoint, option)))[0]
-            hint = did_you_mean(name, checkpoint.tensors)
-            raise CheckpointError(f"{checkpoint.path}: tensor {name!r} is missing{hint}")
-        chosen.append(sources)
+    chosen = [find_sources(checkpoint, spec, names) for spec in specs]
     used = {name for sources in chosen for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []
     for name in checkpoint.tensors:
@@ -217,6 +230,17 @@ def _choose_sources(
     if skipped:
         logger.info("%d tensors are not used: %s", len(skipped), _shortened(skipped))
     return chosen
+
+
+def find_sources(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> Sources:
+    """The tensors that a parameter is read from. Raises CheckpointError where one is missing."""
+    options = names[spec.path]
+    sources = next((option for option in options if not _missing(checkpoint, option)), None)
+    if sources is None:
+        name = _missing(checkpoint, max(options, key=lambda option: _found(checkpoint, option)))[0]
+        hint = did_you_mean(name, checkpoint.tensors)
+        raise CheckpointError(f"{checkpoint.path}: tensor {name!r} is missing{hint}")
+    return sources
 
 
 def _missing(checkpoint: Checkpoint, sources: Sources) -> list[str]:

@@ -14,6 +14,7 @@ Transform = Callable[..., np.ndarray]
 class Source:
     """One checkpoint tensor, and what is done to it on the way.
 
+    A transform that is `by_rows` only moves whole rows, whatever they are made of: numbers, or bytes of blocks.
     With `stack`, that many tensors one on top of the other: `{}` in the name is the number of each. Tensors that are
     `also` needed are further arguments of `transform`.
     """
@@ -22,6 +23,12 @@ class Source:
     transform: Transform | None = None
     stack: int = 0
     also: tuple[str, ...] = ()
+    by_rows: bool = False
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether rows stay whole on the way, so that they may be packed."""
+        return self.transform is None or self.by_rows
 
     @property
     def tensors(self) -> list[str]:

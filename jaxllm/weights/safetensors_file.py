@@ -104,10 +104,11 @@ class SafetensorsCheckpoint:
             self._maps[file] = np.memmap(file, np.uint8, mode="r")
         shape, dtype = self.tensors[name]
         tensor = self._maps[file][offset : offset + nbytes].view(np.ndarray).view(_DTYPES[dtype]).reshape(shape)
+        origin = f"{self.path}: tensor {shown(name)}"
         if self._fp8_block is None or dtype != "F8_E4M3":
-            return Stored(tensor, dtype, shape)
+            return Stored(tensor, dtype, shape, origin=origin)
         scale = self.read(self._scales_of(name, self._fp8_block)).data
-        return Stored(tensor, dtype, shape, scale=scale, scale_block=self._fp8_block)
+        return Stored(tensor, dtype, shape, scale=scale, scale_block=self._fp8_block, origin=origin)
 
     def _scales_of(self, name: str, block: tuple[int, int]) -> str:
         """The tensor with a scale for each block of an FP8 tensor."""

@@ -38,7 +38,7 @@ def test_a_config_json_is_understood_or_refused(count, tmp_path):
             warnings.simplefilter("error")
             assert all(np.isfinite(inverse_frequencies(rope)).all() for rope in spec.config.ropes)
         if rng.random() < SHARE_PLANNED:
-            make_blueprint(EngineConfig(model=str(tmp_path), load_format="dummy"), spec, ROOMY)
+            make_blueprint(EngineConfig(model=str(tmp_path), load_format="dummy"), checkpoint, ROOMY)
 
     refused = fuzz(count, attempt)
     assert count / 4 < refused < count * 9 / 10  # a table that refuses everything would prove nothing

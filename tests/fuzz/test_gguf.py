@@ -148,10 +148,10 @@ def test_a_gguf_file_is_read_or_refused(count, tmp_path, heads):
             assert array.shape == info.shape
             total += array.nbytes
         assert total <= 64 * path.stat().st_size  # no type has less than half a bit a weight
-        spec = model_spec(checkpoint)
+        model_spec(checkpoint)
         read_tasks(checkpoint)
         if rng.random() < SHARE_PLANNED:
-            make_blueprint(EngineConfig(model=str(path)), spec, ROOMY)
+            make_blueprint(EngineConfig(model=str(path)), checkpoint, ROOMY)
         checkpoint.close()
 
     refused = fuzz(count, attempt)

@@ -1,6 +1,6 @@
 """Logits of tiny models over several devices, in a process of its own: the number of devices is fixed at start-up.
 
-JAX_NUM_CPU_DEVICES=8 NPROC=16 python -m tests.models.run_sharded OUT.npz CHECKPOINTS NAME:TP NAME:TP:ep ...
+JAX_NUM_CPU_DEVICES=8 NPROC=16 python -m tests.models.run_sharded OUT.npz CHECKPOINTS NAME:TP NAME:TP:ep NAME:TP:q4_0 …
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxllm.models.registry import model_spec
+from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.kinds import KindChooser
 from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
@@ -21,9 +25,12 @@ DECODES = 4
 def main(out: str, checkpoints: str, *cases: str) -> None:
     logits = {"devices": np.array(jax.device_count())}
     for case in cases:
-        name, tp, *expert_parallel = case.split(":")
+        name, tp, *options = case.split(":")
         path = write_checkpoint(name, Path(checkpoints) / name)
-        model = Harness(path, tp=int(tp), expert_parallel=bool(expert_parallel))
+        checkpoint = open_checkpoint(path)
+        scheme = next((option for option in options if option in SCHEMES), None)
+        kinds = KindChooser(checkpoint, model_spec(checkpoint).names, int(tp), isq=scheme)
+        model = Harness(path, tp=int(tp), expert_parallel="ep" in options, kinds=kinds)
         ids = load_golden(name).prompt_token_ids
         cut, last = 21, len(ids) - DECODES
         parts = [model.run([ids], [Chunk(0, a, b)])[0] for a, b in ((0, cut), (cut, last))]

@@ -44,7 +44,7 @@ def blueprint(published, tmp_path_factory) -> Blueprint:
     directory = tmp_path_factory.mktemp("published")
     (directory / "config.json").write_text(json.dumps(published["config"]))
     config = EngineConfig(model=str(directory), load_format="dummy")
-    return make_blueprint(config, model_spec(open_checkpoint(directory, "dummy")), ROOMY)
+    return make_blueprint(config, open_checkpoint(directory, "dummy"), ROOMY)
 
 
 def test_parameters_are_as_many_as_published(published, blueprint):

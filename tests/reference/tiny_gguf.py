@@ -116,10 +116,12 @@ def write_gguf(
     older: bool = False,
     also_keys: Config | None = None,
     also_tensors: Tensors | None = None,
+    types: Callable[[str], str] | None = None,
 ) -> Path:
-    """Write the model as `path`, float32 throughout; returns it. `older`: as conversion scripts of 2024 did.
+    """Write the model as `path`, float32 where `types` says nothing else; returns it. `older`: as scripts of 2024 did.
 
-    `also_keys` and `also_tensors` go into the file under the names they have.
+    `also_keys` and `also_tensors` go into the file under the names they have. `types` gives the GGML type of each
+    tensor whose rows are whole blocks of it, by its name in the file; vectors stay float32.
     """
     config = gguf_config(name)
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -139,7 +141,7 @@ def write_gguf(
         stored = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
         if stored is None:
             raise KeyError(f"{architecture.name} has no name for {tensor}")
-        writer.add_tensor(stored, np.ascontiguousarray(weight, np.float32))
+        _add_tensor(writer, stored, np.ascontiguousarray(weight, np.float32), types(stored) if types else "F32")
     for extra, weight in [*architecture.extra(full), *(also_tensors or {}).items()]:
         writer.add_tensor(extra, weight.astype(np.float32))
     writer.write_header_to_file()
@@ -147,6 +149,14 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: np.ndarray, dtype: str) -> None:
+    kind = gguf.GGMLQuantizationType[dtype]
+    if weight.ndim > 1 and dtype != "F32" and weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+        writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, weight)
 
 
 def _complete(config: Config) -> Config:

@@ -1,14 +1,15 @@
-"""`jaxllm bench`: how fast, offline, in one batch, through the server, and from a cold start."""
+"""`jaxllm bench`: how fast, offline, in one batch, through the server, from a cold start; and how good, quantized."""
 
 from __future__ import annotations
 
 from cyclopts import App
 
 from jaxllm.cli.bench.latency import latency
+from jaxllm.cli.bench.perplexity import perplexity
 from jaxllm.cli.bench.serve import serve
 from jaxllm.cli.bench.startup import startup
 from jaxllm.cli.bench.throughput import throughput
 
-bench = App(name="bench", help="Measure throughput, latency, the server, and start-up.")
-for command in (throughput, latency, serve, startup):
+bench = App(name="bench", help="Measure throughput, latency, the server, start-up, and what quantized weights cost.")
+for command in (throughput, latency, serve, startup, perplexity):
     bench.command(command)

@@ -64,4 +64,6 @@ def flatten(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:,.2f}" if isinstance(value, float) else "–" if value is None else f"{value:,}"
+    if value is None or isinstance(value, str):
+        return value or "–"
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

@@ -22,7 +22,6 @@ from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import CheckpointError
-from jaxllm.models.registry import model_spec
 from jaxllm.models.tasks import read_tasks
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.mesh import build_mesh
@@ -50,7 +49,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
     mesh = build_mesh(config.tensor_parallel_size)
-    blueprint = make_blueprint(config, model_spec(checkpoint), Platform.of(mesh.devices.flat[0]))
+    blueprint = make_blueprint(config, checkpoint, Platform.of(mesh.devices.flat[0]))
     for line in blueprint.plan.summary().splitlines():
         logger.info(line)
     for note in blueprint.plan.notes:

@@ -22,6 +22,8 @@ from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.pallas_kernels import choose_kernels
 from jaxllm.weights import open_checkpoint
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
 
@@ -132,30 +134,38 @@ def plan_engine(config: EngineConfig, platform: Platform | None = None) -> Engin
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_checkpoint(path, config.load_format)
     try:
-        return make_blueprint(config, model_spec(checkpoint), platform or Platform.current()).plan
+        return make_blueprint(config, checkpoint, platform or Platform.current()).plan
     finally:
         checkpoint.close()
 
 
-def make_blueprint(config: EngineConfig, spec: ModelSpec, platform: Platform) -> Blueprint:
+def keeps_packed(config: EngineConfig) -> bool:
+    """Whether blocks of a quantized checkpoint stay as they are in memory, or are expanded to the model's type."""
+    return not config.dequantize
+
+
+def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> Blueprint:
     """Choose every size.
 
     Raises:
         ConfigError: tensor parallelism does not divide the model, or not even one sequence fits.
+        CheckpointError: as `model_spec`; a tensor is missing, or a shard would part a block of a quantized one.
     """
+    spec = model_spec(checkpoint)
     model_config, tp = spec.config, config.tensor_parallel_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
     dtype = DTYPES[config.dtype]
     kernels = choose_kernels(config.attention_backend, platform.name, latent=model_config.mla is not None)
     options = BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
-    model, params = abstract_model(spec, options)
+    kinds = KindChooser(checkpoint, spec.names, tp, keeps_packed(config), config.isq, config.isq_map)
+    model, params = abstract_model(spec, options, kinds)
 
     on_cpu = platform.memory_limit is None
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     batched = config.max_num_batched_tokens or (512 if on_cpu else 2048)
     decode_steps = config.decode_steps or (CPU_DECODE_STEPS if on_cpu else 1)
     wanted = config.max_model_len or model_config.max_position_embeddings
-    notes = []
+    notes = kinds.notes
     if wanted > model_config.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {wanted}; this model's positions end at {model_config.max_position_embeddings}"

@@ -9,7 +9,6 @@ from jaxllm import EngineConfig
 from jaxllm.engine.device.keys import PLAIN, SAMPLED
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.plan import Platform, make_blueprint
-from jaxllm.models.registry import model_spec
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
@@ -25,7 +24,7 @@ def functions(request, tmp_path_factory):
         model=str(directory), dtype=request.param, max_num_seqs=4, max_num_batched_tokens=32, kv_cache_memory=2**26
     )
     checkpoint = open_checkpoint(directory)
-    blueprint = make_blueprint(config, model_spec(checkpoint), Platform("cpu", 1, None, 2**33))
+    blueprint = make_blueprint(config, checkpoint, Platform("cpu", 1, None, 2**33))
     sizes = replace(blueprint.sizes, num_pages=20_000)  # so that a copied buffer would stand out
     return StepFunctions(blueprint.model, blueprint.params, build_mesh(1), sizes)
 

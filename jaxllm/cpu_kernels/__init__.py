@@ -1,0 +1,56 @@
+"""C++ kernels for CPU hosts, called through XLA's FFI.
+
+Compiled with the host's compiler on first use (`build.py`), one set of sources for each instruction set, and the best
+that the machine has is chosen at run time. Where there is no compiler, `available()` is False, `reason()` says why, and
+the caller runs plain XLA.
+
+Weights lie in *tiles* of 16 output rows by one block of inputs, `uint8 [ceil(o / 16), i / block, tile_bytes]`; see
+`src/formats.h`. Formats: q4_0, q4_1, q5_0, q5_1, q8_0 (32 inputs a block), q4_k, q5_k, q6_k (256), bf16, f32 (32).
+
+On the host, with NumPy:
+
+    repack(type, blocks) -> tiles        GGUF bytes uint8 [o, i / block, bytes], or a float matrix [o, i]
+    unpack(format, tiles, rows) -> float32 [rows, i]
+
+While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `products.py`):
+
+    linear(x, tiles, format, rows, norm=None, residual=None) -> [..., rows]
+    linears(x, (Tiles(tiles, format, rows), ...), norm=None) -> a result a matrix; formats may differ (q, k, v)
+    gate_up(x, gate: Tiles, up: Tiles, activation, norm=None) -> activation(x gate) * (x up)
+    argmax(x, head: Tiles, norm=None) -> int32 [...], the greedy token of each row
+    embed(ids, table: Tiles, inputs) -> [..., inputs]
+
+    attention(q, k, v, pages, positions, seq_ids, page_table, scale=..., window, softcap, sinks, value_dim)
+        -> (out [T, H, Dv], pages); see `attention.py`
+
+`norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
+"""
+
+from jaxllm.cpu_kernels.attention import attention
+from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
+from jaxllm.cpu_kernels.products import ACTIVATIONS, Norm, Tiles, argmax, embed, gate_up, linear, linears
+from jaxllm.cpu_kernels.tiles import FORMATS, repack, tile_bytes, tile_inputs, unpack
+
+__all__ = [
+    "ACTIVATIONS",
+    "FORMATS",
+    "Norm",
+    "Tiles",
+    "argmax",
+    "attention",
+    "available",
+    "embed",
+    "forced",
+    "gate_up",
+    "isa",
+    "linear",
+    "linears",
+    "physical_cores",
+    "reason",
+    "repack",
+    "runnable_isas",
+    "set_threads",
+    "tile_bytes",
+    "tile_inputs",
+    "unpack",
+]

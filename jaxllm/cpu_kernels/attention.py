@@ -1,0 +1,77 @@
+"""Paged attention over live pages; to be called while tracing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import ShapeDtypeStruct
+from jax.ffi import ffi_call
+from jaxtyping import Array, Float, Int, Shaped
+
+Pages = tuple[Shaped[Array, "N K page_size D"], ...]
+
+PAGE_DTYPES = (np.dtype(np.uint16), np.dtype(np.float32))
+"""Pages of these types are served: the bits of bfloat16, and float32."""
+DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
+"""And queries, keys and values of these."""
+
+
+def attention(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K Dv"] | None,
+    pages: Pages,
+    positions: Int[Array, "T"],
+    seq_ids: Int[Array, "T"],
+    page_table: Int[Array, "S P"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    value_dim: int | None = None,
+) -> tuple[Float[Array, "T H Dv"], Pages]:
+    """Write new keys and values into their pages, then attend to what each token may see.
+
+    Args:
+        q, k, v: float32 or bfloat16, all the same. Without `v` pages are `(latent,)` and a value is the first
+            `value_dim` channels of a key.
+        pages: `[N, K, page_size, D]`, float32, or uint16 for the bits of bfloat16; updated in place when donated. What
+            is not finite is stored as zero.
+        positions, seq_ids, page_table: as in `StepMetadata`. Tokens of one sequence that follow each other go together;
+            a token whose `seq_id` is S or more is padding: nothing is written, and its output is zero.
+
+    Returns:
+        The output in `q`'s dtype and the new pages. Sums run in float32; with uint16 pages and BF16 instructions,
+        queries and weights are rounded to bfloat16. A token's output does not depend on the batch around it.
+
+    Raises:
+        ValueError: a dtype that is not served, or `value_dim` beside `v`.
+    """
+    if v is not None and value_dim is not None:
+        raise ValueError(f"value_dim is {value_dim}, but the values come by themselves, in v")
+    if q.dtype not in DTYPES or pages[0].dtype not in PAGE_DTYPES:
+        raise ValueError(
+            f"q is {q.dtype} and pages are {pages[0].dtype}; CPU kernels serve q of float32 and bfloat16, "
+            "pages of float32 and uint16 (the bits of bfloat16)"
+        )
+    latent = v is None
+    width = (value_dim or k.shape[-1]) if v is None else v.shape[-1]
+    arguments: list[jax.Array] = [q, k, positions, seq_ids, page_table, pages[0]]
+    aliases = {5: 1}
+    if v is not None:
+        arguments += [v, pages[1]]
+        aliases[7] = 2
+    if sinks is not None:
+        arguments.append(sinks.astype(jnp.float32))
+    shapes = (ShapeDtypeStruct((*q.shape[:2], width), q.dtype), *(ShapeDtypeStruct(p.shape, p.dtype) for p in pages))
+    out, *new_pages = ffi_call("jaxllm_attention", shapes, input_output_aliases=aliases)(
+        *arguments,
+        scale=np.float32(scale),
+        softcap=np.float32(softcap or 0),
+        window=np.int64(window or 0),
+        latent=latent,
+        sinks=sinks is not None,
+    )
+    return out, tuple(new_pages)

@@ -1,0 +1,108 @@
+"""Compiles the C++ sources with the host's compiler, on first use, into a directory of their own version."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jaxlib
+from filelock import FileLock
+
+from jaxllm.config import CACHE_DIR
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "src"
+
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi", "-Wno-ignored-attributes")
+"""No contraction: which additions are fused is written down, so that it is the same for every number of rows."""
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-DKERNELS_AVX2")
+_AVX512 = (
+    *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+    *("-mprefer-vector-width=512", "-DKERNELS_AVX512"),
+)
+X86_ISAS = {
+    "avx2": _AVX2,
+    "avxvnni": (*_AVX2, "-mavxvnni"),
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+}
+"""Compiler flags of each ISA beside `portable`, which has none."""
+
+
+class BuildError(Exception):
+    """The library cannot be built here; the message says why in one line."""
+
+
+def library_path(cache: Path = CACHE_DIR / "cpu_kernels") -> Path:
+    """The shared library of these sources, compiled now if it is not in `cache` yet.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    compiler = find_compiler()
+    path = cache / _version(compiler) / "libjaxllm_cpu_kernels.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(path) + ".lock"):
+        if not path.exists():
+            _compile(compiler, path)
+    return path
+
+
+def find_compiler() -> str:
+    """`$CXX`, or the first C++ compiler on the path."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    for name in names:
+        if found := shutil.which(name):
+            return found
+    raise BuildError(f"no C++ compiler ({', '.join(names)}) is installed")
+
+
+def _version(compiler: str) -> str:
+    """What the result depends on, as a name."""
+    digest = hashlib.sha256()
+    for source in [*sorted(SOURCES.iterdir()), Path(__file__)]:
+        digest.update(source.name.encode() + source.read_bytes())
+    digest.update(_output([compiler, "--version"]).encode())
+    digest.update(f"{jaxlib.__version__} {platform.machine()} {sys.platform}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    logger.info("compiling the CPU kernels with %s, once for this version (about a minute)", compiler)
+    begin = time.perf_counter()
+    isas = {"portable": (), **(X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {})}
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        jobs = [(SOURCES / "kernels.cc", f"kernels_{isa}.o", (*flags, f"-DISA={isa}")) for isa, flags in isas.items()]
+        jobs += [
+            (source, f"{source.stem}.o", ()) for source in sorted(SOURCES.glob("*.cc")) if source.stem != "kernels"
+        ]
+        common = [compiler, *FLAGS, "-I", jax.ffi.include_dir()]
+        commands = [[*common, *flags, "-c", str(source), "-o", f"{work}/{name}"] for source, name, flags in jobs]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_output, commands))
+        result = Path(work) / path.name
+        _output([compiler, "-shared", "-pthread", "-o", str(result), *(f"{work}/{name}" for _, name, _ in jobs)])
+        result.rename(path)
+    logger.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begin)
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
+        raise BuildError(f"{command[0]} failed: {error}")
+    return done.stdout

@@ -1,0 +1,114 @@
+"""The compiled library: loaded once, its FFI targets registered, its ISA and threads chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import psutil
+
+from jaxllm.cpu_kernels.build import X86_ISAS, BuildError, library_path
+
+TARGETS = ("jaxllm_linear", "jaxllm_gate_up", "jaxllm_argmax", "jaxllm_rows", "jaxllm_attention")
+ISAS = (*reversed(X86_ISAS), "portable")
+"""Every instruction set there are kernels for, the best first."""
+
+
+class Loaded(NamedTuple):
+    """The library, or why there is none."""
+
+    library: ctypes.CDLL | None
+    reason: str
+
+
+@functools.cache
+def load() -> Loaded:
+    """Compile if need be, load, and register the FFI targets with JAX; once a process.
+
+    `$JAXLLM_CPU_ISA` forces an instruction set. Threads: one a physical core that this process may use.
+    """
+    try:
+        library = ctypes.CDLL(str(library_path()))
+    except (BuildError, OSError) as error:
+        return Loaded(None, str(error))
+    library.jaxllm_isa.restype = ctypes.c_char_p
+    library.jaxllm_set_isa.restype = library.jaxllm_runs_isa.restype = ctypes.c_bool
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    forced = os.environ.get("JAXLLM_CPU_ISA")
+    if forced and not library.jaxllm_set_isa(forced.encode()):
+        return Loaded(None, f"JAXLLM_CPU_ISA is {forced!r}; this machine runs {', '.join(_runnable(library))}")
+    library.jaxllm_set_threads(physical_cores())
+    return Loaded(library, "")
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library.
+
+    Raises:
+        RuntimeError: it is not `available()`.
+    """
+    loaded = load()
+    if loaded.library is None:
+        raise RuntimeError(f"the CPU kernels are not available: {loaded.reason}")
+    return loaded.library
+
+
+def available() -> bool:
+    """Whether the kernels can run here; the first call compiles them if need be. `reason()` says why not."""
+    return load().library is not None
+
+
+def reason() -> str:
+    """Why the kernels are not available; empty if they are."""
+    return load().reason
+
+
+def isa() -> str:
+    """The instruction set whose kernels run."""
+    return library().jaxllm_isa().decode()
+
+
+def runnable_isas() -> list[str]:
+    """Every instruction set of this library that this machine has, the best first."""
+    return _runnable(library())
+
+
+def _runnable(lib: ctypes.CDLL) -> list[str]:
+    return [name for name in ISAS if name in ("portable", *X86_ISAS) and lib.jaxllm_runs_isa(name.encode())]
+
+
+def physical_cores() -> int:
+    """Physical cores among those that this process may run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def set_threads(count: int) -> None:
+    """How many threads a call may use, its own included."""
+    library().jaxllm_set_threads(count)
+
+
+@contextlib.contextmanager
+def forced(isa_name: str | None = None, threads: int | None = None) -> Iterator[None]:
+    """For tests: another instruction set or number of threads for a while, for every call of the process.
+
+    Raises:
+        ValueError: this machine does not have that instruction set.
+    """
+    lib, before = library(), isa()
+    if isa_name is not None and not lib.jaxllm_set_isa(isa_name.encode()):
+        raise ValueError(f"the ISA is {isa_name!r}; this machine runs {', '.join(runnable_isas())}")
+    if threads is not None:
+        set_threads(threads)
+    try:
+        yield
+    finally:
+        lib.jaxllm_set_isa(before.encode())
+        if threads is not None:
+            set_threads(physical_cores())

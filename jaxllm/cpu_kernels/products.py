@@ -1,0 +1,124 @@
+"""Matrix products with weights in tiles, alone and fused with what surrounds them; to be called while tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import ShapeDtypeStruct
+from jax.ffi import ffi_call
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxllm.cpu_kernels.tiles import number
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+"""Of a gated MLP; `gelu` is the exact one, `relu2` the square of relu."""
+
+
+class Tiles(NamedTuple):
+    """One matrix `[rows, i]` in tiles."""
+
+    tiles: UInt8[Array, "groups blocks bytes"]
+    format: str
+    rows: int
+
+
+class Norm(NamedTuple):
+    """An RMS norm: `x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)`, in float32."""
+
+    weight: Float[Array, "i"]
+    epsilon: float = 1e-6
+    weight_offset: float = 0.0
+
+
+def linear(
+    x: Float[Array, "... i"],
+    tiles: UInt8[Array, "groups blocks bytes"],
+    format: str,
+    rows: int,
+    *,
+    norm: Norm | None = None,
+    residual: Float[Array, "... o"] | None = None,
+) -> Float[Array, "... o"]:
+    """`x @ w.T`, float32 `[..., rows]`; of the normalised `x` with `norm`, and added to `residual` if there is one.
+
+    `x` is float32 or bfloat16. With integer formats activations are quantized to int8 with a scale per 32 inputs; with
+    bf16 weights they are rounded to bf16 where the CPU multiplies those. Sums are float32, and a row's result does not
+    depend on the other rows. A row that holds a NaN or an infinity comes out NaN.
+    """
+    return linears(x, (Tiles(tiles, format, rows),), norm=norm, residual=residual)[0]
+
+
+def linears(
+    x: Float[Array, "... i"],
+    weights: Sequence[Tiles],
+    *,
+    norm: Norm | None = None,
+    residual: Float[Array, "... o"] | None = None,
+) -> tuple[Float[Array, "... o"], ...]:
+    """`linear` with several matrices of any formats in one call: a result for each. `residual` is for one alone."""
+    if residual is not None and len(weights) != 1:
+        raise ValueError(f"a residual goes with one matrix, not {len(weights)}")
+    shapes = tuple(ShapeDtypeStruct((*x.shape[:-1], w.rows), jnp.float32) for w in weights)
+    more = () if residual is None else (residual.astype(jnp.float32),)
+    return tuple(
+        ffi_call("jaxllm_linear", shapes, input_output_aliases={})(
+            x,
+            *(w.tiles for w in weights),
+            *_norm_arguments(norm),
+            *more,
+            formats=np.array([number(w.format) for w in weights], np.int64),
+            residual=residual is not None,
+            **_norm_attributes(norm),
+        )
+    )
+
+
+def gate_up(
+    x: Float[Array, "... i"], gate: Tiles, up: Tiles, activation: str, *, norm: Norm | None = None
+) -> Float[Array, "... o"]:
+    """`activation(x @ gate.T) * (x @ up.T)`, float32; `x` as in `linear`, `activation` one of `ACTIVATIONS`."""
+    if activation not in ACTIVATIONS or gate.rows != up.rows:
+        raise ValueError(
+            f"activation {activation!r} of {gate.rows} by {up.rows} rows; there are {', '.join(ACTIVATIONS)}"
+        )
+    return ffi_call("jaxllm_gate_up", ShapeDtypeStruct((*x.shape[:-1], gate.rows), jnp.float32))(
+        x,
+        gate.tiles,
+        up.tiles,
+        *_norm_arguments(norm),
+        formats=np.array([number(gate.format), number(up.format)], np.int64),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        **_norm_attributes(norm),
+    )
+
+
+def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: Norm | None = None) -> Int[Array, "..."]:
+    """The index of each row's greatest product, int32, without the products ever lying in memory; as `jnp.argmax`."""
+    return ffi_call("jaxllm_argmax", ShapeDtypeStruct(x.shape[:-1], jnp.int32))(
+        x,
+        head.tiles,
+        *_norm_arguments(norm),
+        format=np.int64(number(head.format)),
+        rows=np.int64(head.rows),
+        **_norm_attributes(norm),
+    )
+
+
+def embed(ids: Int[Array, "..."], table: Tiles, inputs: int) -> Float[Array, "... i"]:
+    """Rows of a matrix by their numbers, float32 `[..., inputs]`. A number outside takes the nearest row there is."""
+    return ffi_call("jaxllm_rows", ShapeDtypeStruct((*ids.shape, inputs), jnp.float32))(
+        ids.astype(jnp.int32), table.tiles, format=np.int64(number(table.format)), rows=np.int64(table.rows)
+    )
+
+
+def _norm_arguments(norm: Norm | None) -> tuple[jax.Array, ...]:
+    return () if norm is None else (norm.weight.astype(jnp.float32),)
+
+
+def _norm_attributes(norm: Norm | None) -> dict[str, object]:
+    epsilon, offset = (0.0, 0.0) if norm is None else (norm.epsilon, norm.weight_offset)
+    return {"norm": norm is not None, "epsilon": np.float32(epsilon), "weight_offset": np.float32(offset)}

@@ -1,0 +1,206 @@
+// The FFI handler of paged attention: new keys and values into their pages, then every query over what it sees.
+#include <string.h>
+
+#include "calls.h"
+#include "half.h"
+
+namespace {
+
+using Ints32 = ffi::Buffer<ffi::S32>;
+
+constexpr int SPLIT = 256;  // keys of a decode row that one unit takes: fixed, so that a result has no neighbours in it
+
+size_t attention_scratch_bytes(const Attention& a) {
+  return sizeof(float) * size_t(MAX_VECTORS + KEY_BLOCK) * (a.dim + a.value_dim + 96);
+}
+
+// Consecutive tokens of one sequence.
+struct Run {
+  int token, count, sequence, position;
+};
+
+std::vector<Run> runs_of(const Ints32& positions, const Ints32& seq_ids, int sequences) {
+  std::vector<Run> runs;
+  const int32_t *position = positions.typed_data(), *sequence = seq_ids.typed_data();
+  for (int t = 0; t < int(positions.element_count()); t++) {
+    if (sequence[t] < 0 || sequence[t] >= sequences) continue;  // padding
+    Run* last = runs.empty() ? nullptr : &runs.back();
+    if (last && last->sequence == sequence[t] && last->token + last->count == t && last->position + last->count == position[t]) last->count++;
+    else runs.push_back({t, 1, sequence[t], position[t]});
+  }
+  return runs;
+}
+
+// A unit, and where its result goes.
+struct Task {
+  AttentionUnit unit;
+  int pieces;  // how many tasks in a row, from this one on, are parts of one result; 0 in all but the first
+};
+
+std::vector<Task> tasks_of(const std::vector<Run>& runs, const Attention& a) {
+  std::vector<Task> tasks;
+  const int group = a.heads / a.kv_heads;
+  for (const Run& run : runs)
+    for (int head = 0; head < a.kv_heads; head++)
+      for (int first = 0; first < run.count * group; first += MAX_VECTORS) {
+        const int count = std::min(MAX_VECTORS, run.count * group - first);
+        const int lowest = a.window ? std::max(0, run.position + first / group - a.window + 1) : 0;
+        const int end = run.position + (first + count - 1) / group + 1;
+        const int begin = run.count == 1 ? lowest / SPLIT * SPLIT : lowest, step = run.count == 1 ? SPLIT : end - begin;
+        const int pieces = (end - begin + step - 1) / step;
+        for (int p = 0; p < pieces; p++) {
+          const int from = std::max(lowest, begin + p * step), to = std::min(end, begin + (p + 1) * step);
+          tasks.push_back({{run.sequence, head, run.token, run.position, first, count, from, to, p == 0, run.count == 1}, p == 0 ? pieces : 0});
+        }
+      }
+  return tasks;
+}
+
+void write_vector(const float* x, int count, bool bf16, void* out, int64_t at) {
+  for (int d = 0; d < count; d++) {
+    if (bf16) static_cast<uint16_t*>(out)[at + d] = bf16_of_float(x[d]);
+    else static_cast<float*>(out)[at + d] = x[d];
+  }
+}
+
+// Results of several ranges of keys, weighed by their shares of the softmax, into the first one's place.
+void merge(float* const* outs, float* const* softmax, int pieces, int vectors, int dim) {
+  for (int r = 0; r < vectors; r++) {
+    float top = softmax[0][2 * r], total = 0;
+    for (int p = 1; p < pieces; p++) top = std::max(top, softmax[p][2 * r]);
+    for (int p = 0; p < pieces; p++) total += softmax[p][2 * r + 1] *= std::exp(softmax[p][2 * r] - top);
+    for (int d = 0; d < dim; d++) {
+      float sum = 0;
+      for (int p = 0; p < pieces; p++) sum += outs[p][r * dim + d] * softmax[p][2 * r + 1];
+      outs[0][r * dim + d] = total == 0 ? 0 : sum / total;
+    }
+  }
+}
+
+// Copies pages that XLA did not give in place.
+void settle(const ffi::AnyBuffer& in, ffi::Result<ffi::AnyBuffer>& out) {
+  if (in.untyped_data() != out->untyped_data()) memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
+}
+
+// q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks] -> out, key pages, [value pages]
+ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t window, bool latent, bool has_sinks, ffi::AnyBuffer q,
+                     ffi::AnyBuffer k, Ints32 positions, Ints32 seq_ids, Ints32 page_table, ffi::AnyBuffer keys,
+                     ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
+                     ffi::RemainingRets more) {
+  if (!is_float(q) || q.element_type() != k.element_type() || q.element_type() != out->element_type())
+    return wrong("q, k and the result must all be float32 or bfloat16");
+  settle(keys, new_keys);
+  void* value_pages = new_keys->untyped_data();
+  ffi::AnyBuffer v = k;
+  int value_row = int(keys.dimensions()[3]);
+  if (!latent) {
+    auto in = rest.get<ffi::AnyBuffer>(1);
+    auto new_values = more.get<ffi::AnyBuffer>(0);
+    if (!in || !new_values) return wrong("value pages are missing");
+    settle(*in, *new_values);
+    v = *rest.get<ffi::AnyBuffer>(0);
+    value_pages = (*new_values)->untyped_data();
+    value_row = int(in->dimensions()[3]);
+  }
+  Attention a;
+  a.q = q.untyped_data();
+  a.q_is_bf16 = q.element_type() == ffi::BF16;
+  a.heads = int(q.dimensions()[1]), a.kv_heads = int(k.dimensions()[1]), a.dim = int(q.dimensions()[2]);
+  a.value_dim = int(out->dimensions()[2]);
+  a.keys = new_keys->untyped_data(), a.values = value_pages;
+  a.bits = keys.element_type() == ffi::U16;
+  a.page_size = int(keys.dimensions()[2]), a.key_row = int(keys.dimensions()[3]), a.value_row = value_row;
+  a.page_table = page_table.typed_data(), a.columns = int(page_table.dimensions()[1]);
+  a.scale = scale, a.softcap = softcap, a.window = int(window);
+  a.sinks = has_sinks ? rest.get<ffi::AnyBuffer>(latent ? 0 : 2)->typed_data<float>() : nullptr;
+  if (!a.bits && keys.element_type() != ffi::F32) return wrong("pages must be float32, or the bits of bfloat16 as uint16");
+  if (a.key_row != a.dim || a.value_dim > a.value_row) return wrong("a page's rows are not as wide as keys and values");
+
+  const Kernels& kernel = kernels();
+  const std::vector<Run> runs = runs_of(positions, seq_ids, int(page_table.dimensions()[0]));
+  const std::vector<Task> tasks = tasks_of(runs, a);
+  const int count = int(tasks.size()), group = a.heads / a.kv_heads, item = a.q_is_bf16 ? 2 : 4;
+  bool split = false;
+  size_t vectors = 0;
+  std::vector<size_t> first_vector(count);
+  for (int t = 0; t < count; t++) {
+    split |= tasks[t].pieces > 1;
+    first_vector[t] = vectors;
+    vectors += tasks[t].unit.count;
+  }
+  static thread_local std::vector<float> room;
+  room.resize(std::max(room.size(), vectors * (a.value_dim + 2)));
+  float* const results = room.data();
+  float* const softmaxes = results + vectors * a.value_dim;
+  const auto result = [&](int t) { return results + first_vector[t] * a.value_dim; };
+  const auto softmax = [&](int t) { return softmaxes + first_vector[t] * 2; };
+
+  const auto write = [&](const ffi::AnyBuffer& x, void* pages, int row_size, int page, int row, int token) {
+    const int dim = int(x.dimensions()[2]);
+    for (int head = 0; head < a.kv_heads; head++) {
+      const int64_t at = ((int64_t(page) * a.kv_heads + head) * a.page_size + row) * row_size;
+      const uint8_t* from = static_cast<const uint8_t*>(x.untyped_data()) + (int64_t(token) * a.kv_heads + head) * dim * item;
+      kernel.keep(from, a.q_is_bf16, dim, static_cast<uint8_t*>(pages) + at * (a.bits ? 2 : 4), a.bits);
+    }
+  };
+  const int total = int(positions.element_count()), step = std::max(1, std::min(16, total / (2 * threads())));
+  const Phase writing = {(total + step - 1) / step, [&](int unit) {
+    for (int t = unit * step; t < std::min(total, (unit + 1) * step); t++) {
+      const int sequence = seq_ids.typed_data()[t], position = positions.typed_data()[t];
+      if (sequence < 0 || sequence >= int(page_table.dimensions()[0])) {
+        memset(static_cast<uint8_t*>(out->untyped_data()) + int64_t(t) * a.heads * a.value_dim * item, 0, size_t(a.heads) * a.value_dim * item);
+        continue;
+      }
+      const int page = a.page_table[int64_t(sequence) * a.columns + position / a.page_size], row = position % a.page_size;
+      write(k, new_keys->untyped_data(), a.key_row, page, row, t);
+      if (!latent) write(v, value_pages, value_row, page, row, t);
+    }
+  }};
+  const auto deliver = [&](int t) {
+    const AttentionUnit& u = tasks[t].unit;
+    for (int r = 0; r < u.count; r++) {
+      const int index = u.first + r, head = u.kv_head * group + index % group;
+      const int64_t vector = int64_t(u.token + index / group) * a.heads + head;
+      write_vector(result(t) + r * a.value_dim, a.value_dim, a.q_is_bf16, out->untyped_data(), vector * a.value_dim);
+    }
+  };
+  const Phase attending = {count, [&](int unit) {
+    static thread_local Scratch scratch;
+    scratch.clear();
+    scratch.reserve(attention_scratch_bytes(a));
+    const int t = count - 1 - unit;  // the last tiles of a prompt have most to do
+    kernel.attend(a, tasks[t].unit, result(t), softmax(t), scratch.take<uint8_t>(0));
+    if (tasks[t].pieces == 1) deliver(t);
+  }};
+  const Phase merging = {split ? count : 0, [&](int t) {
+    const int pieces = tasks[t].pieces;
+    if (pieces < 2) return;
+    std::vector<float*> parts(pieces), shares(pieces);
+    for (int p = 0; p < pieces; p++) parts[p] = result(t + p), shares[p] = softmax(t + p);
+    merge(parts.data(), shares.data(), pieces, tasks[t].unit.count, a.value_dim);
+    deliver(t);
+  }};
+  run_phases(pool, threads(), {writing, attending, merging});
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<bool>("latent")
+                                  .Attr<bool>("sinks")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<Ints32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets());

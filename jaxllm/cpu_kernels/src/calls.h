@@ -1,0 +1,136 @@
+// What the FFI handlers share: buffers checked and taken apart, activations prepared.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+#include "team.h"
+
+namespace ffi = xla::ffi;
+
+// Bytes that live as long as the thread, and grow.
+class Scratch {
+ public:
+  void clear() { used_ = 0; }
+  void reserve(size_t bytes) {
+    if (bytes + 64 > room_.size()) room_.resize(bytes + 64);
+  }
+  // Room must have been reserved.
+  template <class T>
+  T* take(size_t count) {
+    const size_t base = reinterpret_cast<size_t>(room_.data()), at = (base + used_ + 63) / 64 * 64 - base;
+    used_ = at + count * sizeof(T);
+    return reinterpret_cast<T*>(room_.data() + at);
+  }
+
+ private:
+  std::vector<uint8_t> room_;
+  size_t used_ = 0;
+};
+
+inline int64_t rows_of(const ffi::AnyBuffer& x) {
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < x.dimensions().size(); i++) rows *= x.dimensions()[i];
+  return rows;
+}
+
+inline ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
+
+// `tiles` [groups, blocks, bytes] as a matrix of `rows` outputs.
+inline ffi::Error matrix_of(const ffi::AnyBuffer& tiles, int64_t format, int64_t rows, int64_t inputs, Matrix& out) {
+  if (format < 0 || format >= int64_t(Format::count)) return wrong("no format " + std::to_string(format));
+  const Layout form = layout(Format(format));
+  const auto shape = tiles.dimensions();
+  if (tiles.element_type() != ffi::U8 || shape.size() != 3 || shape[2] != form.bytes())
+    return wrong("tiles must be uint8 [groups, blocks, " + std::to_string(form.bytes()) + "]");
+  if (shape[0] * ROWS < rows) return wrong(std::to_string(shape[0]) + " groups do not hold " + std::to_string(rows) + " rows");
+  if (shape[1] != (inputs + form.inputs - 1) / form.inputs)
+    return wrong(std::to_string(shape[1]) + " blocks of " + std::to_string(form.inputs) + " do not hold " + std::to_string(inputs) + " inputs");
+  out = {Format(format), static_cast<const uint8_t*>(tiles.untyped_data()), int(rows), int(shape[0]), int(shape[1] * form.inputs)};
+  return ffi::Error::Success();
+}
+
+inline bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
+
+// The activations of a call: made ready in a first phase, row by row, in the forms that the matrices want.
+class Prepared {
+ public:
+  Prepared(const ffi::AnyBuffer& x, const float* norm, float epsilon, float offset, const std::vector<Matrix>& matrices)
+      : x_(x), norm_(norm), epsilon_(epsilon), offset_(offset) {
+    static thread_local Scratch scratch;  // the caller's: it stays in the call until all units are done
+    bool integer = false, wide = false, halves = false;
+    for (const Matrix& w : matrices) {
+      integer |= layout(w.format).integer();
+      halves |= w.format == Format::bf16 && kernels().has_bf16;
+      wide |= w.format == Format::f32 || (w.format == Format::bf16 && !kernels().has_bf16);
+      activations_.inputs = std::max(activations_.inputs, w.inputs);
+    }
+    activations_.rows = int(rows_of(x));
+    activations_.panel_rows = std::max(1, std::min(activations_.rows, PANEL_ROWS));
+    const size_t inputs = activations_.inputs, blocks = inputs / BLOCK, rows = size_t(panels()) * activations_.panel_rows;
+    scratch.clear();
+    scratch.reserve(rows * (inputs * (integer + 2 * halves + 4 * wide) + integer * blocks * sizeof(RowBlock)) + 256);
+    if (integer) {
+      activations_.codes = scratch.take<int8_t>(rows * inputs);
+      activations_.blocks = scratch.take<RowBlock>(rows * blocks);
+    }
+    if (halves) activations_.halves = scratch.take<uint16_t>(rows * inputs);
+    if (wide) activations_.values = scratch.take<float>(rows * inputs);
+  }
+
+  const Activations& get() const { return activations_; }
+  int panels() const { return (activations_.rows + activations_.panel_rows - 1) / activations_.panel_rows; }
+  int panel_rows(int panel) const {
+    return std::min(activations_.panel_rows, activations_.rows - panel * activations_.panel_rows);
+  }
+
+  Phase phase() {
+    const int step = std::max(1, std::min(16, activations_.rows / (2 * threads())));
+    return {(activations_.rows + step - 1) / step, [this, step](int unit) { prepare(unit * step, step); }};
+  }
+
+ private:
+  void prepare(int first, int count) {
+    static thread_local std::vector<float> scratch;
+    if (scratch.size() < size_t(activations_.inputs)) scratch.resize(activations_.inputs);
+    const bool is_bf16 = x_.element_type() == ffi::BF16;
+    const int64_t size = x_.dimensions().back();
+    for (int m = first; m < std::min(first + count, activations_.rows); m++) {
+      const void* x = static_cast<const uint8_t*>(x_.untyped_data()) + m * size * (is_bf16 ? 2 : 4);
+      kernels().prepare({x, is_bf16, int(size), norm_, epsilon_, offset_}, activations_, m, scratch.data());
+    }
+  }
+
+  ffi::AnyBuffer x_;
+  const float* norm_;
+  float epsilon_, offset_;
+  Activations activations_{};
+};
+
+// Units of work over the groups of several matrices and the panels of the activations.
+class Units {
+ public:
+  Units(const std::vector<int>& groups, int panels) : groups_(groups), panels_(panels) {
+    int total = 0;
+    for (int count : groups) total += count;
+    const int share = int(int64_t(total) * panels / (threads() * 4));
+    step_ = std::max(2, std::min(24, share)) / 2 * 2;  // even: products take groups in pairs
+    for (int count : groups) per_panel_ += (count + step_ - 1) / step_;
+  }
+
+  int count() const { return per_panel_ * panels_; }
+
+  // Calls work(panel, matrix, first group, one or two groups).
+  template <class F>
+  void visit(int unit, F&& work) const {
+    const int panel = unit / per_panel_;
+    int rest = unit % per_panel_, matrix = 0;
+    for (int chunks; rest >= (chunks = (groups_[matrix] + step_ - 1) / step_); matrix++) rest -= chunks;
+    const int begin = rest * step_, end = std::min(begin + step_, groups_[matrix]);
+    for (int g = begin; g < end; g += 2) work(panel, matrix, g, std::min(2, end - g));
+  }
+
+ private:
+  std::vector<int> groups_;
+  int panels_, step_, per_panel_ = 0;
+};

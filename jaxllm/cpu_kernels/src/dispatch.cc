@@ -1,0 +1,81 @@
+#include "dispatch.h"
+
+#include <string.h>
+
+#include <atomic>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Candidate {
+  const Kernels* (*table)();
+  bool (*runs_here)();
+};
+
+#if defined(__x86_64__)
+
+// Bits of cpuid leaf 7, subleaf 1, register eax.
+bool leaf_7_1(int bit) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> bit & 1);
+}
+
+// __builtin_cpu_supports also asks whether the operating system keeps the registers.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avxvnni() { return has_avx2() && leaf_7_1(4); }
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+bool has_avx512bf16() { return has_avx512() && leaf_7_1(5); }
+
+#endif
+
+// The best first.
+const Candidate CANDIDATES[] = {
+#if defined(__x86_64__)
+    {kernels_avx512bf16, has_avx512bf16},
+    {kernels_avx512, has_avx512},
+    {kernels_avxvnni, has_avxvnni},
+    {kernels_avx2, has_avx2},
+#endif
+    {kernels_portable, [] { return true; }},
+};
+
+const Kernels* find(const char* name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  for (const Candidate& candidate : CANDIDATES)
+    if ((!name || !strcmp(candidate.table()->name, name)) && candidate.runs_here()) return candidate.table();
+  return nullptr;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+std::atomic<int> thread_count{1};
+
+}  // namespace
+
+const Kernels& kernels() {
+  if (!chosen) chosen = find(nullptr);
+  return *chosen;
+}
+
+int threads() { return thread_count; }
+
+// Null for the best; false where this machine cannot run it.
+EXPORT bool jaxllm_set_isa(const char* name) {
+  const Kernels* found = find(name);
+  if (found) chosen = found;
+  return found;
+}
+
+EXPORT bool jaxllm_runs_isa(const char* name) { return find(name); }
+
+EXPORT const char* jaxllm_isa() { return kernels().name; }
+
+EXPORT void jaxllm_set_threads(int count) { thread_count = count < 1 ? 1 : count; }

@@ -1,0 +1,63 @@
+// How weights lie in memory: tiles of 16 output rows by one block of inputs.
+//
+// A tile is [scales of the 16 rows][codes of 32 inputs] (inputs / 32 times the codes). Codes are unsigned and lie in
+// "quads": 64 bytes = 16 rows x 4 consecutive inputs, the operand of one 512-bit dot product. 32 inputs are 8 quads.
+//   4 bits: four lines of 64 bytes; the low nibbles of line p are quad 2p, the high ones quad 2p + 1
+//   5 bits: one line of fifth bits before them; bit p of a byte belongs to quad p
+//   6 bits: two lines of high bits before them; bits 2(p % 4) and up of line p / 4 belong to quad p
+//   8 bits: eight lines, one a quad
+//   bf16:   16 lines of [16 rows][2 inputs];   f32: 32 inputs of [16 rows]
+// Scales are IEEE halves unless said:
+//   q4_0, q5_0, q8_0: [d]; w = d (code - zero)       q4_1, q5_1: [d][m]; w = d code + m
+//   q4_k, q5_k: [d][dmin][8 x scale u8][8 x minimum u8]; w = d scale code - dmin minimum
+//   q6_k: [d][16 x scale i8], one for 16 inputs; w = d scale (code - zero)
+#pragma once
+#include <stdint.h>
+
+// Kernels of several ISAs share these types: their functions must never be calls into one another's copies.
+#define MEMBER __attribute__((always_inline))
+
+enum class Format : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, bf16, f32, count };
+
+constexpr int ROWS = 16;   // output rows in a tile
+constexpr int BLOCK = 32;  // inputs that share an activation scale, and that kernels take at a time
+
+struct Layout {
+  int inputs;    // in a tile
+  int bits;
+  bool minimum;  // w = scale code + minimum, instead of scale (code - zero)
+  int zero_log2; // log2 of zero; -1 where there is a minimum
+  int header;    // bytes of scales
+  int codes;     // bytes of codes of 32 inputs
+
+  MEMBER constexpr int blocks() const { return inputs / BLOCK; }
+  MEMBER constexpr int bytes() const { return header + codes * blocks(); }
+  MEMBER constexpr bool integer() const { return bits <= 8; }
+};
+
+static constexpr Layout layout(Format format) {
+  switch (format) {
+    case Format::q4_0: return {32, 4, false, 3, 32, 256};
+    case Format::q4_1: return {32, 4, true, -1, 64, 256};
+    case Format::q5_0: return {32, 5, false, 4, 32, 320};
+    case Format::q5_1: return {32, 5, true, -1, 64, 320};
+    case Format::q8_0: return {32, 8, false, 7, 32, 512};
+    case Format::q4_k: return {256, 4, true, -1, 320, 256};
+    case Format::q5_k: return {256, 5, true, -1, 320, 320};
+    case Format::q6_k: return {256, 6, false, 5, 288, 384};
+    case Format::bf16: return {32, 16, false, -1, 0, 1024};
+    default: return {32, 32, false, -1, 0, 2048};
+  }
+}
+
+// One matrix, [rows, inputs], in tiles [groups, blocks].
+struct Matrix {
+  Format format;
+  const uint8_t* tiles;
+  int rows;
+  int groups;
+  int inputs;  // padded to whole tiles
+
+  MEMBER int64_t group_bytes() const { return int64_t(inputs / layout(format).inputs) * layout(format).bytes(); }
+  MEMBER const uint8_t* group(int g) const { return tiles + g * group_bytes(); }
+};

@@ -1,0 +1,17 @@
+// The kernels of one ISA. Compiled once for each, with -DISA=<its name>: see build.py.
+#include "kernels.h"
+
+#include "attention.h"
+#include "gate.h"
+#include "prepare.h"
+#include "product.h"
+
+#define NAME_(isa) #isa
+#define NAME(isa) NAME_(isa)
+#define TABLE_(isa) kernels_##isa
+#define TABLE(isa) TABLE_(isa)
+
+const Kernels* TABLE(ISA)() {
+  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::product, ISA::gate, ISA::keep, ISA::attend};
+  return &table;
+}

@@ -1,0 +1,90 @@
+// What every ISA provides. One table is chosen at run time: see dispatch.cc.
+#pragma once
+#include <stdint.h>
+
+#include "formats.h"
+
+constexpr int PANEL_ROWS = 64;  // activation rows that pass by the same weights
+constexpr int PANEL_COLUMNS = 2 * ROWS;
+
+// 32 activations of one row as x = scale * code.
+struct RowBlock {
+  float scale;
+  float scaled_sum;          // scale * sum of codes
+  int32_t negative_sum;      // -sum of codes
+  int32_t negative_sum_16;   // the same of the first 16 codes
+};
+
+// Rows of activations as products want them; what no matrix of the call needs is null.
+struct Activations {
+  int rows, inputs;   // inputs: padded to blocks of 32
+  int panel_rows;     // min(rows, PANEL_ROWS)
+  int8_t* codes;      // [panels][blocks][panel_rows][32]
+  RowBlock* blocks;   // [panels][blocks][panel_rows]
+  float* values;      // [rows][inputs]
+  uint16_t* halves;   // [rows][inputs], bf16
+};
+
+// One row before that: `size` inputs (x is f32, or bf16 bits), perhaps normalised.
+struct Row {
+  const void* x;
+  bool is_bf16;
+  int size;
+  const float* norm;   // [size] weight of an RMS norm; null for none
+  float epsilon, weight_offset;
+};
+
+enum class Activation : int { silu, gelu_tanh, gelu, relu, relu2, count };
+
+// One call of paged attention; see jaxllm/pallas_kernels/kernels.py for what it computes.
+struct Attention {
+  const void* q;  // [tokens, heads, dim]
+  bool q_is_bf16;
+  int heads, kv_heads, dim, value_dim;
+  // Pages [pages, kv heads, page_size, row]: floats, or the bits of bf16. Values may be the first channels of the keys.
+  const void *keys, *values;
+  bool bits;
+  int page_size, key_row, value_row;
+  const int32_t* page_table;  // [sequences, columns]
+  int columns;
+  float scale, softcap;  // softcap 0: none
+  int window;            // 0: none
+  const float* sinks;    // [heads], or null
+};
+
+constexpr int MAX_VECTORS = 64;  // query vectors that attend to the same keys together
+constexpr int KEY_BLOCK = 64;    // keys that they visit at a time
+
+// Some query vectors of one run of tokens and one KV head, over a range of keys. Vector `i` is query head
+// `i % group` of token `token + i / group`, where group = heads / kv_heads.
+struct AttentionUnit {
+  int sequence, kv_head;
+  int token, position;   // first of the run
+  int first, count;      // vectors
+  int key_begin, key_end;
+  bool sinks;            // this range starts with the sinks
+  bool decode;           // the run has one token
+};
+
+struct Kernels {
+  const char* name;
+  bool has_bf16;  // bf16 products take `halves`, not `values`
+  // Writes row `row` of the activations. `scratch` has room for `inputs` floats.
+  void (*prepare)(const Row&, const Activations&, int row, float* scratch);
+  // Rows [row, row + count) of one panel by `groups` (1 or 2) groups of a matrix -> out [count][PANEL_COLUMNS].
+  void (*product)(const Matrix&, const Activations&, int row, int count, int group, int groups, float* out);
+  // gate = activation(gate) * up, [count][PANEL_COLUMNS]
+  void (*gate)(Activation, int count, float* gate, const float* up);
+  // Stores `count` channels, floats or bf16 bits, into a row of a page; zero for what is not finite.
+  void (*keep)(const void* x, bool is_bf16, int count, void* row, bool bits);
+  // out [count][value_dim] is normalised; `softmax` [count][2] gets the greatest logit and the sum of exponentials.
+  void (*attend)(const Attention&, const AttentionUnit&, float* out, float* softmax, uint8_t* scratch);  // of attention_scratch_bytes
+};
+
+const Kernels* kernels_portable();
+#if defined(__x86_64__)
+const Kernels* kernels_avx2();
+const Kernels* kernels_avxvnni();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512bf16();
+#endif

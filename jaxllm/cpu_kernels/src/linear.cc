@@ -1,0 +1,200 @@
+// FFI handlers of matrix products, fused with what surrounds them.
+#include "calls.h"
+#include "unpack.h"
+
+namespace {
+
+using Result = ffi::Result<ffi::AnyBuffer>;
+
+// A panel's columns into their place in a [rows, columns] result; `residual`, of the same shape, is added.
+void write_panel(const float* panel, int row, int count, int column, int groups, int columns, const float* residual, float* out) {
+  const int width = std::min(groups * ROWS, columns - column);
+  for (int m = 0; m < count; m++, panel += PANEL_COLUMNS) {
+    const int64_t at = int64_t(row + m) * columns + column;
+    if (!residual) {
+      memcpy(out + at, panel, size_t(width) * 4);
+      continue;
+    }
+    for (int c = 0; c < width; c++) out[at + c] = residual[at + c] + panel[c];
+  }
+}
+
+// x, tiles..., [norm weight], [residual] -> one result a matrix.
+ffi::Error linear(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool norm, bool residual, float epsilon, float offset,
+                  ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
+  const size_t count = formats.size();
+  if (!is_float(x)) return wrong("x must be float32 or bfloat16");
+  std::vector<Matrix> matrices(count);
+  std::vector<float*> outs(count);
+  std::vector<int> groups(count);
+  for (size_t i = 0; i < count; i++) {
+    const auto tiles = rest.get<ffi::AnyBuffer>(i);
+    auto out = results.get<ffi::AnyBuffer>(i);
+    if (!tiles || !out) return wrong("a matrix or its result is missing");
+    const ffi::Error error = matrix_of(*tiles, formats[i], (*out)->dimensions().back(), x.dimensions().back(), matrices[i]);
+    if (error.failure()) return error;
+    outs[i] = (*out)->typed_data<float>();
+    groups[i] = (matrices[i].rows + ROWS - 1) / ROWS;
+  }
+  const float* weight = norm ? rest.get<ffi::AnyBuffer>(count)->typed_data<float>() : nullptr;
+  const float* added = residual ? rest.get<ffi::AnyBuffer>(count + norm)->typed_data<float>() : nullptr;
+
+  Prepared prepared(x, weight, epsilon, offset, matrices);
+  const Units units(groups, prepared.panels());
+  const Kernels& k = kernels();
+  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+    alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
+    units.visit(unit, [&](int p, int matrix, int group, int width) {
+      const Matrix& w = matrices[matrix];
+      const int row = p * prepared.get().panel_rows, rows = prepared.panel_rows(p);
+      k.product(w, prepared.get(), row, rows, group, width, panel);
+      write_panel(panel, row, rows, group * ROWS, width, w.rows, added, outs[matrix]);
+    });
+  }}});
+  return ffi::Error::Success();
+}
+
+// x, gate tiles, up tiles, [norm weight] -> activation(x gate) * (x up)
+ffi::Error gate_up(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool norm, float epsilon, float offset, int64_t activation,
+                   ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::RemainingArgs rest, Result out) {
+  if (!is_float(x)) return wrong("x must be float32 or bfloat16");
+  if (activation < 0 || activation >= int64_t(Activation::count)) return wrong("no activation " + std::to_string(activation));
+  std::vector<Matrix> matrices(2);
+  const ffi::AnyBuffer* tiles[] = {&gate, &up};
+  for (int i = 0; i < 2; i++) {
+    const ffi::Error error = matrix_of(*tiles[i], formats[i], out->dimensions().back(), x.dimensions().back(), matrices[i]);
+    if (error.failure()) return error;
+  }
+  const float* weight = norm ? rest.get<ffi::AnyBuffer>(0)->typed_data<float>() : nullptr;
+
+  Prepared prepared(x, weight, epsilon, offset, matrices);
+  const int columns = matrices[0].rows;
+  const Units units({(columns + ROWS - 1) / ROWS}, prepared.panels());
+  const Kernels& k = kernels();
+  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+    alignas(64) float gates[PANEL_ROWS * PANEL_COLUMNS] = {}, ups[PANEL_ROWS * PANEL_COLUMNS] = {};
+    units.visit(unit, [&](int p, int, int group, int width) {
+      const int row = p * prepared.get().panel_rows, rows = prepared.panel_rows(p);
+      k.product(matrices[0], prepared.get(), row, rows, group, width, gates);
+      k.product(matrices[1], prepared.get(), row, rows, group, width, ups);
+      k.gate(Activation(activation), rows, gates, ups);
+      write_panel(gates, row, rows, group * ROWS, width, columns, nullptr, out->typed_data<float>());
+    });
+  }}});
+  return ffi::Error::Success();
+}
+
+struct Best {
+  float value;
+  int32_t index;  // -1 for none yet
+};
+
+// The first of the greatest wins, and a NaN is greater than all, as in numpy.argmax.
+bool better(const Best& a, const Best& b) {
+  if (b.index < 0 || a.index < 0) return a.index >= 0;
+  const bool a_nan = a.value != a.value, b_nan = b.value != b.value;
+  if (a_nan || b_nan) return a_nan && (!b_nan || a.index < b.index);
+  return a.value > b.value || (a.value == b.value && a.index < b.index);
+}
+
+// x, tiles, [norm weight] -> index of each row's greatest product
+ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm, float epsilon, float offset,
+                  ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::RemainingArgs rest, Result out) {
+  if (!is_float(x)) return wrong("x must be float32 or bfloat16");
+  std::vector<Matrix> matrices(1);
+  const ffi::Error error = matrix_of(tiles, format, rows, x.dimensions().back(), matrices[0]);
+  if (error.failure()) return error;
+  const float* weight = norm ? rest.get<ffi::AnyBuffer>(0)->typed_data<float>() : nullptr;
+
+  Prepared prepared(x, weight, epsilon, offset, matrices);
+  const Units units({int(rows + ROWS - 1) / ROWS}, prepared.panels());
+  const int step = prepared.get().panel_rows;
+  static thread_local std::vector<Best> found;  // [units][panel rows]
+  found.assign(size_t(units.count()) * step, {0, -1});
+  Best* const best = found.data();
+  const Kernels& k = kernels();
+  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+    alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
+    units.visit(unit, [&](int p, int, int group, int width) {
+      const int count = prepared.panel_rows(p), columns = std::min(width * ROWS, int(rows) - group * ROWS);
+      k.product(matrices[0], prepared.get(), p * step, count, group, width, panel);
+      for (int m = 0; m < count; m++)
+        for (int c = 0; c < columns; c++) {
+          const Best candidate{panel[m * PANEL_COLUMNS + c], group * ROWS + c};
+          if (better(candidate, best[unit * step + m])) best[unit * step + m] = candidate;
+        }
+    });
+  }}});
+  const int per_panel = prepared.panels() ? units.count() / prepared.panels() : 0;
+  for (int m = 0; m < prepared.get().rows; m++) {
+    Best top{0, -1};
+    for (int u = 0; u < per_panel; u++) {
+      const Best& candidate = best[(m / step * per_panel + u) * step + m % step];
+      if (better(candidate, top)) top = candidate;
+    }
+    out->typed_data<int32_t>()[m] = top.index;
+  }
+  return ffi::Error::Success();
+}
+
+// ids [T], tiles -> rows [T, i]; an id outside takes the nearest row that is there
+ffi::Error rows_by_id(int64_t format, int64_t rows, ffi::Buffer<ffi::S32> ids, ffi::AnyBuffer tiles, Result out) {
+  Matrix w;
+  const int64_t inputs = out->dimensions().back();
+  const ffi::Error error = matrix_of(tiles, format, rows, inputs, w);
+  if (error.failure()) return error;
+  for (size_t i = 0; i < ids.element_count(); i++) {
+    const int row = std::max(0, std::min(ids.typed_data()[i], w.rows - 1));
+    unpack_row(w, row, int(inputs), out->typed_data<float>() + i * inputs);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<ffi::Span<const int64_t>>("formats")
+                                  .Attr<bool>("norm")
+                                  .Attr<bool>("residual")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("weight_offset")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gate_up, gate_up,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<ffi::Span<const int64_t>>("formats")
+                                  .Attr<bool>("norm")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("weight_offset")
+                                  .Attr<int64_t>("activation")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_argmax, argmax,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("rows")
+                                  .Attr<bool>("norm")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("weight_offset")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rows, rows_by_id,
+                              ffi::Ffi::Bind()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("rows")
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());

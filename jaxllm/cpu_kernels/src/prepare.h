@@ -1,0 +1,73 @@
+// Activations: RMS norm, then int8 codes with a scale per 32, or floats.
+#pragma once
+#include <math.h>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace ISA {
+
+// A block that holds a NaN or an infinity takes a scale of NaN, so that its row's products come out NaN.
+static void quantize_block(const float* x, int8_t* codes, RowBlock* out) {
+  constexpr int VECTORS = BLOCK / LANES;
+  Floats v[VECTORS], largest = broadcast(0), nothing = broadcast(0);
+#pragma GCC unroll 4
+  for (int i = 0; i < VECTORS; i++) {
+    v[i] = load(x + i * LANES);
+    largest = maximum(largest, maximum(v[i], broadcast(0) - v[i]));
+    nothing = fma(v[i], broadcast(0), nothing);  // NaN unless all are finite
+  }
+  const bool finite = sum(nothing) == 0;
+  const float most = finite ? top(largest) : 0;
+  const bool tiny = most < 1e-30f;
+  const float scale = finite ? (tiny ? 0 : most / 127) : float_of_bits(0x7fc00000), inverse = tiny ? 0 : 127 / most;
+  const Floats round = broadcast(12582912.0f);  // adding it leaves no bits below one: rounds to nearest, ties to even
+  Floats halves[2] = {broadcast(0), broadcast(0)};
+#pragma GCC unroll 4
+  for (int i = 0; i < VECTORS; i++) {
+    v[i] = finite ? (v[i] * broadcast(inverse) + round) - round : broadcast(0);
+    halves[2 * i / VECTORS] = halves[2 * i / VECTORS] + v[i];
+  }
+  store_codes(codes, v);
+  const int first = int(sum(halves[0])), second = int(sum(halves[1]));
+  *out = {scale, scale * float(first + second), -(first + second), -first};
+}
+
+static void normalise(const float* x, const Row& row, float* out) {
+  Floats squares = broadcast(0);
+  int i = 0;
+  for (; i + LANES <= row.size; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+  float total = sum(squares);
+  for (; i < row.size; i++) total += x[i] * x[i];
+  const float factor = 1 / sqrtf(total / float(row.size) + row.epsilon);
+  for (i = 0; i < row.size; i++) out[i] = x[i] * factor * (row.norm[i] + row.weight_offset);
+}
+
+static void prepare(const Row& row, const Activations& a, int m, float* scratch) {
+  const float* x = (const float*)row.x;
+  if (row.is_bf16) {
+    const uint16_t* bits = (const uint16_t*)row.x;
+    for (int i = 0; i < row.size; i++) scratch[i] = float_of_bf16(bits[i]);
+    x = scratch;
+  }
+  if (row.norm) normalise(x, row, scratch), x = scratch;
+  if (row.size < a.inputs) {
+    if (x != scratch) memcpy(scratch, x, size_t(row.size) * 4);
+    for (int i = row.size; i < a.inputs; i++) scratch[i] = 0;
+    x = scratch;
+  }
+  if (a.codes) {
+    const int blocks = a.inputs / BLOCK, panel = m / a.panel_rows, at = m % a.panel_rows;
+    for (int b = 0; b < blocks; b++) {
+      const int64_t index = (int64_t(panel) * blocks + b) * a.panel_rows + at;
+      quantize_block(x + b * BLOCK, a.codes + index * BLOCK, a.blocks + index);
+    }
+  }
+  if (a.values) memcpy(a.values + int64_t(m) * a.inputs, x, size_t(a.inputs) * 4);
+  if (a.halves) {
+    uint16_t* halves = a.halves + int64_t(m) * a.inputs;
+    for (int i = 0; i < a.inputs; i++) halves[i] = bf16_of_float(x[i]);
+  }
+}
+
+}  // namespace ISA

@@ -1,0 +1,125 @@
+// Products of quantized activations with quantized weights, a group of 16 output rows at a time.
+//
+// For every 32 inputs: integer dot products, then one scaled addition in float32. Each output is added up over its
+// blocks in the order of the inputs by the same operations whatever the number of rows, so that a row's result does not
+// depend on the rows beside it, nor on the width of the vectors.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace ISA {
+
+template <int V> struct Const { static constexpr int value = V; };
+template <int BEGIN, int END, class F> INLINE void unroll(F&& f) {
+  if constexpr (BEGIN < END) {
+    f(Const<BEGIN>{});
+    unroll<BEGIN + 1, END>(f);
+  }
+}
+
+// Codes of quad P of 32 inputs; `half` picks the rows where a vector has less than 16.
+template <Format F, int P> INLINE Bytes quad(const uint8_t* codes, int half) {
+  constexpr int bits = layout(F).bits;
+  codes += half * 2 * LANES * 2;
+  if constexpr (bits == 8) return load_bytes(codes + 64 * P);
+  constexpr int planes = bits == 5 ? 1 : bits == 6 ? 2 : 0;
+  const Bytes line = load_bytes(codes + 64 * (planes + P / 2));
+  const Bytes nibbles = P % 2 ? high_nibbles(line) : low_nibbles(line);
+  if constexpr (bits == 5) return with_high_bits<P, 0x10>(nibbles, load_bytes(codes));
+  if constexpr (bits == 6) return with_high_bits<2 * (P % 4), 0x30>(nibbles, load_bytes(codes + 64 * (P / 4)));
+  return nibbles;
+}
+
+// Scales of the rows of one half for block `sub` of a tile.
+struct Scales {
+  Floats scale, minimum;
+  Ints first, second;  // q6_k: of 16 inputs each
+};
+
+template <Format F> INLINE Scales scales(const uint8_t* tile, int sub, int half) {
+  Scales s{};
+  const int at = half * LANES;
+  s.scale = load_halves(tile + 2 * at);
+  if constexpr (F == Format::q4_1 || F == Format::q5_1) s.minimum = load_halves(tile + 32 + 2 * at);
+  if constexpr (F == Format::q4_k || F == Format::q5_k) {
+    s.minimum = load_halves(tile + 32 + 2 * at) * (broadcast(0) - load_u8(tile + 192 + 16 * sub + at));
+    s.scale = s.scale * load_u8(tile + 64 + 16 * sub + at);
+  }
+  if constexpr (F == Format::q6_k) {
+    s.first = load_i8(tile + 32 + 32 * sub + at);
+    s.second = load_i8(tile + 48 + 32 * sub + at);
+  }
+  return s;
+}
+
+// What an integer sum starts at, so that codes count from their zero.
+template <Format F> INLINE Ints start(int32_t negative_sum) {
+  if constexpr (layout(F).zero_log2 < 0) return ints(0);
+  return ints(int32_t(uint32_t(negative_sum) << (layout(F).zero_log2 < 0 ? 0 : layout(F).zero_log2)));
+}
+
+template <Format F> INLINE Floats add_block(Floats acc, Ints dots, const Scales& s, const RowBlock& x) {
+  if constexpr (layout(F).minimum) acc = fma(s.minimum, broadcast(x.scaled_sum), acc);
+  return fma(to_floats(dots), s.scale * broadcast(x.scale), acc);
+}
+
+// The rows of a panel, from one of them on.
+struct Panel {
+  const int8_t* codes;
+  const RowBlock* blocks;
+  int stride;  // rows from one block of 32 inputs to the next
+
+  const int8_t* x(int block, int row) const { return codes + (int64_t(block) * stride + row) * BLOCK; }
+  const RowBlock& scale(int block, int row) const { return blocks[int64_t(block) * stride + row]; }
+};
+
+static constexpr int AHEAD = 2048;  // bytes of weights fetched ahead of their use
+
+INLINE void prefetch_block(const uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) prefetch(p + AHEAD + i);
+}
+
+}  // namespace ISA
+
+#if defined(KERNELS_AVX2)
+#include "product_narrow.h"
+#else
+#include "product_wide.h"
+#endif
+#include "product_float.h"
+
+namespace ISA {
+
+template <Format F>
+static void quantized_product(const Matrix& w, const Panel& x, int count, int group, int groups, float* out) {
+  if (many_rows<F>(w, x, count, group, groups, out)) return;
+  for (int g = 0; g < groups; g++) {
+    const uint8_t* tiles = w.group(group + g);
+    int m = 0;
+    for (; m + FEW_ROWS <= count; m += FEW_ROWS) few_rows<F, FEW_ROWS>(tiles, w.inputs, x, m, out + g * ROWS);
+    if constexpr (FEW_ROWS > 4)
+      for (; m + 4 <= count; m += 4) few_rows<F, 4>(tiles, w.inputs, x, m, out + g * ROWS);
+    if constexpr (FEW_ROWS > 2)
+      for (; m + 2 <= count; m += 2) few_rows<F, 2>(tiles, w.inputs, x, m, out + g * ROWS);
+    for (; m < count; m++) few_rows<F, 1>(tiles, w.inputs, x, m, out + g * ROWS);
+  }
+}
+
+static void product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+  if (w.format == Format::bf16) return bf16_product(w, a, row, count, group, groups, out);
+  if (w.format == Format::f32) return f32_product(w, a, row, count, group, groups, out);
+  const int64_t first = int64_t(row / a.panel_rows) * (a.inputs / BLOCK) * a.panel_rows;
+  const Panel x{a.codes + first * BLOCK, a.blocks + first, a.panel_rows};
+  switch (w.format) {
+    case Format::q4_0: return quantized_product<Format::q4_0>(w, x, count, group, groups, out);
+    case Format::q4_1: return quantized_product<Format::q4_1>(w, x, count, group, groups, out);
+    case Format::q5_0: return quantized_product<Format::q5_0>(w, x, count, group, groups, out);
+    case Format::q5_1: return quantized_product<Format::q5_1>(w, x, count, group, groups, out);
+    case Format::q8_0: return quantized_product<Format::q8_0>(w, x, count, group, groups, out);
+    case Format::q4_k: return quantized_product<Format::q4_k>(w, x, count, group, groups, out);
+    case Format::q5_k: return quantized_product<Format::q5_k>(w, x, count, group, groups, out);
+    default: return quantized_product<Format::q6_k>(w, x, count, group, groups, out);
+  }
+}
+
+}  // namespace ISA

@@ -1,0 +1,98 @@
+// Products with bf16 and f32 weights.
+#pragma once
+
+namespace ISA {
+
+#if defined(__AVX512BF16__)
+
+template <int R, int G> INLINE void bf16_rows(const Matrix& w, int group, const uint16_t* x, int stride, float* out) {
+  const uint8_t *w0 = w.group(group), *w1 = w.group(group + G - 1);
+  Floats acc[G][R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < G; g++) acc[g][r] = broadcast(0);
+  for (int i = 0; i < w.inputs; i += 2, w0 += 64, w1 += 64) {
+    prefetch(w0 + AHEAD);
+    if (G == 2) prefetch(w1 + AHEAD);
+    const Bytes v0 = load_bytes(w0), v1 = load_bytes(w1);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Bytes pair = broadcast_quad((const int8_t*)(x + int64_t(r) * stride + i));
+      acc[0][r] = dot_bf16(acc[0][r], v0, pair);
+      if (G == 2) acc[G - 1][r] = dot_bf16(acc[G - 1][r], v1, pair);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < G; g++) store(out + r * PANEL_COLUMNS + g * ROWS, acc[g][r]);
+}
+
+template <int G> static void bf16_panel(const Matrix& w, const uint16_t* x, int stride, int count, int group, float* out) {
+  int m = 0;
+  for (; m + 8 <= count; m += 8) bf16_rows<8, G>(w, group, x + int64_t(m) * stride, stride, out + m * PANEL_COLUMNS);
+  for (; m + 4 <= count; m += 4) bf16_rows<4, G>(w, group, x + int64_t(m) * stride, stride, out + m * PANEL_COLUMNS);
+  for (; m + 2 <= count; m += 2) bf16_rows<2, G>(w, group, x + int64_t(m) * stride, stride, out + m * PANEL_COLUMNS);
+  for (; m < count; m++) bf16_rows<1, G>(w, group, x + int64_t(m) * stride, stride, out + m * PANEL_COLUMNS);
+}
+
+static void bf16_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+  const uint16_t* x = a.halves + int64_t(row) * a.inputs;
+  if (groups == 2) return bf16_panel<2>(w, x, a.inputs, count, group, out);
+  bf16_panel<1>(w, x, a.inputs, count, group, out);
+}
+
+#endif
+
+// Weights of 16 rows for one input (f32) or two (bf16, as pairs), widened.
+INLINE void widen(const uint8_t* w, int half, Floats (&v)[1]) { v[0] = load((const float*)w + half * LANES); }
+
+INLINE void widen(const uint8_t* w, int half, Floats (&v)[2]) {
+  const Ints pairs = load_bits(w + half * LANES * 4);
+  v[0] = low_bf16(pairs);
+  v[1] = high_bf16(pairs);
+}
+
+template <Format F, int R> static void float_rows(const uint8_t* w, int inputs, const float* x, int stride, float* out) {
+  constexpr int inputs_a_line = F == Format::bf16 ? 2 : 1;
+  Floats acc[HALVES][R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < HALVES; h++) acc[h][r] = broadcast(0);
+  for (int i = 0; i < inputs; i += inputs_a_line, w += 64) {
+    prefetch(w + AHEAD);
+    for (int h = 0; h < HALVES; h++) {
+      Floats v[inputs_a_line];
+      widen(w, h, v);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+        for (int j = 0; j < inputs_a_line; j++) acc[h][r] = fma(v[j], broadcast(x[int64_t(r) * stride + i + j]), acc[h][r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < HALVES; h++) store(out + r * PANEL_COLUMNS + h * LANES, acc[h][r]);
+}
+
+template <Format F> static void float_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+  const float* x = a.values + int64_t(row) * a.inputs;
+  for (int g = 0; g < groups; g++, out += ROWS) {
+    const uint8_t* tiles = w.group(group + g);
+    int m = 0;
+    for (; m + 4 <= count; m += 4) float_rows<F, 4>(tiles, w.inputs, x + int64_t(m) * a.inputs, a.inputs, out + m * PANEL_COLUMNS);
+    for (; m < count; m++) float_rows<F, 1>(tiles, w.inputs, x + int64_t(m) * a.inputs, a.inputs, out + m * PANEL_COLUMNS);
+  }
+}
+
+static void f32_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+  float_product<Format::f32>(w, a, row, count, group, groups, out);
+}
+
+#if !defined(__AVX512BF16__)
+
+static void bf16_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+  float_product<Format::bf16>(w, a, row, count, group, groups, out);
+}
+
+#endif
+
+}  // namespace ISA

@@ -1,0 +1,100 @@
+// 256-bit vectors: 8 lanes, AVX2 with FMA and F16C; AVX-VNNI where the compiler was told so.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "half.h"
+
+namespace ISA {
+
+constexpr int LANES = 8;
+#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+constexpr bool HAS_VNNI = true;
+#else
+constexpr bool HAS_VNNI = false;
+#endif
+constexpr bool HAS_BF16 = false;
+typedef __m256 Floats;
+typedef __m256i Ints;
+typedef __m256i Bytes;
+
+INLINE Floats broadcast(float x) { return _mm256_set1_ps(x); }
+INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
+INLINE void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+INLINE Floats load_halves(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE Floats load_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+INLINE Floats load_u8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+INLINE Ints load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+INLINE float sum(Floats v) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE float top(Floats v) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE Floats counting() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+// Lane i is the sum of v[i].
+INLINE Floats sums_of(const Floats (&v)[8]) {
+  const Floats a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const Floats b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+}
+INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
+  x = _mm256_max_ps(_mm256_set1_ps(-87.3f), _mm256_min_ps(_mm256_set1_ps(88.7f), x));  // in this order NaN stays
+  const Floats n = _mm256_round_ps(x * broadcast(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
+  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r + broadcast(1.0f));
+  // 2^n in two steps: 2^128 is no float, but exp(88.7) is
+  const Ints whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
+  const Ints rest = _mm256_sub_epi32(whole, half);
+  p = p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+}
+
+INLINE Ints ints(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+INLINE Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+INLINE Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
+
+// Pairs of bf16: the first, or the second, of each.
+INLINE Ints load_bits(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+INLINE Floats low_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
+INLINE Floats high_bf16(Ints v) { return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000)))); }
+// 32 whole numbers of at most 127 as bytes.
+INLINE void store_codes(int8_t* out, const Floats (&v)[4]) {
+  const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1]));
+  const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(v[2]), _mm256_cvtps_epi32(v[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)out, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+}
+INLINE Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+INLINE Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+INLINE Bytes high_nibbles(Bytes v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
+  const Bytes moved = FROM > 4 ? _mm256_srli_epi16(plane, FROM > 4 ? FROM - 4 : 0) : _mm256_slli_epi16(plane, FROM > 4 ? 0 : 4 - FROM);
+  return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(MASK)));
+}
+INLINE Bytes broadcast_quad(const int8_t* p) { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
+INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+#if defined(__AVXVNNI__)
+INLINE Ints dot(Ints acc, Bytes codes, Bytes x) { return _mm256_dpbusd_avx_epi32(acc, codes, x); }
+#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
+INLINE Ints dot(Ints acc, Bytes codes, Bytes x) { return _mm256_dpbusd_epi32(acc, codes, x); }
+#endif
+
+}  // namespace ISA

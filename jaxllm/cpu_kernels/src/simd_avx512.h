@@ -1,0 +1,95 @@
+// 512-bit vectors: 16 lanes. VNNI is taken for granted, BF16 where the compiler was told so.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "half.h"
+
+namespace ISA {
+
+constexpr int LANES = 16;
+constexpr bool HAS_VNNI = true;
+#ifdef __AVX512BF16__
+constexpr bool HAS_BF16 = true;
+#else
+constexpr bool HAS_BF16 = false;
+#endif
+typedef __m512 Floats;
+typedef __m512i Ints;
+typedef __m512i Bytes;
+
+INLINE Floats broadcast(float x) { return _mm512_set1_ps(x); }
+INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
+}
+INLINE Floats load_halves(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE Floats load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+INLINE Floats load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+INLINE Ints load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+INLINE float top(Floats v) { return _mm512_reduce_max_ps(v); }
+INLINE Floats counting() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+// Lane i is the sum of v[i]: lanes are added in pairs while vectors are folded together.
+INLINE Floats sums_of(const Floats (&v)[16]) {
+  Floats a[8], b[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) a[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+  }
+  const Floats c = _mm512_shuffle_f32x4(b[0], b[1], 0x88) + _mm512_shuffle_f32x4(b[0], b[1], 0xdd);
+  const Floats d = _mm512_shuffle_f32x4(b[2], b[3], 0x88) + _mm512_shuffle_f32x4(b[2], b[3], 0xdd);
+  return _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
+}
+INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
+  x = _mm512_max_ps(_mm512_set1_ps(-87.3f), _mm512_min_ps(_mm512_set1_ps(88.7f), x));  // in this order NaN stays
+  const Floats n = _mm512_roundscale_ps(x * broadcast(1.44269504f), 0);
+  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
+  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  return _mm512_scalef_ps(fma(p, r * r, r + broadcast(1.0f)), n);
+}
+
+INLINE Ints ints(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+INLINE Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+INLINE Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+
+// Pairs of bf16: the first, or the second, of each.
+INLINE Ints load_bits(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE Floats low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+INLINE Floats high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000)))); }
+// 32 whole numbers of at most 127 as bytes.
+INLINE void store_codes(int8_t* out, const Floats (&v)[2]) {
+  for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i*)out + i, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v[i])));
+}
+INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE Bytes high_nibbles(Bytes v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
+  const Bytes moved = FROM > 4 ? _mm512_srli_epi16(plane, FROM > 4 ? FROM - 4 : 0) : _mm512_slli_epi16(plane, FROM > 4 ? 0 : 4 - FROM);
+  return _mm512_ternarylogic_epi32(nibbles, moved, _mm512_set1_epi8(MASK), 0xf8);  // a | (b & c)
+}
+INLINE Bytes broadcast_quad(const int8_t* p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
+INLINE Ints dot(Ints acc, Bytes codes, Bytes x) { return _mm512_dpbusd_epi32(acc, codes, x); }
+INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+#ifdef __AVX512BF16__
+// Pairs of bf16: acc[i] += a[2i] b[2i] + a[2i + 1] b[2i + 1].
+INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+INLINE void store_bf16(uint16_t* p, Floats v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
+#endif
+
+}  // namespace ISA

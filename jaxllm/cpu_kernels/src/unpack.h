@@ -1,0 +1,71 @@
+// One row of a matrix in tiles, as floats.
+#pragma once
+#include "formats.h"
+#include "half.h"
+
+namespace {
+
+inline float half_at(const uint8_t* p, int index) {
+  uint16_t bits;
+  memcpy(&bits, p + 2 * index, 2);
+  return float_of_half(bits);
+}
+
+// Code of row `r` and input `i` (of 32) in the codes of one block.
+inline int code_at(const uint8_t* codes, int bits, int r, int i) {
+  const int quad = i / 4, byte = r * 4 + i % 4;
+  if (bits == 8) return codes[64 * quad + byte];
+  const int planes = bits == 5 ? 1 : bits == 6 ? 2 : 0;
+  const int nibble = codes[64 * (planes + quad / 2) + byte] >> 4 * (quad % 2) & 15;
+  if (bits == 5) return nibble | (codes[byte] >> quad & 1) << 4;
+  if (bits == 6) return nibble | (codes[64 * (quad / 4) + byte] >> 2 * (quad % 4) & 3) << 4;
+  return nibble;
+}
+
+inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
+  const Layout form = layout(format);
+  for (int sub = 0; sub < form.blocks(); sub++, out += BLOCK) {
+    const uint8_t* codes = tile + form.header + sub * form.codes;
+    if (format == Format::f32) {
+      for (int i = 0; i < BLOCK; i++) memcpy(out + i, codes + (i * ROWS + r) * 4, 4);
+      continue;
+    }
+    if (format == Format::bf16) {
+      for (int i = 0; i < BLOCK; i++) {
+        uint16_t bits;
+        memcpy(&bits, codes + (i / 2 * ROWS + r) * 4 + i % 2 * 2, 2);
+        out[i] = float_of_bf16(bits);
+      }
+      continue;
+    }
+    float scale = half_at(tile, r), minimum = 0;
+    if (format == Format::q4_1 || format == Format::q5_1) minimum = half_at(tile + 32, r);
+    if (format == Format::q4_k || format == Format::q5_k) {
+      scale *= float(tile[64 + 16 * sub + r]);
+      minimum = -half_at(tile + 32, r) * float(tile[192 + 16 * sub + r]);
+    }
+    const int zero = form.minimum ? 0 : 1 << form.zero_log2;
+    for (int i = 0; i < BLOCK; i++) {
+      float s = scale;
+      if (format == Format::q6_k) s *= float(int8_t(tile[32 + 16 * (2 * sub + i / 16) + r]));
+      out[i] = s * float(code_at(codes, form.bits, r, i) - zero) + minimum;
+    }
+  }
+}
+
+// `out` holds `size` inputs, which may end inside the last tile.
+inline void unpack_row(const Matrix& w, int row, int size, float* out) {
+  const Layout form = layout(w.format);
+  const uint8_t* tile = w.group(row / ROWS);
+  float last[256];
+  for (int at = 0; at < size; at += form.inputs, tile += form.bytes()) {
+    if (at + form.inputs <= size) {
+      unpack_tile(w.format, tile, row % ROWS, out + at);
+      continue;
+    }
+    unpack_tile(w.format, tile, row % ROWS, last);
+    memcpy(out + at, last, size_t(size - at) * 4);
+  }
+}
+
+}  // namespace

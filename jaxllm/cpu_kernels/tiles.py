@@ -1,0 +1,108 @@
+"""From checkpoint blocks to tiles and back, on the host."""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+from jaxllm.cpu_kernels.library import library, physical_cores
+
+GROUP = 16
+"""Output rows in a tile."""
+
+
+class Format(IntEnum):
+    """How tiles hold weights; numbered as in `src/formats.h`."""
+
+    Q4_0 = 0
+    Q4_1 = 1
+    Q5_0 = 2
+    Q5_1 = 3
+    Q8_0 = 4
+    Q4_K = 5
+    Q5_K = 6
+    Q6_K = 7
+    BF16 = 8
+    F32 = 9
+
+
+FORMATS = tuple(format.name.lower() for format in Format)
+"""The formats' names, which are also what `repack` takes them from."""
+
+FLOATS: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
+
+
+def number(format: str) -> int:
+    """The library's number of a format.
+
+    Raises:
+        ValueError: no such format.
+    """
+    if format.lower() not in FORMATS:
+        raise ValueError(f"the format is {format!r}; there are tiles of {', '.join(FORMATS)}")
+    return int(Format[format.upper()])
+
+
+def tile_inputs(format: str) -> int:
+    """Inputs in a tile: 32, or 256 in K formats."""
+    return int(library().jaxllm_tile_inputs(number(format)))
+
+
+def tile_bytes(format: str) -> int:
+    """Bytes of a tile of 16 rows."""
+    return int(library().jaxllm_tile_bytes(number(format)))
+
+
+def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "groups blocks bytes"]:
+    """Tiles `[ceil(o / 16), i / block, tile_bytes]` of one matrix; rows that 16 does not divide are padded with zeros.
+
+    Args:
+        type: the checkpoint's type, in any case; one of `FORMATS`. Tiles are of the format of that name.
+        blocks: uint8 `[o, i / block, block_bytes]` as a GGUF file has them; of `bf16` and `f32`, the matrix `[o, i]`
+            itself in that type (inputs are padded to 32).
+
+    Raises:
+        ValueError: no such type, or blocks of another size.
+    """
+    name, kind = type.lower(), number(type)
+    if name in FLOATS:
+        blocks = np.asarray(blocks, FLOATS[name])
+        blocks = np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % 32)))
+        blocks = np.ascontiguousarray(blocks).view(np.uint8).reshape(len(blocks), blocks.shape[1] // 32, -1)
+    lib = library()
+    if blocks.dtype != np.uint8 or blocks.ndim != 3 or blocks.shape[2] != lib.jaxllm_block_bytes(kind):
+        wanted = f"uint8 [o, blocks, {lib.jaxllm_block_bytes(kind)}]"
+        raise ValueError(f"the blocks are {blocks.dtype} {list(blocks.shape)}; {name} takes {wanted}")
+    blocks = np.ascontiguousarray(blocks)
+    rows, columns, _ = blocks.shape
+    tiles = np.empty((-(-rows // GROUP), columns, tile_bytes(name)), np.uint8)
+    lib.jaxllm_repack(kind, _address(blocks), rows, columns, _address(tiles), physical_cores())
+    return tiles
+
+
+def unpack(format: str, tiles: np.ndarray, rows: int, inputs: int | None = None) -> Float32[np.ndarray, "o i"]:
+    """The weights `[rows, inputs]` that tiles stand for, bit for bit as the gguf package decodes them.
+
+    Without `inputs`, all that the tiles hold.
+
+    Raises:
+        ValueError: no such format, or the tiles do not hold as many rows or inputs.
+    """
+    kind, columns = number(format), tiles.shape[1]
+    held = columns * tile_inputs(format)
+    inputs = held if inputs is None else inputs
+    if tiles.shape[2] != tile_bytes(format) or rows > len(tiles) * GROUP or inputs > held:
+        raise ValueError(f"{format} tiles of shape {list(tiles.shape)} do not hold [{rows}, {inputs}] weights")
+    tiles = np.ascontiguousarray(tiles)
+    out = np.empty((rows, inputs), np.float32)
+    library().jaxllm_unpack(kind, _address(tiles), rows, columns, inputs, _address(out), physical_cores())
+    return out
+
+
+def _address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

@@ -1,0 +1,102 @@
+"""Weights of eight bits with one scale for each output channel: integers, or floats of e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int8
+
+from jaxllm.quantization.quantized import Quantized
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.weight import product
+from jaxllm.sharding.layout import Layout, place
+from jaxllm.sharding.mesh import Axes
+
+INT8, FP8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST = {INT8: 127.0, FP8: float(ml_dtypes.finfo(FP8).max)}
+"""The largest code of each type: it stands for the largest weight of a channel."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PerChannel(Quantized):
+    """`codes * scale`, a scale a row.
+
+    Attributes:
+        codes: int8 or float8_e4m3fn `[*stack, o, i]`.
+        scale: float32 `[*stack, o]`.
+        dtype: of the numbers that `rows` and `dequantize` give.
+        activations: whether a product rounds its inputs to int8 as well, with a scale a row of them (W8A8).
+    """
+
+    codes: Any
+    scale: Any
+    dtype: np.dtype = field(metadata={"static": True})
+    activations: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        return (self.codes.astype(jnp.float32) * self.scale[..., None]).astype(self.dtype)
+
+    def axes(self, axes: Axes) -> list[Axes]:
+        return [axes, axes[:-1]]
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        return self._by_integers(x) if self.activations else super().matmul(x)
+
+    def product(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """Codes are exact in every float type, so that scales come last, in float32."""
+        return product(x, self.codes.astype(x.dtype)) * self.scale
+
+    def _by_integers(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        codes, scale = quantize_rows(x)
+        sums = lax.dot_general(codes, self.codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return sums.astype(jnp.float32) * scale[:, None] * self.scale
+
+
+def quantize_rows(x: Float[Array, "T i"]) -> tuple[Int8[Array, "T i"], Float[Array, "T"]]:
+    """The nearest `codes * scale`, a scale a row; a row of zeros has the scale 1."""
+    x = x.astype(jnp.float32)
+    peak = jnp.abs(x).max(axis=1)
+    scale = jnp.where(peak > 0, peak / LARGEST[INT8], 1)
+    return jnp.round(x / scale[:, None]).astype(jnp.int8), scale
+
+
+@dataclass(frozen=True)
+class PerChannelKind:
+    """Codes of one type, for a model that computes in `dtype`."""
+
+    codes: np.dtype
+    dtype: np.dtype
+    activations: bool = False
+    block: ClassVar[int] = 1
+
+    def abstract(self, shape: tuple[int, ...]) -> PerChannel:
+        scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+        return PerChannel(jax.ShapeDtypeStruct(shape, self.codes), scale, self.dtype, self.activations)
+
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> PerChannel:
+        """Each row's largest weight becomes the largest code."""
+        pairs = [self._encode(tensor) for tensor in tensors]
+        codes = place(layout, (codes for codes, _ in pairs), self.codes)
+        scale = place(layout, (scale for _, scale in pairs), np.dtype(np.float32))
+        return PerChannel(codes, scale, self.dtype, self.activations)
+
+    def _encode(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray]:
+        values = tensor.finite()
+        peak = np.maximum(values.max(axis=-1), -values.min(axis=-1))
+        scale = np.where(peak > 0, peak / np.float32(LARGEST[self.codes]), 1).astype(np.float32)
+        codes = values / scale[..., None]
+        if self.codes == INT8:
+            np.rint(codes, out=codes)
+        return codes.astype(self.codes), scale

@@ -1,0 +1,102 @@
+"""Which kind each weight is kept as: what the checkpoint has, its expansion, or what it is quantized to on the way."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, fitting
+from jaxllm.quantization.stored import GGUF_FLOATS
+from jaxllm.quantization.weight import Kind
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.loader import ParamSpec, find_sources
+from jaxllm.weights.names import NameMap, Source
+
+NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight")
+"""Small, and what they get wrong sends a token to other experts."""
+
+ENDS = ("embed.weight", "head.weight")
+
+
+@dataclass
+class KindChooser:
+    """Called with each weight of a model, it gives its kind, or one a segment; see `abstract_model`.
+
+    Attributes:
+        checkpoint: what is read; without tensors (dummy weights) only `isq` decides.
+        names: where parameters come from.
+        tp: devices that a matrix's inputs may be divided over.
+        packed: whether a GGUF's blocks are kept as they are.
+        isq: what weights are quantized to; None for nothing.
+        isq_map: patterns of tensor names -> schemes that go before `isq`; the first that fits counts.
+        recoded: type in the file and type kept -> tensors of them that are encoded anew.
+    """
+
+    checkpoint: Checkpoint
+    names: NameMap
+    tp: int = 1
+    packed: bool = True
+    isq: str | None = None
+    isq_map: Mapping[str, str] = field(default_factory=dict)
+    recoded: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        asked = "isq" if self.isq else "isq_map" if self.isq_map else None
+        types = sorted(info.dtype for info in set(self.checkpoint.tensors.values()) if self._is_packed(info.dtype))
+        if asked and self.packed and types:
+            raise ConfigError(
+                f"{asked} is set, but {self.checkpoint.path} is quantized already ({', '.join(dict.fromkeys(types))}); "
+                "accepted with dequantize, which expands it first"
+            )
+        for pattern in self.isq_map if self.checkpoint.tensors else ():
+            if not fnmatch.filter(self.checkpoint.tensors, pattern):
+                raise ConfigError(f"isq_map has {pattern!r}, which no tensor of {self.checkpoint.path} is named like")
+
+    def __call__(self, spec: ParamSpec) -> tuple[Kind, ...]:
+        if not self.checkpoint.tensors:
+            return (self._scheme_kind(spec, spec.path),)
+        kinds = tuple(self._of(spec, source) for source in find_sources(self.checkpoint, spec, self.names))
+        return kinds[:1] if len(set(kinds)) == 1 else kinds
+
+    @property
+    def notes(self) -> list[str]:
+        """What is encoded anew, one sentence a type."""
+        return [
+            f"{count} weights stored as {stored} are kept as {kept}: quantized once more at load"
+            for (stored, kept), count in sorted(self.recoded.items())
+        ]
+
+    def _is_packed(self, dtype: str) -> bool:
+        return dtype not in GGUF_FLOATS if self.checkpoint.format == "gguf" else dtype == "F8_E4M3"
+
+    def _of(self, spec: ParamSpec, source: Source) -> Kind:
+        types = sorted({self.checkpoint.tensors[name].dtype for name in source.tensors})
+        if not (self.packed and self.checkpoint.format == "gguf" and any(map(self._is_packed, types))):
+            return self._scheme_kind(spec, source.name)
+        if len(types) == 1 and types[0] in FORMATS and source.moves_rows:
+            return GgufKind(types[0], spec.dtype)
+        scheme = RECODED.get(types[0], RECODED_OTHERS) if source.moves_rows else RECODED_OTHERS
+        kind = fitting(scheme, self._inputs(spec), spec.dtype)
+        kept = kind.type if isinstance(kind, GgufKind) else np.dtype(spec.dtype).name
+        self.recoded[" and ".join(types), kept] += 1
+        return kind
+
+    def _scheme_kind(self, spec: ParamSpec, tensor: str) -> Kind:
+        """By `isq_map` and `isq`; as declared where neither says anything."""
+        (declared,) = spec.kinds
+        by_name = (scheme for pattern, scheme in self.isq_map.items() if fnmatch.fnmatchcase(tensor, pattern))
+        scheme = next(by_name, None)
+        if scheme is None and self.isq and not any(fnmatch.fnmatchcase(spec.path, p) for p in NEVER_QUANTIZED):
+            scheme = AT_THE_ENDS.get(self.isq, self.isq) if spec.path in ENDS else self.isq
+        return declared if scheme in (None, KEPT) else fitting(scheme, self._inputs(spec), spec.dtype)
+
+    def _inputs(self, spec: ParamSpec) -> int:
+        """Of a device: what blocks must divide."""
+        return spec.shape[-1] // self.tp if spec.axes[-1] is not None else spec.shape[-1]

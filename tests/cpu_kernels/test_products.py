@@ -1,0 +1,261 @@
+"""Matrix products against float64 NumPy, with every instruction set that this machine has."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm import cpu_kernels
+from jaxllm.cpu_kernels import Norm, Tiles
+from tests.cpu_kernels.weights import FORMATS, ISAS, assert_close, needs_kernels, random_weights, rounded
+
+pytestmark = needs_kernels
+
+every_isa = pytest.mark.parametrize("isa", ISAS)
+every_format = pytest.mark.parametrize("format", FORMATS)
+
+
+@functools.partial(jax.jit, static_argnames=("formats", "rows", "epsilon", "offset"))
+def products(x, tiles, norm=None, residual=None, *, formats, rows, epsilon=1e-6, offset=0.0):
+    weights = [Tiles(*parts) for parts in zip(tiles, formats, rows, strict=True)]
+    norm = None if norm is None else Norm(norm, epsilon, offset)
+    return cpu_kernels.linears(x, weights, norm=norm, residual=residual)
+
+
+def product(x, weights: Tiles, **options):
+    [y] = products(x, (weights.tiles,), formats=(weights.format,), rows=(weights.rows,), **options)
+    return np.asarray(y)
+
+
+def activations(rows: int, inputs: int, seed: int = 1) -> np.ndarray:
+    """Blocks of very different size, and one of zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, inputs)) * np.exp(rng.normal(size=(rows, 1)) * 2)
+    x[0, :32] = 0
+    return x.astype(np.float32)
+
+
+@every_isa
+@every_format
+@pytest.mark.parametrize("rows", [1, 2, 7, 15, 16, 17, 65])
+def test_products(isa, format, rows):
+    weights = random_weights(format, 45, 512)
+    x = activations(rows, 512)
+    with cpu_kernels.forced(isa):
+        y = product(x, weights.tiles)
+    assert y.dtype == np.float32
+    assert_close(y, rounded(x, format, isa), weights.values)
+
+
+@every_isa
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes(isa, seed):
+    rng = np.random.default_rng(seed)
+    format = FORMATS[rng.integers(len(FORMATS))]
+    inputs = 256 * int(rng.integers(1, 5))
+    weights = random_weights(format, int(rng.integers(1, 200)), inputs, seed)
+    x = activations(int(rng.integers(1, 150)), inputs, seed)
+    with cpu_kernels.forced(isa, threads=1 + seed % 4):
+        y = product(x, weights.tiles)
+    assert_close(y, rounded(x, format, isa), weights.values)
+
+
+@every_isa
+def test_int8_activations_cost_little_precision(isa):
+    """Against the product that was meant, not the one with rounded activations."""
+    weights = random_weights("q8_0", 64, 1024)
+    x = activations(4, 1024)
+    with cpu_kernels.forced(isa):
+        y = product(x, weights.tiles)
+    exact = x.astype(np.float64) @ weights.values.T
+    assert np.linalg.norm(y - exact) < 0.01 * np.linalg.norm(exact)
+
+
+@every_isa
+@every_format
+def test_a_row_does_not_depend_on_its_neighbours_or_the_threads(isa, format):
+    """To the last bit: few rows, many rows and the pieces in between add up in the same order."""
+    weights = random_weights(format, 100, 256)
+    x = activations(70, 256)
+    with cpu_kernels.forced(isa, threads=1):
+        expected = product(x, weights.tiles)
+        for rows in (1, 2, 5, 11, 13):
+            np.testing.assert_array_equal(product(x[:rows], weights.tiles), expected[:rows])
+    for threads in (2, 3, 4):
+        with cpu_kernels.forced(isa, threads=threads):
+            np.testing.assert_array_equal(product(x, weights.tiles), expected)
+
+
+@every_format
+def test_vector_instruction_sets_agree_to_the_last_bit(format):
+    if format == "bf16":
+        pytest.skip("avx512bf16 rounds activations, and the others do not")
+    weights = random_weights(format, 33, 512)
+    x = activations(20, 512)
+    vectors = [isa for isa in ISAS if isa != "portable"]
+    results = []
+    for isa in vectors:
+        with cpu_kernels.forced(isa):
+            results.append(product(x, weights.tiles))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@every_isa
+@every_format
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_spoils_itself_alone(isa, format, rows, bad):
+    weights = random_weights(format, 40, 256)
+    x = activations(rows, 256)
+    with cpu_kernels.forced(isa):
+        expected = product(x, weights.tiles)
+        x[1, 77] = bad
+        y = product(x, weights.tiles)
+    assert not np.isfinite(y[1]).any()
+    others = np.arange(rows) != 1
+    np.testing.assert_array_equal(y[others], expected[others])
+
+
+@every_isa
+@pytest.mark.parametrize("format", ["q4_0", "q6_k", "f32"])
+def test_tiny_and_huge_activations(isa, format):
+    weights = random_weights(format, 16, 256)
+    x = activations(3, 256)
+    x[1] *= np.float32(1e-37)
+    x[2] *= np.float32(1e30)
+    with cpu_kernels.forced(isa):
+        y = product(x, weights.tiles)
+    assert np.isfinite(y).all()
+    assert_close(y[2] / 1e30, rounded(x[2:], format, isa) / 1e30, weights.values)
+
+
+@every_isa
+@pytest.mark.parametrize("format", ["q4_1", "q8_0", "bf16", "f32"])
+def test_bfloat16_activations(isa, format):
+    weights = random_weights(format, 30, 256)
+    x = activations(5, 256).astype(ml_dtypes.bfloat16)
+    with cpu_kernels.forced(isa):
+        y = product(x, weights.tiles)
+    assert_close(y, rounded(x.astype(np.float32), format, isa), weights.values)
+
+
+@every_isa
+@pytest.mark.parametrize("format", ["bf16", "f32"])
+def test_float_weights_of_any_width(isa, format):
+    weights = random_weights(format, 20, 83)
+    x = activations(6, 83)
+    with cpu_kernels.forced(isa):
+        y = product(x, weights.tiles)
+    assert_close(y, rounded(x, format, isa), weights.values)
+
+
+def test_leading_axes_are_kept():
+    weights = random_weights("q8_0", 20, 64)
+    x = activations(6, 64)
+    assert product(x.reshape(2, 3, 64), weights.tiles).shape == (2, 3, 20)
+
+
+def normalised(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float) -> np.ndarray:
+    x = x.astype(np.float64)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * (weight + offset)
+
+
+@every_isa
+@pytest.mark.parametrize("rows", [1, 18])
+@pytest.mark.parametrize(("epsilon", "offset"), [(1e-5, 0.0), (1e-2, 1.0)])
+def test_a_norm_and_several_matrices_of_different_formats(isa, rows, epsilon, offset):
+    """As q, k and v of a Q4_K_M file are."""
+    parts = [random_weights(format, n, 256, n) for format, n in (("q4_k", 48), ("q4_k", 16), ("q6_k", 19), ("f32", 5))]
+    x, norm = activations(rows, 256), np.random.default_rng(0).normal(size=256).astype(np.float32)
+    tiles = tuple(part.tiles.tiles for part in parts)
+    formats, sizes = tuple(part.tiles.format for part in parts), tuple(part.tiles.rows for part in parts)
+    with cpu_kernels.forced(isa):
+        results = products(x, tiles, norm, formats=formats, rows=sizes, epsilon=epsilon, offset=offset)
+    exact = normalised(x, norm, epsilon, offset)
+    for y, part in zip(results, parts, strict=True):
+        tolerance = 2e-6 if part.tiles.format == "f32" else 0.01
+        assert (np.abs(y - exact @ part.values.T) <= tolerance * (np.abs(exact) @ np.abs(part.values).T) + 1e-6).all()
+
+
+@every_isa
+@pytest.mark.parametrize("rows", [1, 30])
+def test_a_residual_is_added(isa, rows):
+    weights = random_weights("q4_0", 50, 128)
+    x, residual = activations(rows, 128), activations(rows, 50, 2)
+    with cpu_kernels.forced(isa):
+        y = product(x, weights.tiles, residual=residual)
+        np.testing.assert_array_equal(y, residual + product(x, weights.tiles))
+
+
+def reference_activation(name: str, x: np.ndarray) -> np.ndarray:
+    if name == "gelu":
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return {"silu": x / (1 + np.exp(-x)), "relu": np.maximum(x, 0), "relu2": np.maximum(x, 0) ** 2}[name]
+
+
+@every_isa
+@pytest.mark.parametrize("activation", cpu_kernels.ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 2, 17, 70])
+def test_gate_and_up(isa, activation, rows):
+    gate, up = random_weights("f32", 41, 64, 3), random_weights("f32", 41, 64, 4)
+    x = np.random.default_rng(5).normal(size=(rows, 64)).astype(np.float32)
+    with cpu_kernels.forced(isa):
+        y = jax.jit(lambda x: cpu_kernels.gate_up(x, gate.tiles, up.tiles, activation))(x)
+    expected = reference_activation(activation, x @ gate.values.T) * (x @ up.values.T)
+    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-4)
+
+
+@every_isa
+@pytest.mark.parametrize("rows", [1, 16])
+def test_gate_and_up_of_different_formats_behind_a_norm(isa, rows):
+    gate, up = random_weights("q4_k", 40, 512, 3), random_weights("q6_k", 40, 512, 4)
+    x, norm = activations(rows, 512), Norm(jnp.ones(512) * 0.01, 1e-6, 0.0)
+    with cpu_kernels.forced(isa):
+        y = jax.jit(lambda x: cpu_kernels.gate_up(x, gate.tiles, up.tiles, "silu", norm=norm))(x)
+        parts = jax.jit(lambda x: cpu_kernels.linears(x, (gate.tiles, up.tiles), norm=norm))(x)
+    g, u = (np.asarray(part, np.float64) for part in parts)
+    np.testing.assert_allclose(y, g / (1 + np.exp(-g)) * u, rtol=1e-5, atol=1e-6)
+
+
+@every_isa
+@pytest.mark.parametrize("rows", [1, 14, 70])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_argmax_is_that_of_the_product(isa, rows, threads):
+    weights = random_weights("q8_0", 1000, 64)
+    x = activations(rows, 64)
+    with cpu_kernels.forced(isa, threads):
+        best = jax.jit(lambda x: cpu_kernels.argmax(x, weights.tiles))(x)
+        np.testing.assert_array_equal(best, product(x, weights.tiles).argmax(-1))
+    assert best.dtype == np.int32
+
+
+def test_argmax_takes_the_first_of_equals_and_of_nan():
+    values = np.zeros((40, 32), np.float32)
+    values[[7, 30], 0] = 1.0
+    head = Tiles(cpu_kernels.repack("f32", values), "f32", 40)
+    x = np.zeros((3, 32), np.float32)
+    x[1, 0], x[2, 0] = 5.0, math.nan
+    np.testing.assert_array_equal(jax.jit(lambda x: cpu_kernels.argmax(x, head))(x), [0, 7, 0])
+
+
+@every_format
+def test_rows_by_number(format):
+    weights = random_weights(format, 50, 256)
+    ids = np.array([[3, 49], [0, 17]])
+    found = jax.jit(lambda ids: cpu_kernels.embed(ids, weights.tiles, 256))(ids)
+    np.testing.assert_array_equal(found, weights.values[ids].astype(np.float32))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    weights = random_weights("q4_k", 16, 512)
+    with pytest.raises(Exception, match="2 blocks of 256 do not hold 256 inputs"):
+        jax.block_until_ready(jax.jit(lambda x: cpu_kernels.linear(x, *weights.tiles))(np.ones((1, 256), np.float32)))

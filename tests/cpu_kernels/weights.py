@@ -1,0 +1,72 @@
+"""Random weights in every format, with what they stand for, and activations as the kernels round them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm import cpu_kernels
+
+QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+FORMATS = (*QUANTIZED, "bf16", "f32")
+ISAS = tuple(cpu_kernels.runnable_isas()) if cpu_kernels.available() else ()
+
+needs_kernels = pytest.mark.skipif(not cpu_kernels.available(), reason=f"no kernels: {cpu_kernels.reason()}")
+
+
+class Weights(NamedTuple):
+    blocks: np.ndarray
+    """As a checkpoint has them."""
+    values: np.ndarray
+    """float64 [o, i]"""
+    tiles: cpu_kernels.Tiles
+
+
+def random_weights(format: str, rows: int, inputs: int, seed: int = 0) -> Weights:
+    rng = np.random.default_rng(seed)
+    if format in QUANTIZED:
+        blocks, values = _random_blocks(format, rows, inputs, rng)
+    else:
+        blocks = rng.normal(size=(rows, inputs)).astype({"bf16": ml_dtypes.bfloat16, "f32": np.float32}[format])
+        values = blocks
+    return Weights(
+        blocks, values.astype(np.float64), cpu_kernels.Tiles(cpu_kernels.repack(format, blocks), format, rows)
+    )
+
+
+def _random_blocks(format: str, rows: int, inputs: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Any bytes are codes; only the halves must be sensible numbers. gguf's own decoder says what they mean."""
+    kind = gguf.GGMLQuantizationType[format.upper()]
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (rows, inputs // elements, size), dtype=np.uint8)
+    halves = rng.uniform(-0.02, 0.02, (rows, inputs // elements, 2)).astype(np.float16).view(np.uint8)
+    if format == "q6_k":
+        blocks[..., 208:] = halves[..., :2]
+    else:
+        blocks[..., :4] = halves if format in ("q4_1", "q5_1", "q4_k", "q5_k") else blocks[..., :4]
+        blocks[..., :2] = halves[..., :2]
+    return blocks, gguf.quants.dequantize(blocks.reshape(rows, -1), kind)
+
+
+def rounded(x: np.ndarray, format: str, isa: str) -> np.ndarray:
+    """What a product with weights of `format` takes `x` for, in float64."""
+    if format == "f32" or (format == "bf16" and isa != "avx512bf16"):
+        return x.astype(np.float64)
+    if format == "bf16":
+        return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.nan_to_num(np.rint(blocks * (np.float32(127) / largest)))
+    return (codes * (largest / np.float32(127)).astype(np.float64)).reshape(x.shape)
+
+
+def assert_close(y: np.ndarray, x: np.ndarray, w: np.ndarray, expected: np.ndarray | None = None) -> None:
+    """`y` is `x @ w.T` up to float32 sums of that many products."""
+    expected = x @ w.T if expected is None else expected
+    bound = 2e-6 * (np.abs(x) @ np.abs(w).T) + 1e-6
+    assert np.all(np.abs(y - expected) <= bound), np.max(np.abs(y - expected) / bound)

@@ -1,0 +1,93 @@
+"""Encoders: how far the quantized weights are from the float ones."""
+
+from __future__ import annotations
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.gguf_encode import encode
+from jaxllm.quantization.int4 import Int4Kind
+from jaxllm.quantization.per_channel import FP8, INT8, PerChannelKind
+from jaxllm.quantization.weight import Weight
+from tests.quantization.blocks import gguf_dequantize, stored
+
+FLOAT32 = np.dtype(np.float32)
+
+LLAMA_CPP = {
+    ("normal", "Q2_K"): 0.005947421, ("normal", "Q3_K"): 0.003022275, ("normal", "Q4_K"): 0.001432775,
+    ("normal", "Q5_K"): 0.000726163, ("normal", "Q6_K"): 0.000355868, ("heavy", "Q2_K"): 0.009849456,
+    ("heavy", "Q3_K"): 0.005236706, ("heavy", "Q4_K"): 0.002475949, ("heavy", "Q5_K"): 0.001248346,
+    ("heavy", "Q6_K"): 0.000653841,
+}  # fmt: skip
+"""Root mean square errors of ggml's own quantizer (ggml-quants.c at d99724f2, compiled) on `samples`."""
+
+
+def samples(name: str) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=(64, 2048)).astype(np.float32) * np.float32(0.02)
+    return normal if name == "normal" else (rng.standard_t(4, size=(64, 2048)) * 0.02).astype(np.float32)
+
+
+def expanded(weight: Weight) -> np.ndarray:
+    return np.asarray(jax.jit(lambda w: w.dequantize())(weight))
+
+
+def rmse(found: np.ndarray, values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((found - values) ** 2)))
+
+
+@pytest.mark.parametrize(("name", "dtype"), LLAMA_CPP)
+def test_k_quants_are_as_good_as_llama_cpps(name, dtype):
+    values = samples(name)
+    error = rmse(gguf_dequantize(encode(values, dtype), dtype), values)
+    assert error < 1.02 * LLAMA_CPP[name, dtype]
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_others_are_ggufs_own(dtype):
+    values = samples("heavy")
+    expected = gguf.quants.quantize(values, GGMLQuantizationType[dtype])
+    np.testing.assert_array_equal(encode(values, dtype).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("fill", [0.0, 0.25, -0.25])
+def test_constant_weights_survive(dtype, fill):
+    values = np.full((2, 256), fill, np.float32)
+    np.testing.assert_allclose(gguf_dequantize(encode(values, dtype), dtype), values, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_one_large_weight_in_a_block_of_zeros(dtype):
+    values = np.zeros((3, 256), np.float32)
+    values[0, 17], values[2, 255] = 3.0, -0.5
+    np.testing.assert_allclose(gguf_dequantize(encode(values, dtype), dtype), values, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize(("codes", "step"), [(INT8, 1 / 127 / 2), (FP8, 1 / 16)])
+def test_eight_bits_a_channel(codes, step):
+    values = samples("heavy")
+    values[3] = 0
+    weight = PerChannelKind(codes, FLOAT32).pack([stored(values)], None)
+    found = expanded(weight)
+    limit = step * (np.abs(values).max(axis=1, keepdims=True) if codes == INT8 else np.abs(values))
+    assert (np.abs(found - values) <= limit * 1.001 + 2**-9 * np.abs(values).max(axis=1, keepdims=True) / 448).all()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_four_bits_a_group(symmetric, group):
+    values = samples("normal")
+    weight = Int4Kind(FLOAT32, group, symmetric).pack([stored(values)], None)
+    groups = values.reshape(64, -1, group)
+    spread = (
+        np.maximum(groups.max(-1) / 7, -groups.min(-1) / 8) if symmetric else (groups.max(-1) - groups.min(-1)) / 15
+    )
+    # Half a step, and what rounding the zero point moves the ends of the range by.
+    error = np.abs(expanded(weight).reshape(groups.shape) - groups)
+    assert (error <= spread[..., None] * (0.5 if symmetric else 1.01) + 1e-4).all()
+    assert weight.shape == values.shape

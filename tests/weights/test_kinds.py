@@ -1,0 +1,81 @@
+"""Which kind a weight is kept as, where a checkpoint's tensor is not simply kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.models.gguf import GGUF_NAMES
+from jaxllm.quantization.gguf_encode import encode
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.weight import DenseKind
+from jaxllm.sharding.layout import split_rows
+from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.kinds import KindChooser
+from jaxllm.weights.loader import ParamSpec, load_parameters
+from jaxllm.weights.names import expand
+from tests.quantization.blocks import gguf_dequantize
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class PackedCheckpoint:
+    """Blocks in memory, as a GGUF file would hold them."""
+
+    format = "gguf"
+    path = Path("packed.gguf")
+
+    def __init__(self, arrays: dict[str, np.ndarray], dtype: str):
+        self.config: dict = {}
+        self.generation_config: dict = {}
+        self.tensors = {name: TensorInfo(array.shape, dtype) for name, array in arrays.items()}
+        self.blocks = {name: encode(array, dtype) for name, array in arrays.items()}
+
+    def read(self, name: str) -> Stored:
+        shape, dtype = self.tensors[name]
+        return Stored(self.blocks[name].reshape(-1), dtype, shape, packed=True)
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_is_transposed_on_the_way_is_encoded_anew_and_said():
+    """Latent attention's keys lie transposed in the file, so that their blocks run across its rows."""
+    rng = np.random.default_rng(0)
+    heads, latent, nope, value = 3, 64, 32, 8
+    arrays = {
+        "blk.0.attn_k_b.weight": rng.normal(size=(heads, latent, nope)).astype(np.float32),
+        "blk.0.attn_v_b.weight": rng.normal(size=(heads, value, latent)).astype(np.float32),
+    }
+    checkpoint, names, path = PackedCheckpoint(arrays, "Q4_0"), expand(GGUF_NAMES, 1), "layers.0.attention.kv_b.weight"
+    layout = split_rows(heads * (nope + value), 1)
+    declared = ParamSpec(path, (layout.rows, latent), FLOAT32, (TENSOR, None), layout, (DenseKind(FLOAT32),))
+    kinds = KindChooser(checkpoint, names)
+    chosen = kinds(declared)
+    assert chosen == (GgufKind("Q8_0", FLOAT32),)
+    assert kinds.notes == ["1 weights stored as Q4_0 are kept as Q8_0: quantized once more at load"]
+    spec = ParamSpec(path, declared.shape, FLOAT32, declared.axes, layout, chosen)
+    (weight,) = load_parameters(checkpoint, [spec], names, build_mesh(1))
+    k_b, v_b = (gguf_dequantize(checkpoint.blocks[name], "Q4_0") for name in arrays)
+    expected = np.concatenate([k_b.swapaxes(1, 2), v_b], axis=1).reshape(-1, latent)
+    np.testing.assert_allclose(jax.jit(lambda w: w.dequantize())(weight), expected, atol=0.02)
+
+
+@pytest.mark.parametrize("inputs", [256, 64, 20])
+def test_a_scheme_whose_blocks_do_not_divide_gives_way(inputs):
+    """Q4_K where rows are whole blocks of 256, Q5_0 where they are of 32, floats where they are neither."""
+    checkpoint = PackedCheckpoint({}, "F32")
+    spec = ParamSpec("layers.0.mlp.down.weight", (8, inputs), FLOAT32, (None, None), None, (DenseKind(FLOAT32),))
+    (kind,) = KindChooser(checkpoint, {}, isq="q4k")(spec)
+    assert kind == {256: GgufKind("Q4_K", FLOAT32), 64: GgufKind("Q5_0", FLOAT32), 20: DenseKind(FLOAT32)}[inputs]
+
+
+def test_a_scheme_fits_each_devices_part_of_the_inputs():
+    spec = ParamSpec("layers.0.mlp.down.weight", (8, 512), FLOAT32, (None, TENSOR), None, (DenseKind(FLOAT32),))
+    kinds = [KindChooser(PackedCheckpoint({}, "F32"), {}, tp=tp, isq="q6k")(spec) for tp in (2, 4)]
+    assert kinds == [(GgufKind("Q6_K", FLOAT32),), (GgufKind("Q8_0", FLOAT32),)]
