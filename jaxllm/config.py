@@ -111,6 +111,8 @@ class EngineConfig(BaseModel):
 
     attention_backend: Literal["auto", "reference", "gpu"] = "auto"
     """Which paged attention runs: plain XLA, or the Pallas kernel for NVIDIA GPUs."""
+    cpu_kernels: Literal["auto", "off"] = "auto"
+    """C++ kernels on a CPU, compiled at the first start if there is a compiler; off runs plain XLA."""
     enforce_eager: bool = False
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"

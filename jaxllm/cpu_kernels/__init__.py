@@ -26,13 +26,14 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 `norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
-from jaxllm.cpu_kernels.attention import attention
+from jaxllm.cpu_kernels.attention import DTYPES, attention
 from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import ACTIVATIONS, Norm, Tiles, argmax, embed, gate_up, linear, linears
 from jaxllm.cpu_kernels.tiles import FORMATS, repack, tile_bytes, tile_inputs, unpack
 
 __all__ = [
     "ACTIVATIONS",
+    "DTYPES",
     "FORMATS",
     "Norm",
     "Tiles",

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import reference
 from jaxllm.pallas_kernels.grouped_matmul import Matrix, ragged_dot, tiles
@@ -63,6 +64,7 @@ class Kernels:
         linear: `(x [T, i], weight [o, i]) -> [T, o]`, float32.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
         page_dtype: the type that pages of a float type are kept in.
+        tiles: weights go into tiles for the C++ kernels, where those have them.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Kernels:
     linear: Callable[[jax.Array, Any], jax.Array]
     grouped_matmul: Callable[[jax.Array, Any, jax.Array], jax.Array]
     page_dtype: Callable[[Any], np.dtype]
+    tiles: bool = False
 
 
 def linear(x: Float[Array, "T i"], weight: Matrix) -> Float[Array, "T o"]:
@@ -83,6 +86,12 @@ def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
     return paged_attention(*args, **options)
 
 
+def _cpu_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array | None, pages: Pages, meta: StepMetadata, **options: Any
+) -> tuple[jax.Array, Pages]:
+    return cpu_kernels.attention(q, k, v, pages, meta.positions, meta.seq_ids, meta.page_table, **options)
+
+
 REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, stored_as_bits)
 """Plain XLA, as CPUs like it, and the oracle of the others."""
 
@@ -91,6 +100,9 @@ COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is
 
 GPU = replace(COMPILED, name="gpu", attention=_gpu_attention)
 """Pallas, through its Triton lowering."""
+
+CPU = replace(REFERENCE, name="cpu", attention=_cpu_attention, tiles=True)
+"""C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""
 
 PLATFORM_KERNELS: dict[str, tuple[Kernels, ...]] = {
     "cpu": (REFERENCE,),
@@ -107,13 +119,17 @@ LATENT = ("reference",)
 of two, and a DeepSeek latent of 576 channels would pad to 1024."""
 
 
-def choose_kernels(attention_backend: str, platform: str, *, latent: bool = False) -> Kernels:
+def choose_kernels(attention_backend: str, platform: str, *, latent: bool = False, native: bool = False) -> Kernels:
     """The kernels that `--attention-backend attention_backend` means on `platform`, over `latent` pages or plain ones.
+
+    `native` says that the C++ kernels may be used on a CPU; `auto` takes them then.
 
     Raises:
         ConfigError: the backend is unknown, cannot run there, or does not serve latent pages.
     """
     here = {kernels.name: kernels for kernels in PLATFORM_KERNELS.get(platform, (REFERENCE,))}
+    if attention_backend == "auto" and platform == "cpu" and native:
+        return CPU
     if attention_backend == "auto":
         return next(kernels for name, kernels in here.items() if name in LATENT or not latent)
     if attention_backend not in NAMES:

@@ -14,6 +14,7 @@ from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, fitting
 from jaxllm.quantization.stored import GGUF_FLOATS
+from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import Kind
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec, find_sources
@@ -35,6 +36,7 @@ class KindChooser:
         tp: devices that a matrix's inputs may be divided over.
         packed: whether a GGUF's blocks are kept as they are.
         isq: what weights are quantized to; None for nothing.
+        tiles: whether weights go into the tiles of the C++ kernels for CPUs, where those have them.
         isq_map: patterns of tensor names -> schemes that go before `isq`; the first that fits counts.
         recoded: type in the file and type kept -> tensors of them that are encoded anew.
     """
@@ -45,6 +47,7 @@ class KindChooser:
     packed: bool = True
     isq: str | None = None
     isq_map: Mapping[str, str] = field(default_factory=dict)
+    tiles: bool = False
     recoded: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,17 @@ class KindChooser:
                 raise ConfigError(f"isq_map has {pattern!r}, which no tensor of {self.checkpoint.path} is named like")
 
     def __call__(self, spec: ParamSpec) -> tuple[Kind, ...]:
+        kinds = self._kinds(spec)
+        if self.tiles:
+            layout = spec.layout
+            divided = self.tp if spec.axes[-2] is not None else 1
+            rows = [s.rows // s.shards for s in layout.segments] if layout else [spec.shape[-2] // divided]
+            if layout and layout.pad_to:
+                rows = [layout.pad_to // divided]
+            kinds = tuple(tiled(kind, rows, self._inputs(spec)) for kind in kinds)
+        return kinds
+
+    def _kinds(self, spec: ParamSpec) -> tuple[Kind, ...]:
         if not self.checkpoint.tensors:
             return (self._scheme_kind(spec, spec.path),)
         kinds = tuple(self._of(spec, source) for source in find_sources(self.checkpoint, spec, self.names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from jaxllm import compat
+from jaxllm import compat, cpu_kernels
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.step import StepSizes
@@ -26,6 +27,8 @@ from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 2 * 2**30
 CPU_DECODE_STEPS = 4
@@ -155,9 +158,11 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     model_config, tp = spec.config, config.tensor_parallel_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
     dtype = DTYPES[config.dtype]
-    kernels = choose_kernels(config.attention_backend, platform.name, latent=model_config.mla is not None)
+    native = platform.name == "cpu" and _runs_cpu_kernels(config, dtype)
+    latent = model_config.mla is not None
+    kernels = choose_kernels(config.attention_backend, platform.name, latent=latent, native=native)
     options = BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
-    kinds = KindChooser(checkpoint, spec.names, tp, keeps_packed(config), config.isq, config.isq_map)
+    kinds = KindChooser(checkpoint, spec.names, tp, keeps_packed(config), config.isq, config.isq_map, kernels.tiles)
     model, params = abstract_model(spec, options, kinds)
 
     on_cpu = platform.memory_limit is None
@@ -230,6 +235,19 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         notes=notes,
     )
     return Blueprint(plan, spec, options, model, params, sizes)
+
+
+def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:
+    """Whether the C++ kernels are wanted, serve `dtype`, and could be compiled; the log says what prevents them."""
+    if config.cpu_kernels == "off" or config.attention_backend != "auto":
+        return False
+    if np.dtype(dtype) not in cpu_kernels.DTYPES:
+        logger.warning("the CPU kernels do not serve %s; plain XLA, which is slower, runs instead", np.dtype(dtype))
+        return False
+    if not cpu_kernels.available():
+        logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
+        return False
+    return True
 
 
 def count_parameters(spec: ModelSpec, params: list[ParamSpec] | None = None) -> int:

@@ -1,0 +1,110 @@
+"""Weights laid out for the C++ kernels of CPU hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxllm import cpu_kernels
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.weight import DenseKind, Kind, Weight
+from jaxllm.sharding.layout import Layout
+from jaxllm.sharding.mesh import Axes
+
+GROUP = 16
+"""Output rows in a tile; a device's part of a weight is a whole number of them."""
+
+FLOATS = {np.dtype(jnp.bfloat16): "bf16"}
+"""Dense weights that lie in tiles. Products of float32 are left to XLA: whoever asks for it wants nothing rounded."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tiled(Weight):
+    """Tiles of 16 rows by a block of inputs; what is in them is the kernels' affair.
+
+    Products with formats of integers round their inputs to int8, with a scale for every 32.
+
+    Attributes:
+        tiles: uint8 `[*stack, o / 16, i / block, bytes]`.
+        format: one of `cpu_kernels.FORMATS`.
+        dtype: of the numbers that `rows` and `dequantize` give.
+    """
+
+    tiles: Any
+    format: str = field(metadata={"static": True})
+    dtype: np.dtype = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, groups, blocks, _ = self.tiles.shape
+        return (*stack, groups * GROUP, blocks * cpu_kernels.tile_inputs(self.format))
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        return cpu_kernels.linear(x, *self.matrix)
+
+    def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
+        return cpu_kernels.embed(ids, self.matrix, self.shape[-1]).astype(self.dtype)
+
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        *stack, rows, inputs = self.shape
+        parts = [
+            Tiled(self.tiles[index], self.format, self.dtype).rows(jnp.arange(rows))
+            for index in np.ndindex(tuple(stack))
+        ]
+        return jnp.stack(parts).reshape(*stack, rows, inputs)
+
+    def axes(self, axes: Axes) -> list[Axes]:
+        return [(*axes, None)]
+
+    @property
+    def matrix(self) -> cpu_kernels.Tiles:
+        """What the kernels take."""
+        return cpu_kernels.Tiles(self.tiles, self.format, self.shape[-2])
+
+
+@dataclass(frozen=True)
+class TiledKind:
+    """Tiles of what another kind keeps."""
+
+    stored: GgufKind | DenseKind
+
+    @property
+    def format(self) -> str:
+        return FLOATS[self.stored.dtype] if isinstance(self.stored, DenseKind) else self.stored.type.lower()
+
+    @property
+    def block(self) -> int:
+        return cpu_kernels.tile_inputs(self.format)
+
+    def abstract(self, shape: tuple[int, ...]) -> Tiled:
+        *stack, rows, inputs = shape
+        tiles = (*stack, rows // GROUP, inputs // self.block, cpu_kernels.tile_bytes(self.format))
+        return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), self.format, self.stored.dtype)
+
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
+        """What the other kind makes of them, moved into tiles matrix by matrix."""
+        whole = self.stored.pack(tensors, layout)
+        (array,) = jax.tree.leaves(whole)
+        stack = whole.shape[:-2]
+        parts = [cpu_kernels.repack(self.format, array[index]) for index in np.ndindex(stack)]
+        tiles = np.stack(parts).reshape(*stack, *parts[0].shape)
+        return Tiled(tiles, self.format, self.stored.dtype)
+
+
+def tiled(kind: Kind, rows: Sequence[int], inputs: int) -> Kind:
+    """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
+    known = (isinstance(kind, DenseKind) and kind.dtype in FLOATS) or (
+        isinstance(kind, GgufKind) and kind.type.lower() in cpu_kernels.FORMATS and kind.dtype in FLOATS
+    )
+    if not known or any(count % GROUP for count in rows):
+        return kind
+    candidate = TiledKind(kind)  # type: ignore[arg-type]
+    return candidate if inputs % candidate.block == 0 else kind
