@@ -91,11 +91,11 @@ class Generation:
         model: ServedModel,
         prompts: list[Prompt],
         request: GenerationSettings,
-        kind: str,
+        prefix: str,
         *,
         prompt_only: bool = False,
     ):
-        self.id = f"{kind}-{request.request_id or uuid.uuid4().hex}"
+        self.id = prefix + (request.request_id or uuid.uuid4().hex)
         self.prompts = prompts
         self.n = prompts[0].params.n
         self.num_returned = request.n

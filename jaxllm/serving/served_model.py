@@ -97,14 +97,18 @@ class ServedModel:
         """The tokenizer's special tokens, by text, as grammars need them."""
         return special_tokens(self.tokenizer.backend)
 
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """What skip_special_tokens leaves out of a text; nothing where there is no tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return frozenset() if tokenizer is None else special_token_ids(tokenizer.backend)
+
     def marker_ids(self, formats: OutputFormats, *, with_tools: bool) -> list[int]:
         """Special tokens that a parser must see in the text."""
         if not with_tools:
             formats = replace(formats, tools=None)
-        backend = self.tokenizer.backend
-        special = special_token_ids(backend)
-        ids = map(backend.token_to_id, formats.markers)
-        return [token for token in ids if token in special]
+        ids = map(self.tokenizer.backend.token_to_id, formats.markers)
+        return [token for token in ids if token in self.special_token_ids]
 
 
 @lru_cache(maxsize=32)

@@ -48,7 +48,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     state: ServerState = request.app.state.server
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
-        reply = await begin_reply(state, body.model, body.conversation(), body.generation_settings(), kind="chatcmpl")
+        reply = await begin_reply(state, body.model, body.conversation(), body.generation_settings(), prefix="chatcmpl-")
     if body.stream:
         return chunk_stream(reply.generation, ChatWriter(reply, body), state.config.sse_keep_alive, labels)
     choices = await collect_for(request, reply.generation)
@@ -126,8 +126,9 @@ class ChatWriter(ChunkWriter):
 
     def first(self) -> Iterator[ChatCompletionChunk]:
         echoed = self._body.echoed
+        opening = None if self._reply.must_call else ""
         for index in range(self._generation.num_choices):
-            chunk = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")))
+            chunk = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=opening)))
             if index == 0:
                 chunk.warnings = ignored_fields.get() or UNSET
                 chunk.prompt_token_ids = self._reply.prompt_token_ids if self._body.return_token_ids else UNSET
@@ -184,6 +185,7 @@ def _delta(event: Event) -> ChatDelta:
             return ChatDelta(reasoning=text, reasoning_content=text)
         case ToolCall(index=index, id=call_id, name=name):
             function = FunctionDelta(name=name, arguments="")
-            return ChatDelta(tool_calls=[ToolCallDelta(index=index, id=call_id, type="function", function=function)])
+            call = ToolCallDelta(index=index, id=call_id, type="function", function=function)
+            return ChatDelta(content=None, tool_calls=[call])
         case ToolArguments(index=index, text=text):
             return ChatDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])

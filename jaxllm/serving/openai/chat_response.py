@@ -71,7 +71,8 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    """null where a call opens, as at OpenAI's."""
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET

@@ -23,8 +23,6 @@ from jaxllm.serving.openai.completion_types import Completion, CompletionChoice,
 from jaxllm.serving.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsBuilder,
-    TokenText,
-    numbered,
     prompt_logprobs,
     token_number,
 )
@@ -45,8 +43,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     labels = body.take_labels(request.headers)
     settings = body.generation_settings()
     prompts = await state.offload(completion_prompts, model, body, settings)
-    generation = Generation(model, prompts, settings, "cmpl", prompt_only=body.max_tokens == 0)
-    shaper = ChoiceShaper(body, generation, model.token_text)
+    generation = Generation(model, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
+    shaper = ChoiceShaper(body, generation, model)
     if body.stream:
         writer = CompletionWriter(body, generation, name, shaper)
         return chunk_stream(generation, writer, state.config.sse_keep_alive, labels)
@@ -83,8 +81,9 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
         if body.echo:
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):
                 ready.text = prompt
-            else:
-                ready.text = model.tokenizer.decode(ready.token_ids, params.skip_special_tokens)
+            else:  # of ids, the special ones were the caller's own: they stay, unless asked otherwise
+                skip = params.skip_special_tokens if isinstance(prompt, str) else body.skip_special_tokens is True
+                ready.text = model.tokenizer.decode(ready.token_ids, skip)
         prompts.append(ready)
     return prompts
 
@@ -92,15 +91,24 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
 class ChoiceShaper:
     """Shapes text and log-probabilities of each choice, with its prompt in front when echoed."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation, token_text: TokenText):
+    def __init__(self, body: CompletionRequest, generation: Generation, model: ServedModel):
         self._body = body
         self._generation = generation
-        self._token_text = token_number if body.return_tokens_as_token_ids else token_text
-        count = body.logprobs
-        self._builders = (
-            None
-            if count is None
-            else [CompletionLogprobsBuilder(count, self._token_text) for _ in range(generation.num_choices)]
+        self._token_text = token_number if body.return_tokens_as_token_ids else model.token_text
+        self._builders = None
+        if body.logprobs is not None:
+            self._builders = [self._builder(model, body.logprobs, index) for index in range(generation.num_choices)]
+
+    def _builder(self, model: ServedModel, count: int, index: int) -> CompletionLogprobsBuilder:
+        prompt, special = self.prompt(index), model.special_token_ids
+        return CompletionLogprobsBuilder(
+            count,
+            model.token_text,
+            by_number=self._body.return_tokens_as_token_ids,
+            special=special,
+            hidden=special if prompt.params.skip_special_tokens else (),
+            prompt_ids=prompt.token_ids if self._body.echo else (),
+            echoed=prompt.text,
         )
 
     def whole(self, choice: Choice) -> CompletionChoice:
@@ -128,11 +136,7 @@ class ChoiceShaper:
         return self.prompt(index).text
 
     def logprobs(self, index: int, steps: Sequence[Step | None]) -> CompletionLogprobs | None:
-        if self._builders is None:
-            return None
-        if self._body.return_tokens_as_token_ids:
-            steps = [None if step is None else numbered([step])[0] for step in steps]
-        return self._builders[index].build(steps, self.prompt(index).token_ids)
+        return None if self._builders is None else self._builders[index].build(steps)
 
 
 class CompletionWriter(ChunkWriter):
