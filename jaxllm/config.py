@@ -119,6 +119,8 @@ class ServeConfig(EngineConfig):
 
     served_model_name: str | None = None
     """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
+    serve_any_model_name: bool = False
+    """Answer requests that ask for any other model too, by the name that they ask for."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     tool_call_parser: str = "auto"
@@ -127,6 +129,8 @@ class ServeConfig(EngineConfig):
     """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
+    enable_force_include_usage: bool = False
+    """End every stream of chat and text completions with its usage, as if stream_options asked for it."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Which hidden states make an embedding; auto is what the checkpoint asks for, else the last token's."""
     score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving import health
+from jaxllm.serving import health, llama_cpp, sagemaker, server_info
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import files
 from jaxllm.serving.batches import routes as batches
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
     anthropic.router, embeddings.router, scoring.router, files.upload_router, files.router,
-    batches.router,
+    batches.router, llama_cpp.router, server_info.router, sagemaker.router,
 )  # fmt: skip
 
 

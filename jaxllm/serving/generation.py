@@ -39,6 +39,21 @@ class Usage:
 
 
 @dataclass
+class Clock:
+    """When a request's first sequence began to run, and when its first and its last token so far came; seconds."""
+
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        now = time.time()
+        self.scheduled = self.scheduled or delta.first_scheduled_time
+        if delta.token_ids:
+            self.first, self.last = self.first or now, now
+
+
+@dataclass
 class Prompt:
     """One tokenized prompt and the parameters of its sequences; `text` is what an echo shows.
 
@@ -104,6 +119,7 @@ class Generation:
         self._model = model
         self._prompt_only = prompt_only
         self._unfinished = set(range(self.num_choices))
+        self.clock = Clock()
         self._timers = [SequenceTimer(model.metrics, time.time()) for _ in range(self.num_choices)]
         self._stream: Stream | None = None
         self._opening: list[Gain] = []
@@ -190,6 +206,7 @@ class Generation:
                 message = f"the request failed: {delta.error}"
                 self._failure = APIError(500, message, type="server_error", code="request_failed")
                 return gains[:at]
+            self.clock.on_delta(delta)
             if self._prompt_only:
                 delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
                 gains[at] = index, delta

@@ -96,7 +96,7 @@ def fitted(
     asked, default, truncate = settings.max_tokens, settings.default_max_tokens, settings.truncate_prompt_tokens
     if truncate is not None:
         keep = truncate if truncate > 0 else max(context - (asked or default or 1), 1)
-        token_ids = token_ids[-keep:]
+        token_ids = token_ids[-keep:] if settings.truncation_side == "left" else token_ids[:keep]
     length = len(token_ids)
     room = context - length
     if room < 1:

@@ -56,6 +56,7 @@ class Reply:
         self.name = name
         self.generation = Generation(model, [prompt.prompt], settings, prefix)
         self.token_text = model.token_text
+        self.system_fingerprint = model.system_fingerprint
         self.must_call = bool(prompt.conversation.tools) and prompt.conversation.tool_choice != "auto"
         """The answer is made of calls, whatever the model would rather say."""
         self._parallel_tool_calls = prompt.conversation.parallel_tool_calls

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from jaxllm.config import ServeConfig
 from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
+from jaxllm.serving.fingerprint import system_fingerprint
 from jaxllm.serving.http.errors import unavailable
 from jaxllm.serving.metrics import RequestMetrics
 from jaxllm.serving.parsing.formats import OutputFormats, detect_formats
@@ -44,6 +45,7 @@ class ServedModel:
         self.engine = engine
         self.chat_template = read_chat_template(config)
         """Instead of the checkpoint's."""
+        self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)
         detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names at the start
         self.metrics = RequestMetrics(name)
         self.running: set[Running] = set()

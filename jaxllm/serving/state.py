@@ -36,12 +36,19 @@ class ServerState:
         return next(iter(self.models))
 
     def find_model(self, name: str | None) -> tuple[str, ServedModel]:
-        """The name and the model that a request asked for, by default the first. Raises 404 for an unknown name."""
+        """The name and the model that a request asked for, by default the first.
+
+        Raises 404 for an unknown name, unless config.serve_any_model_name is set: it is the first model's then.
+        """
         name = self.default_name if name is None else name
-        if name not in self.models:
+        if not self.serves(name):
             message = f"model {name!r} is not served here; this server has {', '.join(self.models)}"
             raise APIError(404, message, param="model", code="model_not_found")
-        return name, self.models[name]
+        return name, self.models.get(name, self.models[self.default_name])
+
+    def serves(self, name: str) -> bool:
+        """Whether requests for a model of this name are answered."""
+        return name in self.models or self.config.serve_any_model_name
 
     @property
     def is_dead(self) -> bool:

@@ -13,6 +13,7 @@ from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import refuse
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
+from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.openai.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -107,8 +108,10 @@ class Completion(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET

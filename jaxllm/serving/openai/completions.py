@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from jaxllm.config import ServeConfig
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.errors import Field
 from jaxllm.requests.prompt_scores import PromptScores
@@ -26,7 +27,8 @@ from jaxllm.serving.openai.logprobs import (
     prompt_logprobs,
     token_number,
 )
-from jaxllm.serving.openai.usage import StreamOptions, usage_object
+from jaxllm.serving.openai.timings import timings
+from jaxllm.serving.openai.usage import stream_options, usage_object
 from jaxllm.serving.prompts import fitted, sampling_params
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
@@ -44,20 +46,15 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     settings = body.generation_settings()
     prompts = await state.offload(completion_prompts, model, body, settings)
     generation = Generation(model, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
-    shaper = ChoiceShaper(body, generation, model)
+    shaper = ChoiceShaper(body, generation, name, model)
     if body.stream:
-        writer = CompletionWriter(body, generation, name, shaper)
+        writer = CompletionWriter(body, generation, shaper, state.config)
         return chunk_stream(generation, writer, state.config.sse_keep_alive, labels)
     choices = await collect_for(request, generation)
-    completion = Completion(
-        id=generation.id,
-        created=generation.created,
-        model=name,
-        choices=await state.offload(lambda: [shaper.whole(choice) for choice in choices]),
-        usage=usage_object(generation.usage()),
-        conversation_id=body.conversation_id or UNSET,
-        resource_id=body.resource_id or UNSET,
-    )
+    completion = shaper.completion(await state.offload(lambda: [shaper.whole(choice) for choice in choices]))
+    completion.usage = usage_object(generation.usage())
+    completion.conversation_id = body.conversation_id or UNSET
+    completion.resource_id = body.resource_id or UNSET
     return json_response(completion, request_id=generation.id, headers=labels)
 
 
@@ -89,15 +86,21 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
 
 
 class ChoiceShaper:
-    """Shapes text and log-probabilities of each choice, with its prompt in front when echoed."""
+    """Shapes text and log-probabilities of each choice, with its prompt in front when echoed.
 
-    def __init__(self, body: CompletionRequest, generation: Generation, model: ServedModel):
+    `name` is what the client calls the model.
+    """
+
+    def __init__(self, body: CompletionRequest, generation: Generation, name: str, model: ServedModel):
         self._body = body
         self._generation = generation
+        self._name = name
+        self._fingerprint = model.system_fingerprint
         self._token_text = token_number if body.return_tokens_as_token_ids else model.token_text
         self._builders = None
         if body.logprobs is not None:
-            self._builders = [self._builder(model, body.logprobs, index) for index in range(generation.num_choices)]
+            returned = len(generation.prompts) * body.n
+            self._builders = [self._builder(model, body.logprobs, index) for index in range(returned)]
 
     def _builder(self, model: ServedModel, count: int, index: int) -> CompletionLogprobsBuilder:
         prompt, special = self.prompt(index), model.special_token_ids
@@ -109,6 +112,17 @@ class ChoiceShaper:
             hidden=special if prompt.params.skip_special_tokens else (),
             prompt_ids=prompt.token_ids if self._body.echo else (),
             echoed=prompt.text,
+        )
+
+    def completion(self, choices: list[CompletionChoice]) -> Completion:
+        """The response, or one chunk of it, around its choices."""
+        return Completion(
+            id=self._generation.id,
+            created=self._generation.created,
+            model=self._name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            timings=timings(self._generation) if self._body.timings_per_token else UNSET,
         )
 
     def whole(self, choice: Choice) -> CompletionChoice:
@@ -142,11 +156,10 @@ class ChoiceShaper:
 class CompletionWriter(ChunkWriter):
     """Chunks of a completion stream; the last of a choice carries its finish reason."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation, model: str, shaper: ChoiceShaper):
+    def __init__(self, body: CompletionRequest, generation: Generation, shaper: ChoiceShaper, config: ServeConfig):
         self._generation = generation
-        self._model = model
         self._shaper = shaper
-        self._options = body.stream_options or StreamOptions()
+        self._options = stream_options(body.stream_options, config)
         self._to_echo = set(range(generation.num_choices)) if body.echo else set()
         self._pending: list[list[Step | None]] = [[] for _ in range(generation.num_choices)]
         self._pending_ids: list[list[int]] = [[] for _ in range(generation.num_choices)]
@@ -186,9 +199,7 @@ class CompletionWriter(ChunkWriter):
             yield chunk
 
     def _chunk(self, *choices: CompletionChoice) -> Completion:
-        chunk = Completion(
-            id=self._generation.id, created=self._generation.created, model=self._model, choices=list(choices)
-        )
+        chunk = self._shaper.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
         if self._options.continuous_usage_stats:
             chunk.usage = usage_object(self._generation.usage())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -143,7 +143,11 @@ class GenerationRequest(SamplingFields, StructuredFields):
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    """Keep only the last so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
+    """Keep only so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Which end of the prompt truncate_prompt_tokens cuts off."""
+    timings_per_token: bool = False
+    """Tell with the answer, and with each chunk of a stream, how long prompt and answer have taken; as llama.cpp."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
     conversation_id: str | None = Label
@@ -218,6 +222,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
             num_generated=self.num_generated,
             beam_search=beams,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
             priority=self.priority,
             request_id=self.request_id,
             cache_salt=self.cache_salt,
