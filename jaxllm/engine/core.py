@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import queue
@@ -19,7 +20,7 @@ from jaxllm.engine.device.handle import Handle, Result, Score, on_host
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
-from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.front.messages import STEP_TOKENS, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
@@ -68,7 +69,10 @@ class EngineCore:
         self._pending: Handle | None = None
         self._steps = 0
         self._prompt_tokens = 0
+        self._cached_prompt_tokens = 0
         self._generation_tokens = 0
+        self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self._step_tokens = 0
         self._host_seconds = 0.0
         self._wait_seconds = 0.0
 
@@ -140,6 +144,10 @@ class EngineCore:
         deltas = self._start_prepared()
         batch = self._scheduler.schedule()
         handle = self._runner.dispatch(batch) if batch.chunks else None
+        if handle is not None:
+            tokens = sum(chunk.length for chunk in batch.chunks)
+            self._step_tokens += tokens
+            self._steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += 1
         previous, self._pending = self._pending, handle
         if previous is not None:
             self._wait_seconds += previous.wait()
@@ -156,6 +164,7 @@ class EngineCore:
         return EngineStats(
             num_running=len(s.running),
             num_waiting=len(s.waiting),
+            num_preparing=len(self._requests) - s.num_unfinished,
             num_preemptions=s.stats.preemptions,
             num_pages=self._pool.num_pages - 1,
             num_free_pages=self._pool.num_free,
@@ -163,8 +172,11 @@ class EngineCore:
             prefix_cache_queries=s.stats.prefix_queries,
             prefix_cache_hits=s.stats.prefix_hits,
             prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_steps=self._steps,
+            steps_by_tokens=list(self._steps_by_tokens),
+            step_tokens=self._step_tokens,
             step_host_seconds=self._host_seconds,
             step_device_wait_seconds=self._wait_seconds,
             scheduled_tokens=dict(self._runner.scheduled_tokens),
@@ -254,7 +266,7 @@ class EngineCore:
         return deltas
 
     def _finish_pooled(self, request: Request) -> TokenDelta:
-        self._prompt_tokens += request.num_prompt
+        self._count_prompt(request)
         self._forget(request)
         return TokenDelta(
             request_id=request.request_id,
@@ -262,14 +274,19 @@ class EngineCore:
             finish_reason="stop",
             num_cached_tokens=max(request.num_cached, 0),
             first_scheduled_time=request.first_scheduled_time,
+            num_preemptions=request.num_preemptions,
         )
+
+    def _count_prompt(self, request: Request) -> None:
+        self._prompt_tokens += request.num_prompt
+        self._cached_prompt_tokens += max(request.num_cached, 0)
 
     def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
         delta = TokenDelta(request_id=request.request_id, token_ids=[])
         if request.num_output == 0:
-            self._prompt_tokens += request.num_prompt
+            self._count_prompt(request)
             delta.num_cached_tokens = max(request.num_cached, 0)
             delta.prompt_logprobs = None if request.prompt_scores is None else request.prompt_scores.finish()
             delta.first_scheduled_time = request.first_scheduled_time
@@ -285,6 +302,7 @@ class EngineCore:
         self._scheduler.accept(request, delta.token_ids, num_sampled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
+            delta.num_preemptions = request.num_preemptions
             self._forget(request)
         return delta
 

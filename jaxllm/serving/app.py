@@ -66,7 +66,7 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
     app.state.server = state
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
-    app.state.registry = build_registry(engine, model.metrics, config.vllm_metrics)
+    app.state.registry = build_registry(engine, model.metrics, config, config.vllm_metrics)
     shown_key = [Security(HTTPBearer(auto_error=False))] if state.api_keys else []
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)

@@ -11,9 +11,9 @@ from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
 from jaxllm.serving.fingerprint import system_fingerprint
 from jaxllm.serving.http.errors import unavailable
-from jaxllm.serving.metrics import RequestMetrics
 from jaxllm.serving.parsing.formats import OutputFormats, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens
+from jaxllm.serving.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import (
@@ -47,7 +47,7 @@ class ServedModel:
         """Instead of the checkpoint's."""
         self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)
         detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names at the start
-        self.metrics = RequestMetrics(name)
+        self.metrics = RequestMetrics(name, engine.info.max_model_len)
         self.running: set[Running] = set()
         self.draining = False
 
