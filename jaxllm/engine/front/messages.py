@@ -38,8 +38,8 @@ class TokenDelta(msgspec.Struct, kw_only=True):
 
     `text` holds back anything that may still become a stop string or an unfinished character. `logprobs` has one
     entry a new token, each a list of (token id, Logprob) with the chosen token first. `prompt_logprobs` and
-    `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last; `num_preemptions` come
-    with it. `pooled` are float32 values, little-endian, of a request with pooling.
+    `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last, and
+    has the `num_preemptions`. `pooled` are float32 values, little-endian, of a request with pooling.
     """
 
     request_id: str

@@ -24,8 +24,8 @@ async def class_scores(
     run: PoolingRun,
     *,
     raw: bool,
-) -> np.ndarray:
-    """`[inputs, classes]`: probabilities, or with `raw` the head's own scores.
+) -> list[np.ndarray]:
+    """Of each input, its classes' probabilities, or with `raw` the head's own scores.
 
     Raises InvalidRequestError when the model has no classification head; `name` is what the client calls it.
     """
@@ -34,4 +34,4 @@ async def class_scores(
         raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")
     prompts = await input_prompts(state, model, body)
     logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
-    return activate(logits, "identity" if raw else tasks.activation)
+    return list(activate(logits, "identity" if raw else tasks.activation))
