@@ -27,6 +27,7 @@ from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.bad_words import spellings
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ class EngineCore:
         self._take(request, result.tokens, delta)
         if request.params.logprobs is not None and logprobs is not None:
             delta.logprobs = [
-                _row_logprobs(logprobs, row, token, request.params.logprobs)
+                _row_logprobs(logprobs, row, token, request.params)
                 for row, token in enumerate(delta.token_ids, result.row)
             ]
         if request.constraint is not None and delta.finish_reason is None:
@@ -364,13 +365,15 @@ class EngineCore:
         self._detokenizers.pop(request.request_id, None)
 
 
-def _row_logprobs(logprobs: Logprobs, row: int, token: int, count: int) -> TokenLogprobs:
-    """The chosen token first, then the `count` most likely, best first."""
+def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> TokenLogprobs:
+    """The chosen token first, then the most likely, best first, or those that were asked for, in their order."""
     chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
+    asked = len(params.logprob_token_ids)
+    count = asked or params.logprobs
     ids = logprobs.top_ids[row, :count].tolist()
     values = logprobs.top[row, :count].tolist()
     pairs = [(i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf]  # a small vocabulary has fewer
-    ranked = [(i, Logprob(v, rank)) for rank, (i, v) in enumerate(pairs, 1)]
+    ranked = [(i, Logprob(v, None if asked else rank)) for rank, (i, v) in enumerate(pairs, 1)]
     return [chosen, *(entry for entry in ranked if entry[0] != token)]
 
 

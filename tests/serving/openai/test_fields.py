@@ -422,3 +422,14 @@ def test_usage_is_sent_where_the_server_is_told_to(make_client: Any, engine: Fak
         *chunks, last = events(client, path, max_tokens=3, **asked)
         assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
         assert all(chunk["usage"] is None for chunk in chunks)
+
+
+@pytest.mark.covers("GenerationRequest", "logprob_token_ids")
+def test_logprobs_of_tokens_that_are_asked_for(client: TestClient, engine: FakeEngine) -> None:
+    asked = {"logprob_token_ids": [ord("x"), ord("h"), ord("a")], "max_tokens": 2}
+    chat = send(client, ROUTES[0], logprobs=True, **asked).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in chat] == ["T", "h"] and engine.seen[-1][1].logprob_token_ids == (120, 104, 97)
+    assert [[top["token"] for top in entry["top_logprobs"]] for entry in chat] == [["a", "h", "x"], ["h", "a", "x"]]
+    completion = send(client, ROUTES[1], logprobs=0, **asked).json()["choices"][0]["logprobs"]
+    assert completion["top_logprobs"][0] == {"T": -1.0, "x": -15.0, "h": -13.0, "a": -12.125}
+    assert completion["top_logprobs"][1] == {"h": -1.0, "x": -15.0, "a": -12.125}
