@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
+from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
 from jaxllm.requests.grammar_process import GrammarProcesses
 
 if TYPE_CHECKING:
@@ -204,12 +205,9 @@ def _choice_grammar(outputs: StructuredOutputs) -> str:
 
 def _lark_grammar(outputs: StructuredOutputs) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
-    try:
-        return LLMatcher.grammar_from_lark(any_to_lark(outputs.grammar or ""))
-    except Exception as error:  # it has no type of its own for a rule that is missing or twice there
-        raise ValueError(str(error)) from None
+    grammar = outputs.grammar or ""
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar) if is_gbnf(grammar) else grammar)
 
 
 def _structural_tag_grammar(outputs: StructuredOutputs) -> str:

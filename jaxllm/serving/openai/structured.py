@@ -130,7 +130,7 @@ class StructuredFields(RequestModel):
     guided_grammar: str | None = None
     """vLLM's older name of structured_outputs.grammar."""
     grammar: str | None = None
-    """llama.cpp's name of structured_outputs.grammar: GBNF."""
+    """llama.cpp's name of structured_outputs.grammar."""
     json_schema: Schema | None = None
     """llama.cpp's and SGLang's name of structured_outputs.json."""
     regex: str | None = None

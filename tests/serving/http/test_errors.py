@@ -105,8 +105,8 @@ CHAT_REFUSALS = [
     ({"truncation_side": "middle", "truncate_prompt_tokens": 5}, "truncation_side", "'left' or 'right'"),
     ({"guided_json": "{"}, "guided_json", "json"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "grammar"),
-    ({"guided_grammar": 'root ::= a "b"'}, "guided_grammar", "'a' not found"),
-    ({"guided_grammar": "root ::= " + "(" * 3000}, "guided_grammar", "recursion"),
+    ({"guided_grammar": 'root ::= a "b"'}, "guided_grammar", "there is no rule 'a'"),
+    ({"guided_grammar": "root ::= " + "(" * 3000}, "guided_grammar", "groups lie more than 100 deep"),
     ({"guided_choice": []}, "guided_choice", "non-empty"),
     (
         {"structured_outputs": {"structural_tag": {"structures": [], "triggers": [""]}}},
