@@ -58,7 +58,7 @@ class JSONSchemaFormat(RequestModel):
         if self.json_schema is None and self.schema_ is None:
             raise refuse("json_schema is required", "json_schema")
         if self.json_schema is not None and self.schema_ is not None:
-            raise refuse("json_schema and schema are one setting, give one of them", "schema")
+            raise refuse("json_schema and schema are one setting, give one of them")
         return self
 
     @property
