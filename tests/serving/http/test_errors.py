@@ -101,7 +101,11 @@ CHAT_REFUSALS = [
     ({"json_schema": "{"}, "json_schema", "json"),
     ({"grammar": "start: nothing"}, "grammar", "grammar"),
     ({"grammar": 'root ::= "a"', "regex": "a"}, "regex", "one setting"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}, "schema": {}}}, "response_format.json_schema", "one"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}, "schema": {}}},
+        "response_format.json_schema",
+        "one",
+    ),
     ({"truncation_side": "middle", "truncate_prompt_tokens": 5}, "truncation_side", "'left' or 'right'"),
     ({"guided_json": "{"}, "guided_json", "json"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "grammar"),
