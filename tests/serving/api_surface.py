@@ -87,7 +87,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/pooling": {"input": "Hi"},
     "/v1/apply-template": {"messages": HELLO},
     "/v1/invocations": CHAT,
-    "/ping": {},
     "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
     "/v1/rerank": RANKING,
     "/v2/rerank": RANKING,
