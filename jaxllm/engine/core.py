@@ -24,7 +24,7 @@ from jaxllm.engine.front.messages import STEP_TOKENS, EngineRequest, EngineStats
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.scheduler import Batch, Scheduler
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingParams
@@ -146,9 +146,7 @@ class EngineCore:
         batch = self._scheduler.schedule()
         handle = self._runner.dispatch(batch) if batch.chunks else None
         if handle is not None:
-            tokens = sum(chunk.length for chunk in batch.chunks)
-            self._step_tokens += tokens
-            self._steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += 1
+            self._count_steps(batch)
         previous, self._pending = self._pending, handle
         if previous is not None:
             self._wait_seconds += previous.wait()
@@ -277,6 +275,12 @@ class EngineCore:
             first_scheduled_time=request.first_scheduled_time,
             num_preemptions=request.num_preemptions,
         )
+
+    def _count_steps(self, batch: Batch) -> None:
+        """A decode of several steps runs its rows as often."""
+        tokens = sum(chunk.length for chunk in batch.chunks)
+        self._step_tokens += tokens * batch.num_steps
+        self._steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
 
     def _count_prompt(self, request: Request) -> None:
         self._prompt_tokens += request.num_prompt
