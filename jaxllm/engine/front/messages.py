@@ -120,7 +120,7 @@ class EngineClient(Protocol):
         """Drop requests and free their pages within a step; never waits. Unknown ids are ignored."""
 
     def outputs(self, timeout: float) -> list[TokenDelta]:
-        """What the loop has to say, after up to `timeout` seconds; may be empty. Raises EngineDeadError when it died."""
+        """What the loop says within `timeout` seconds; may be empty. Raises EngineDeadError when it died."""
 
     def stats(self) -> EngineStats:
         """The newest statistics."""

@@ -77,8 +77,8 @@ class Streams:
         """Raises EngineDeadError in a process forked from the engine's: nothing runs there that could answer."""
         if os.getpid() != self._pid:
             raise EngineDeadError(
-                f"this process was forked from {self._pid}, in which the engine runs, and cannot use it; processes that "
-                "are to generate must be spawned (multiprocessing.get_context('spawn')) and start their own engines"
+                f"this process was forked from {self._pid}, in which the engine runs, and cannot use it; one that is "
+                "to generate must be spawned (multiprocessing.get_context('spawn')) and start an engine of its own"
             )
 
     def add(self, stream: Stream, sequences: Sequence[tuple[int, EngineRequest]], *, room: int = 0) -> None:
@@ -123,7 +123,7 @@ class Streams:
         _deliver(arrivals)
 
     def shutdown(self) -> None:
-        """Stop the engine; streams still open end with EngineDeadError. Idempotent. A forked process leaves it alone."""
+        """Stop the engine; streams still open end with EngineDeadError. Idempotent; no forked process does it."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
