@@ -39,9 +39,12 @@ def test_requests_without_a_grammar_do_not_wait_for_slow_grammars(
             for route, body in slow * 4:
                 pool.submit(httpx.post, f"{url}/v1/{route}", json=body, timeout=60)
             wait_for(lambda: len(compiling) >= 4)
-            for route, body in (
-                ("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO}), ("tokenize", {"prompt": "a"})
-            ):  # fmt: skip
+            plain = {
+                "completions": {"prompt": "a"},
+                "chat/completions": {"messages": HELLO},
+                "tokenize": {"prompt": "a"},
+            }
+            for route, body in plain.items():
                 assert httpx.post(f"{url}/v1/{route}", json=body, timeout=5).status_code == 200
         finally:
             may_end.set()
