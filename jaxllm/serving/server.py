@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +50,7 @@ def serve(config: ServeConfig) -> None:
     """
     configure_logging(config)
     listener = bind(config.host, config.port)
-    with listener, _unwinding_on_sigterm():
+    with listener, _ending_on_sigterm():
         read_chat_template(config)
         from jaxllm.engine.front.async_llm import (
             AsyncLLM,  # imports JAX: a taken port is said before those seconds pass
@@ -94,12 +93,12 @@ def run_server(config: ServeConfig, engine: AsyncLLM, listener: socket.socket) -
 
 
 @contextmanager
-def _unwinding_on_sigterm() -> Iterator[None]:
-    """Where the server itself does not listen to it, SIGTERM ends us as Ctrl-C does: with what has been started."""
+def _ending_on_sigterm() -> Iterator[None]:
+    """While the server itself does not listen to it, SIGTERM ends us at once, and not us alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    before = signal.signal(signal.SIGTERM, lambda signum, _: _exit_now(128 + signum))
     try:
         yield
     finally:
