@@ -18,7 +18,7 @@ def differing(model: str, pages: int, page: int, longest: int, output: int, dtyp
     """Which of 48 requests give other tokens together, over so few pages, than each gives alone."""
     fields = {
         "dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False,
-        "max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": REQUESTS, "block_size": page,
+        "max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": REQUESTS, "block_size": page,
     }  # fmt: skip
     dice = np.random.default_rng(17)
     prompts = [dice.integers(3, 60, dice.integers(3, longest)).tolist() for _ in range(REQUESTS)]
@@ -31,7 +31,7 @@ def differing(model: str, pages: int, page: int, longest: int, output: int, dtyp
         assert llm.info.num_pages <= pages
         together = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()
-    assert stats.num_preemptions >= REQUESTS // 2 and stats.num_free_pages == stats.num_pages
+    assert stats.num_preemptions >= 16 and stats.num_free_pages == stats.num_pages
     pairs = zip(alone, together, strict=True)
     return [at for at, (a, b) in enumerate(pairs) if a.outputs[0].token_ids != b.outputs[0].token_ids]
 
@@ -42,4 +42,4 @@ def test_a_storm_changes_no_token(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_storm_over_181_pages_changes_no_token_of_a_real_model() -> None:
-    assert differing("smollm2-135m", pages=181, page=16, longest=70, output=40) == []
+    assert differing("smollm2-135m", pages=181, page=8, longest=40, output=32) == []
