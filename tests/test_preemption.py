@@ -41,5 +41,6 @@ def test_a_storm_changes_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_storm_over_181_pages_changes_no_token_of_a_real_model() -> None:
     assert differing("smollm2-135m", pages=181, page=8, longest=40, output=32) == []
