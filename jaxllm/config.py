@@ -78,7 +78,8 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory)."""
+    """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory).
+    Up to 3% stay unused, so that sizes which differ by less share compiled steps."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
 

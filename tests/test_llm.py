@@ -276,3 +276,37 @@ def test_a_full_queue_refuses(directory):
 def test_a_process_that_cannot_start_says_why(directory):
     with pytest.raises(ConfigError, match="tensor_parallel_size is 5"):
         AsyncLLM(model=str(directory), **(FIELDS | {"engine_process": True, "tensor_parallel_size": 5}))
+
+
+def test_a_step_that_fails_is_said_and_the_engine_can_be_started_again(directory):
+    def catch_fire(batch):
+        raise RuntimeError("the device caught fire")
+
+    with LLM(directory, **FIELDS) as llm:
+        before, pages = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids, llm.info.num_pages
+        llm._streams.client._loop._core._runner.dispatch = catch_fire
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"RuntimeError: the device caught fire; restart\(\)"):
+                llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
+        llm.restart()
+        assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
+        assert llm.info.num_pages == pages
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_forked_process_is_told_that_the_engine_is_elsewhere(llm):
+    expected = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            with pytest.raises(EngineDeadError, match=r"forked from .* spawn"):
+                llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+            llm.shutdown()  # ends nothing of the parent's
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected

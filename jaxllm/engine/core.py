@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
+GRAMMAR_THREADS = 4
 
 TokenLogprobs = list[tuple[int, Logprob]]
 
@@ -60,6 +61,8 @@ class EngineCore:
         self._eos = frozenset(eos_token_ids)
         self._grammars = grammars
         self._preparing = Jobs("prepare", urgent_threads=PREPARING_THREADS)
+        self._constraining = Jobs("constrain", urgent_threads=GRAMMAR_THREADS)
+        """The same for requests with a grammar, which may take seconds: only others like them wait for those."""
         self._prepared: queue.SimpleQueue[tuple[Request, Future[Constraint | None]]] = queue.SimpleQueue()
         self.on_prepared: Callable[[], None] = lambda: None
         """Called on another thread when a request has become ready to be scheduled: wakes the loop."""
@@ -191,6 +194,7 @@ class EngineCore:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.executables.close()
         self._preparing.close()
+        self._constraining.close()
 
     def _prepare(self, request: Request, missing: list[Key]) -> None:
         """Get ready on a thread what only this request waits for: its grammar, executables that few requests need."""
@@ -208,7 +212,8 @@ class EngineCore:
             self._prepared.put((request, future))
             self.on_prepared()
 
-        self._preparing.submit(prepare).add_done_callback(done)
+        jobs = self._preparing if request.params.structured_outputs is None else self._constraining
+        jobs.submit(prepare).add_done_callback(done)
 
     def _start_prepared(self) -> list[TokenDelta]:
         """Queue the requests for which all is ready; the deltas are of those for which something failed."""

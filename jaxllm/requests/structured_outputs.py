@@ -102,6 +102,11 @@ def compile_grammar(outputs: StructuredOutputs) -> str:
     return grammar
 
 
+def end_compiling() -> None:
+    """End the processes that compile grammars now: their callers' grammars are refused. A later one starts another."""
+    _processes.close()
+
+
 class GrammarCache:
     """The grammars last used, as many as `max_characters` hold. Any thread may use it."""
 

@@ -65,7 +65,9 @@ async def conversation_prompt(
     """Render, tokenize and check a conversation off the event loop. Raises InvalidRequestError naming the field."""
     may_be_cut = settings.truncate_prompt_tokens is not None
     rendered = await render(state, model, conversation, may_be_cut=may_be_cut)
-    return await state.offload(_checked, model, conversation, settings, rendered)
+    constrained = conversation.tools or conversation.structured_outputs is not None
+    offload = state.offload_grammar if constrained else state.offload
+    return await offload(_checked, model, conversation, settings, rendered)
 
 
 def template_values(model: ServedModel, conversation: Conversation) -> dict[str, Any]:

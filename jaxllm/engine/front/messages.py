@@ -113,6 +113,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    kv_cache_memory: int | None = None
+    """With this in its config another engine has as many pages, whatever memory is free then."""
     hidden_size: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
@@ -126,13 +128,13 @@ class EngineClient(Protocol):
     info: EngineInfo
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises EngineDeadError when the loop has stopped."""
+        """Queue a request; never waits. Raises EngineDeadError when the loop has stopped."""
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop requests and free their pages within a step; unknown ids are ignored."""
+        """Drop requests and free their pages within a step; never waits. Unknown ids are ignored."""
 
-    def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
-        """Block until the loop has something to say; empty on timeout. Raises EngineDeadError when it died."""
+    def outputs(self, timeout: float) -> list[TokenDelta]:
+        """What the loop says within `timeout` seconds; may be empty. Raises EngineDeadError when it died."""
 
     def stats(self) -> EngineStats:
         """The newest statistics."""

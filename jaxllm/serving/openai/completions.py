@@ -44,6 +44,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     model.check_accepting()
     labels = body.take_labels(request.headers)
     settings = body.generation_settings()
+    field = body.constraint_field
+    if field is not None:
+        await state.offload_grammar(lambda: compiled(body.constraint(), Field(field)))
     prompts = await state.offload(completion_prompts, model, body, settings)
     generation = Generation(model, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
     shaper = ChoiceShaper(body, generation, name, model)
@@ -60,8 +63,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 def completion_prompts(model: ServedModel, body: CompletionRequest, settings: GenerationSettings) -> list[Prompt]:
     """Tokenize and check every prompt of a request. Raises InvalidRequestError naming the field."""
-    constraint = body.constraint() and compiled(body.constraint(), Field(body.constraint_field or ""))
-    params = sampling_params(model, settings, structured_outputs=constraint)
+    params = sampling_params(model, settings, structured_outputs=body.constraint())
     prompts = []
     for prompt in body.prompts:
         token_ids = (
