@@ -75,15 +75,16 @@ class PacedCore:
 
 def paced_engine(pipe: Connection, config: Any, log_level: int) -> None:
     """The process of the stand-in; the pace travels in config.seed."""
+    from jaxllm.engine.front.engine_process import FrontDoor, Started, run_loop
     from jaxllm.engine.front.messages import EngineInfo
-    from jaxllm.engine.front.process_client import Started, _encode, run_loop
 
     info = EngineInfo(
         model_name=MODEL, vocab_size=49152, max_model_len=8192, eos_token_ids=[2], num_pages=1, page_size=16,
         max_num_seqs=256, max_num_batched_tokens=512,
     )  # fmt: skip
-    pipe.send_bytes(_encode(Started(info)))
-    run_loop(pipe, PacedCore(config.seed))  # type: ignore[arg-type]
+    front_door = FrontDoor(pipe)
+    front_door.send(Started(info))
+    run_loop(front_door, PacedCore(config.seed))  # type: ignore[arg-type]
 
 
 def serve(port: int, steps_per_second: int) -> None:

@@ -100,7 +100,8 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory)."""
+    """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory).
+    Up to 3% stay unused, so that sizes which differ by less share compiled steps."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
 
@@ -143,6 +144,8 @@ class ServeConfig(EngineConfig):
 
     served_model_name: str | None = None
     """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
+    serve_any_model_name: bool = False
+    """Answer requests that ask for any other model too, by the name that they ask for."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     tool_call_parser: str = "auto"
@@ -151,6 +154,8 @@ class ServeConfig(EngineConfig):
     """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
+    enable_force_include_usage: bool = False
+    """End every stream of chat and text completions with its usage, as if stream_options asked for it."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Which hidden states make an embedding; auto is what the checkpoint asks for, else the last token's."""
     score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"

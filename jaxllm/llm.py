@@ -11,7 +11,7 @@ from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.front.async_llm import open_streams
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.front.limits import check_pooling, check_request
-from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.front.sequences import Collector, Prompt, pooled_output, prompt_ids
 from jaxllm.engine.front.streams import Stream
 from jaxllm.errors import InvalidRequestError, JaxLLMError
@@ -29,7 +29,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model ready to generate. Names and meanings are vLLM's; keyword arguments are the fields of EngineConfig.
 
-    The engine runs in a thread of its own, so this works in scripts and in notebooks whose event loop is running.
+    The engine runs in a thread of its own, so this works in scripts and in notebooks whose event loop is running. If it
+    dies, all methods that need it raise EngineDeadError, which says why, until `restart`.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: one line that says what is wrong.
@@ -37,9 +38,14 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", **fields: Any):
         self.config: EngineConfig = make_config(EngineConfig, model=str(model), **fields)
-        self._streams, self.info = open_streams(self.config)
+        self._streams = open_streams(self.config)
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
         weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine settled on at its start, the last one."""
+        return self._streams.client.info
 
     def generate(
         self,
@@ -56,7 +62,9 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be honoured; nothing is run then.
+            EngineDeadError: the engine has died, or runs in the process that this one was forked from.
         """
+        self._streams.check_process()
         items = _as_list(prompts)
         params = self._params(sampling_params, len(items))
         pairs = [prompt_ids(item, self.tokenizer) for item in items]
@@ -78,6 +86,7 @@ class LLM:
         Raises:
             InvalidRequestError: the model has no chat template, or it refuses the messages.
         """
+        self._streams.check_process()
         tokenizer = self.get_tokenizer()
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params(sampling_params, len(conversations))
@@ -99,6 +108,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt cannot be honoured, or leaves no room for max_tokens; nothing is run then.
         """
+        self._streams.check_process()
         pairs = [prompt_ids(item, self.tokenizer) for item in _as_list(prompts)]
         for _, ids in pairs:
             if len(ids) + params.max_tokens > self.info.max_model_len:
@@ -156,8 +166,14 @@ class LLM:
     def shutdown(self) -> None:
         """Stop the engine and free the device."""
         self._streams.shutdown()
-        if self.tokenizer is not None:
-            self.tokenizer.close()
+
+    def restart(self) -> None:
+        """Stop the engine, if it runs, and start it again with the same sizes, as after a step that failed.
+
+        Raises:
+            ConfigError, ModelNotFoundError, CheckpointError: it could not start.
+        """
+        self._streams.restart()
 
     def __enter__(self) -> LLM:
         return self
@@ -201,6 +217,7 @@ class LLM:
         return [collector.output for collector in collectors]
 
     def _pooling_requests(self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams) -> list[EngineRequest]:
+        self._streams.check_process()
         all_ids = [prompt_ids(item, self.tokenizer)[1] for item in _as_list(prompts)]
         check_pooling(self.info, all_ids, pooling)
         return [EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, pooling=pooling) for ids in all_ids]

@@ -70,6 +70,36 @@ def test_whole_vocabulary_prompt_logprobs(llm):
             assert entry[token].logprob == pytest.approx(lp.logprob, abs=1e-5) and entry[token].rank == lp.rank
 
 
+def test_logprobs_of_named_tokens_are_those_of_the_whole_distribution(llm):
+    prompt, asked = [5, 6, 7, 8], [3, VOCAB - 1, 0]
+    named, plain = (
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **fields), use_tqdm=False)[
+            0
+        ]
+        for fields in ({"logprob_token_ids": asked}, {"logprobs": 20})
+    )
+    tokens = named.outputs[0].token_ids
+    assert tokens == plain.outputs[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    whole = llm.generate([[*prompt, *tokens]], params, use_tqdm=False)[0].prompt_logprobs
+    for step, token, entry, top in zip(
+        range(3), tokens, named.outputs[0].logprobs, plain.outputs[0].logprobs, strict=True
+    ):
+        assert list(entry) == [token, *(other for other in asked if other != token)]
+        assert entry[token] == pytest.approx(top[token], abs=1e-5)
+        for other in asked:
+            assert entry[other].logprob == pytest.approx(whole[len(prompt) + step][other].logprob, abs=1e-4)
+
+
+def test_steps_are_counted_by_their_tokens(llm):
+    before = llm.stats()
+    llm.generate([[9, 8, 7, 6, 5]], GREEDY, use_tqdm=False)
+    after = llm.stats()
+    counts = [new - old for new, old in zip(after.steps_by_tokens, before.steps_by_tokens, strict=True)]
+    assert counts[:2] == [counts[0], 1] and counts[0] >= 7 and sum(counts) == counts[0] + 1
+    assert after.step_tokens - before.step_tokens == 5 + counts[0]
+
+
 def test_logprobs_of_greedy_tokens_rank_first(llm):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
     output = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
@@ -246,3 +276,37 @@ def test_a_full_queue_refuses(directory):
 def test_a_process_that_cannot_start_says_why(directory):
     with pytest.raises(ConfigError, match="tensor_parallel_size is 5"):
         AsyncLLM(model=str(directory), **(FIELDS | {"engine_process": True, "tensor_parallel_size": 5}))
+
+
+def test_a_step_that_fails_is_said_and_the_engine_can_be_started_again(directory):
+    def catch_fire(batch):
+        raise RuntimeError("the device caught fire")
+
+    with LLM(directory, **FIELDS) as llm:
+        before, pages = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids, llm.info.num_pages
+        llm._streams.client._loop._core._runner.dispatch = catch_fire
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"RuntimeError: the device caught fire; restart\(\)"):
+                llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
+        llm.restart()
+        assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
+        assert llm.info.num_pages == pages
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_forked_process_is_told_that_the_engine_is_elsewhere(llm):
+    expected = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            with pytest.raises(EngineDeadError, match=r"forked from .* spawn"):
+                llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+            llm.shutdown()  # ends nothing of the parent's
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import queue
@@ -19,13 +20,14 @@ from jaxllm.engine.device.handle import Handle, Result, Score, on_host
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
-from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.front.messages import STEP_TOKENS, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.scheduler import Batch, Scheduler
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.bad_words import spellings
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
+GRAMMAR_THREADS = 4
 
 TokenLogprobs = list[tuple[int, Logprob]]
 
@@ -58,6 +61,8 @@ class EngineCore:
         self._eos = frozenset(eos_token_ids)
         self._grammars = grammars
         self._preparing = Jobs("prepare", urgent_threads=PREPARING_THREADS)
+        self._constraining = Jobs("constrain", urgent_threads=GRAMMAR_THREADS)
+        """The same for requests with a grammar, which may take seconds: only others like them wait for those."""
         self._prepared: queue.SimpleQueue[tuple[Request, Future[Constraint | None]]] = queue.SimpleQueue()
         self.on_prepared: Callable[[], None] = lambda: None
         """Called on another thread when a request has become ready to be scheduled: wakes the loop."""
@@ -68,7 +73,10 @@ class EngineCore:
         self._pending: Handle | None = None
         self._steps = 0
         self._prompt_tokens = 0
+        self._cached_prompt_tokens = 0
         self._generation_tokens = 0
+        self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self._step_tokens = 0
         self._host_seconds = 0.0
         self._wait_seconds = 0.0
 
@@ -140,6 +148,8 @@ class EngineCore:
         deltas = self._start_prepared()
         batch = self._scheduler.schedule()
         handle = self._runner.dispatch(batch) if batch.chunks else None
+        if handle is not None:
+            self._count_steps(batch)
         previous, self._pending = self._pending, handle
         if previous is not None:
             self._wait_seconds += previous.wait()
@@ -156,6 +166,7 @@ class EngineCore:
         return EngineStats(
             num_running=len(s.running),
             num_waiting=len(s.waiting),
+            num_preparing=len(self._requests) - s.num_unfinished,
             num_preemptions=s.stats.preemptions,
             num_pages=self._pool.num_pages - 1,
             num_free_pages=self._pool.num_free,
@@ -163,8 +174,11 @@ class EngineCore:
             prefix_cache_queries=s.stats.prefix_queries,
             prefix_cache_hits=s.stats.prefix_hits,
             prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_steps=self._steps,
+            steps_by_tokens=list(self._steps_by_tokens),
+            step_tokens=self._step_tokens,
             step_host_seconds=self._host_seconds,
             step_device_wait_seconds=self._wait_seconds,
             scheduled_tokens=dict(self._runner.scheduled_tokens),
@@ -180,6 +194,7 @@ class EngineCore:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.executables.close()
         self._preparing.close()
+        self._constraining.close()
 
     def _prepare(self, request: Request, missing: list[Key]) -> None:
         """Get ready on a thread what only this request waits for: its grammar, executables that few requests need."""
@@ -197,7 +212,8 @@ class EngineCore:
             self._prepared.put((request, future))
             self.on_prepared()
 
-        self._preparing.submit(prepare).add_done_callback(done)
+        jobs = self._preparing if request.params.structured_outputs is None else self._constraining
+        jobs.submit(prepare).add_done_callback(done)
 
     def _start_prepared(self) -> list[TokenDelta]:
         """Queue the requests for which all is ready; the deltas are of those for which something failed."""
@@ -254,7 +270,7 @@ class EngineCore:
         return deltas
 
     def _finish_pooled(self, request: Request) -> TokenDelta:
-        self._prompt_tokens += request.num_prompt
+        self._count_prompt(request)
         self._forget(request)
         return TokenDelta(
             request_id=request.request_id,
@@ -262,14 +278,25 @@ class EngineCore:
             finish_reason="stop",
             num_cached_tokens=max(request.num_cached, 0),
             first_scheduled_time=request.first_scheduled_time,
+            num_preemptions=request.num_preemptions,
         )
+
+    def _count_steps(self, batch: Batch) -> None:
+        """A decode of several steps runs its rows as often."""
+        tokens = sum(chunk.length for chunk in batch.chunks)
+        self._step_tokens += tokens * batch.num_steps
+        self._steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
+
+    def _count_prompt(self, request: Request) -> None:
+        self._prompt_tokens += request.num_prompt
+        self._cached_prompt_tokens += max(request.num_cached, 0)
 
     def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
         delta = TokenDelta(request_id=request.request_id, token_ids=[])
         if request.num_output == 0:
-            self._prompt_tokens += request.num_prompt
+            self._count_prompt(request)
             delta.num_cached_tokens = max(request.num_cached, 0)
             delta.prompt_logprobs = None if request.prompt_scores is None else request.prompt_scores.finish()
             delta.first_scheduled_time = request.first_scheduled_time
@@ -277,7 +304,7 @@ class EngineCore:
         self._take(request, result.tokens, delta)
         if request.params.logprobs is not None and logprobs is not None:
             delta.logprobs = [
-                _row_logprobs(logprobs, row, token, request.params.logprobs)
+                _row_logprobs(logprobs, row, token, request.params)
                 for row, token in enumerate(delta.token_ids, result.row)
             ]
         if request.constraint is not None and delta.finish_reason is None:
@@ -285,6 +312,7 @@ class EngineCore:
         self._scheduler.accept(request, delta.token_ids, num_sampled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
+            delta.num_preemptions = request.num_preemptions
             self._forget(request)
         return delta
 
@@ -346,13 +374,15 @@ class EngineCore:
         self._detokenizers.pop(request.request_id, None)
 
 
-def _row_logprobs(logprobs: Logprobs, row: int, token: int, count: int) -> TokenLogprobs:
-    """The chosen token first, then the `count` most likely, best first."""
+def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> TokenLogprobs:
+    """The chosen token first, then the most likely, best first, or those that were asked for, in their order."""
     chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
+    asked = len(params.logprob_token_ids)
+    count = asked or params.logprobs
     ids = logprobs.top_ids[row, :count].tolist()
     values = logprobs.top[row, :count].tolist()
     pairs = [(i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf]  # a small vocabulary has fewer
-    ranked = [(i, Logprob(v, rank)) for rank, (i, v) in enumerate(pairs, 1)]
+    ranked = [(i, Logprob(v, None if asked else rank)) for rank, (i, v) in enumerate(pairs, 1)]
     return [chosen, *(entry for entry in ranked if entry[0] != token)]
 
 

@@ -63,6 +63,7 @@ class Request:
     prefix_node: PrefixNode = None
     slot: int = -1
     first_scheduled_time: float | None = None
+    num_preemptions: int = 0
     prompt_scores: ScoresInProgress | None = None
     """Log-probabilities of its prompt, where they are asked for."""
     constraint: Constraint | None = None

@@ -200,6 +200,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.stats.preemptions += 1
+        request.num_preemptions += 1
         self.running.remove(request)
         self._release(request)
         request.status = Status.WAITING

@@ -47,6 +47,7 @@ class GrammarProcesses:
         self._seconds = seconds
         self._stack_bytes = stack_bytes
         self._idle: list[Process] = []
+        self._asked_now: set[Process] = set()
         self._free = threading.Semaphore(MAX_PROCESSES)
 
     def compile(self, kind: str, value: Any) -> str:
@@ -74,17 +75,21 @@ class GrammarProcesses:
         return reply["grammar"]
 
     def close(self) -> None:
-        """End the idle processes; a later `compile` starts another."""
+        """End the processes; what they compile now is refused, and a later `compile` starts another."""
+        for process in list(self._asked_now):
+            process.kill()
         while self._idle:
             end(self._idle.pop())
 
     def _asked(self, line: bytes) -> tuple[dict[str, Any], int | None]:
         """A process's reply, and the exit status of one that died instead."""
         process = self._idle.pop() if self._idle else self._started()
+        self._asked_now.add(process)
         reply = None
         try:
             reply = ask(process, line)
         finally:
+            self._asked_now.discard(process)
             if reply is not None:
                 self._idle.append(process)
             else:

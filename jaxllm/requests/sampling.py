@@ -38,7 +38,7 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
 _MAY_BE_NONE = frozenset({"repeat_last_n", "seed", "max_tokens", "logprobs", "prompt_logprobs"})
 _REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-_TOKEN_IDS = ("allowed_token_ids", "stop_token_ids", "shown_special_token_ids")
+_TOKEN_IDS = ("allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids")
 _TEXTS = ("stop", "bad_words")
 
 
@@ -66,6 +66,7 @@ class SamplingParams:
         stop_token_ids: token ids that end generation; kept in token_ids, left out of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: return the log-probabilities of this many most likely tokens, besides the chosen one's.
+        logprob_token_ids: return those of these tokens instead of the most likely ones'; logprobs is then 0.
         prompt_logprobs: the same for each prompt token; -1 returns the whole vocabulary.
         detokenize: False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
@@ -98,6 +99,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -172,6 +174,12 @@ class SamplingParams:
             f"{len(self.stop_token_ids)} ids",
             f"at most {MAX_STOP_TOKEN_IDS}",
         )
+        asked = f"{len(self.logprob_token_ids)} ids"
+        _check(len(self.logprob_token_ids) <= MAX_LOGPROBS, "logprob_token_ids", asked, f"at most {MAX_LOGPROBS}")
+        if self.logprob_token_ids:
+            accepted = "0 with logprob_token_ids, whose log-probabilities come instead of the most likely tokens'"
+            _check(not self.logprobs, "logprobs", self.logprobs, accepted)
+            set_field(self, "logprobs", 0)
         _check(not self.stop or self.detokenize, "stop", list(self.stop), "stop strings need detokenize=True")
 
     @property

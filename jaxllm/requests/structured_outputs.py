@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
+from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
 from jaxllm.requests.grammar_process import GrammarProcesses
 
 if TYPE_CHECKING:
@@ -99,6 +100,11 @@ def compile_grammar(outputs: StructuredOutputs) -> str:
         grammar = _processes.compile(kind, value)
         _compiled.put(key, grammar)
     return grammar
+
+
+def end_compiling() -> None:
+    """End the processes that compile grammars now: their callers' grammars are refused. A later one starts another."""
+    _processes.close()
 
 
 class GrammarCache:
@@ -204,12 +210,9 @@ def _choice_grammar(outputs: StructuredOutputs) -> str:
 
 def _lark_grammar(outputs: StructuredOutputs) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
-    try:
-        return LLMatcher.grammar_from_lark(any_to_lark(outputs.grammar or ""))
-    except Exception as error:  # it has no type of its own for a rule that is missing or twice there
-        raise ValueError(str(error)) from None
+    grammar = outputs.grammar or ""
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar) if is_gbnf(grammar) else grammar)
 
 
 def _structural_tag_grammar(outputs: StructuredOutputs) -> str:

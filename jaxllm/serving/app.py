@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving import health
+from jaxllm.serving import health, llama_cpp, sagemaker, server_info
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import files
 from jaxllm.serving.batches import routes as batches
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
     anthropic.router, embeddings.router, scoring.router, files.upload_router, files.router,
-    batches.router,
+    batches.router, llama_cpp.router, server_info.router, sagemaker.router,
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
     app.state.server = state
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
-    app.state.registry = build_registry(engine, model.metrics, config.vllm_metrics)
+    app.state.registry = build_registry(engine, model.metrics, config, config.vllm_metrics)
     shown_key = [Security(HTTPBearer(auto_error=False))] if state.api_keys else []
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)

@@ -12,13 +12,13 @@ import msgspec
 from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.engine.front.messages import EngineRequest, TokenDelta
 from jaxllm.engine.front.streams import Gain, Stream
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, QueueFullError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.errors import APIError
-from jaxllm.serving.metrics import SequenceTimer
+from jaxllm.serving.request_metrics import SequenceTimer
 from jaxllm.serving.served_model import ServedModel
 
 OPENING_SECONDS = 0.1
@@ -36,6 +36,21 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+
+
+@dataclass
+class Clock:
+    """When a request's first sequence began to run, and when its first and its last token so far came; seconds."""
+
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        now = time.time()
+        self.scheduled = self.scheduled or delta.first_scheduled_time
+        if delta.token_ids:
+            self.first, self.last = self.first or now, now
 
 
 @dataclass
@@ -91,11 +106,11 @@ class Generation:
         model: ServedModel,
         prompts: list[Prompt],
         request: GenerationSettings,
-        kind: str,
+        prefix: str,
         *,
         prompt_only: bool = False,
     ):
-        self.id = f"{kind}-{request.request_id or uuid.uuid4().hex}"
+        self.id = prefix + (request.request_id or uuid.uuid4().hex)
         self.prompts = prompts
         self.n = prompts[0].params.n
         self.num_returned = request.n
@@ -104,7 +119,12 @@ class Generation:
         self._model = model
         self._prompt_only = prompt_only
         self._unfinished = set(range(self.num_choices))
-        self._timers = [SequenceTimer(model.metrics, time.time()) for _ in range(self.num_choices)]
+        self.clock = Clock()
+        self._timers = [
+            SequenceTimer(model.metrics, time.time(), len(prompt.token_ids), prompt.params.max_tokens)
+            for prompt in prompts
+            for _ in range(self.n)
+        ]
         self._stream: Stream | None = None
         self._opening: list[Gain] = []
         self._failure: Exception | None = None
@@ -131,22 +151,30 @@ class Generation:
             ]
             searches = [prompt.beam_search for prompt in self.prompts if prompt.beam_search is not None]
             self._stream = self._model.engine.run(requests, searches=searches).__enter__()
+            for _ in self.prompts:
+                self._model.metrics.observe("request_params_n", self.num_returned)
             self._opening = await self._next(OPENING_SECONDS)
             if self._failure is not None and not self._opening:
                 raise self._failure
         except BaseException as error:
             self._failure = error if isinstance(error, Exception) else None
+            if isinstance(error, QueueFullError):
+                self._model.metrics.count_rejected()
             await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._model.running.discard(self)
-        if self._stream is not None:
-            self._stream.__exit__()
+        if self._stream is None:
+            return  # it never began
+        self._stream.__exit__()
         reason = "abort" if self._failure is None else "error"
         for index in self._unfinished:
             self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
+        for start in range(0, self.num_choices, self.n):
+            longest = max(timer.num_tokens for timer in self._timers[start : start + self.n])
+            self._model.metrics.observe("request_max_num_generation_tokens", longest)
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[Gain]]:
         """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
@@ -190,6 +218,7 @@ class Generation:
                 message = f"the request failed: {delta.error}"
                 self._failure = APIError(500, message, type="server_error", code="request_failed")
                 return gains[:at]
+            self.clock.on_delta(delta)
             if self._prompt_only:
                 delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
                 gains[at] = index, delta

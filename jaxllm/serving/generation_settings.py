@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
@@ -27,7 +27,8 @@ class GenerationSettings:
         max_tokens: upper bound on generated tokens; None is `default_max_tokens`, or what is left of the context.
         cut_to_context: a max_tokens that the context has no room for is cut to it, not refused.
         n: choices to return for each prompt, the best of `num_generated`.
-        truncate_prompt_tokens: keep only the last so many prompt tokens; -1 keeps what leaves room for max_tokens.
+        truncate_prompt_tokens: keep only so many prompt tokens; -1 keeps what leaves room for max_tokens.
+        truncation_side: the end of the prompt that is cut off.
         priority: lower runs earlier.
         request_id: the caller's own, part of the answer's id.
         cache_salt: only requests with the same salt share cached prefixes.
@@ -43,6 +44,7 @@ class GenerationSettings:
     num_generated: int = 1
     beam_search: BeamSearch | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     priority: int = 0
     request_id: str | None = None
     cache_salt: str | None = None

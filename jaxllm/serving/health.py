@@ -1,4 +1,4 @@
-"""/health, /ready, /version, /load and /metrics: for probes and dashboards, without a key."""
+"""/health, /ping, /ready, /version, /load and /metrics: for probes and dashboards, without a key."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ async def health(request: Request) -> Response:
     if state.is_dead:
         raise EngineDeadError("the engine has stopped")
     return json_response(Status("ok"))
+
+
+@router.get("/ping", responses=returns(Status))
+@router.post("/ping", responses=returns(Status))
+async def ping(request: Request) -> Response:
+    """/health, under the name that SageMaker asks for."""
+    return await health(request)
 
 
 @router.get("/ready", responses=returns(Status))

@@ -1,38 +1,27 @@
-"""Prometheus metrics: the engine's counters read when scraped, request times recorded as they pass."""
+"""/metrics: the engine's counters, read when scraped, beside what request_metrics.py recorded."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from jaxllm.engine.front.messages import EngineStats, TokenDelta
+from jaxllm.config import EngineConfig
+from jaxllm.engine.front.messages import STEP_TOKENS, EngineStats
+from jaxllm.serving.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
 
-_REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20)
-
-HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT_SECONDS),
-    "inter_token_latency_seconds": ("Between one output of a sequence and its next.", _ITL_SECONDS),
-    "e2e_request_latency_seconds": ("From arrival to the last token.", _REQUEST_SECONDS),
-    "request_queue_time_seconds": ("From arrival to the first step that ran the request.", _REQUEST_SECONDS),
-    "request_prefill_time_seconds": ("From the first step to the first token.", _REQUEST_SECONDS),
-    "request_decode_time_seconds": ("From the first token to the last.", _REQUEST_SECONDS),
-}
-
 # Names shared with vLLM.
 GAUGES = {
     "num_requests_running": ("Sequences in the running batch.", lambda s: s.num_running),
-    "num_requests_waiting": ("Sequences waiting for their first step.", lambda s: s.num_waiting),
+    "num_requests_waiting": ("Sequences waiting for their first step.", lambda s: s.num_waiting + s.num_preparing),
     "kv_cache_usage_perc": ("Share of KV pages in use, 1 is all of them.", lambda s: _used_pages(s)),
 }
 COUNTERS = {
@@ -40,7 +29,25 @@ COUNTERS = {
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
     "num_preemptions": ("Sequences preempted to be recomputed.", lambda s: s.num_preemptions),
     "prompt_tokens": ("Prompt tokens processed.", lambda s: s.prompt_tokens),
+    "prompt_tokens_cached": ("Those of them that the prefix cache held.", lambda s: s.cached_prompt_tokens),
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
+}
+LABELLED_GAUGES = {
+    "num_requests_waiting_by_reason": (
+        "Sequences waiting for their first step: for a place in one, or deferred until their grammar is ready.",
+        "reason",
+        {"capacity": lambda s: s.num_waiting, "deferred": lambda s: s.num_preparing},
+    ),
+}
+LABELLED_COUNTERS = {
+    "prompt_tokens_by_source": (
+        "Prompt tokens processed, by where their keys and values come from.",
+        "source",
+        {
+            "local_compute": lambda s: s.prompt_tokens - s.cached_prompt_tokens,
+            "local_cache_hit": lambda s: s.cached_prompt_tokens,
+        },
+    ),
 }
 
 # Names of our own.
@@ -71,83 +78,67 @@ OWN_COUNTERS = {
 }
 
 
-class RequestMetrics:
-    """Histograms and counters that the server fills itself, without a prefix yet."""
-
-    def __init__(self, model_name: str):
-        labels = ["model_name"]
-        self.model_name = model_name
-        self.histograms = {
-            name: Histogram(name, text, labels, registry=None, buckets=buckets)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        self.finished = Counter(
-            "request_success", "Sequences finished, by reason.", [*labels, "finished_reason"], registry=None
-        )
-
-    def observe(self, name: str, seconds: float) -> None:
-        self.histograms[name].labels(self.model_name).observe(max(seconds, 0.0))
-
-    def count_finished(self, reason: str) -> None:
-        self.finished.labels(self.model_name, reason).inc()
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in (*self.histograms.values(), self.finished):
-            yield from metric.collect()
-
-
-class SequenceTimer:
-    """Records the times of one sequence from its deltas."""
-
-    def __init__(self, metrics: RequestMetrics, arrival: float):
-        self._metrics = metrics
-        self._arrival = arrival
-        self._scheduled: float | None = None
-        self._first: float | None = None
-        self._last = arrival
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        now = time.time()
-        self._scheduled = self._scheduled or delta.first_scheduled_time
-        if delta.token_ids:
-            if self._first is None:
-                self._first = now
-                self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
-            else:
-                self._metrics.observe("inter_token_latency_seconds", now - self._last)
-            self._last = now
-        if delta.finish_reason:
-            self._on_finish(now, delta.finish_reason)
-
-    def _on_finish(self, now: float, reason: str) -> None:
-        self._metrics.count_finished(reason)
-        self._metrics.observe("e2e_request_latency_seconds", now - self._arrival)
-        if self._scheduled is not None:
-            self._metrics.observe("request_queue_time_seconds", self._scheduled - self._arrival)
-            if self._first is not None:
-                self._metrics.observe("request_prefill_time_seconds", self._first - self._scheduled)
-        if self._first is not None:
-            self._metrics.observe("request_decode_time_seconds", now - self._first)
-
-
 class ServerCollector(Collector):
     """Everything /metrics shows, under `jaxllm:` and, where vLLM has the name and it is asked for, `vllm:`."""
 
-    def __init__(self, engine: AsyncLLM, requests: RequestMetrics, vllm_metrics: bool):
+    def __init__(self, engine: AsyncLLM, requests: RequestMetrics, config: EngineConfig, vllm_metrics: bool):
         self._engine = engine
         self._requests = requests
-        self._prefixes = ("jaxllm:", "vllm:") if vllm_metrics else ("jaxllm:",)
+        self._config = config
+        self._vllm_metrics = vllm_metrics
         self._model_name = requests.model_name
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        for prefix in self._prefixes:
-            yield from self._families(prefix, stats, GAUGES, COUNTERS)
-            for metric in self._requests.collect():
-                yield _prefixed(metric, prefix)
+        shared = [*self._shared(stats)]
+        for metric in shared:
+            yield _prefixed(metric, "jaxllm:")
+        for metric in shared if self._vllm_metrics else ():
+            yield _prefixed(metric, "vllm:", engine="0")
         yield from self._families("jaxllm:", stats, OWN_GAUGES, OWN_COUNTERS)
         yield from self._compiles(stats)
         yield from self._buckets(stats)
+
+    def _shared(self, stats: EngineStats) -> Iterator[Metric]:
+        """What has vLLM's name, without a prefix."""
+        yield from self._families("", stats, GAUGES, COUNTERS)
+        yield from self._labelled(GaugeMetricFamily, LABELLED_GAUGES, stats)
+        yield from self._labelled(CounterMetricFamily, LABELLED_COUNTERS, stats)
+        yield self._steps(stats)
+        yield self._cache_config()
+        yield from self._requests.collect()
+
+    def _labelled(self, family: type[Metric], table: dict, stats: EngineStats) -> Iterator[Metric]:
+        for name, (text, label, values) in table.items():
+            metric: Any = family(name, text, labels=["model_name", label])  # type: ignore[call-arg]
+            for value, read in values.items():
+                metric.add_metric([self._model_name, value], read(stats))
+            yield metric
+
+    def _steps(self, stats: EngineStats) -> Metric:
+        text = "Tokens that one step ran, prompts' and generated ones."
+        metric = HistogramMetricFamily("iteration_tokens_total", text, labels=["model_name"])
+        bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(stats.steps_by_tokens), strict=True))
+        metric.add_metric([self._model_name], buckets, stats.step_tokens)
+        return metric
+
+    def _cache_config(self) -> Metric:
+        info, config = self._engine.info, self._config
+        labels = {
+            "block_size": info.page_size,
+            "num_gpu_blocks": info.num_pages,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "kv_cache_memory_bytes": config.kv_cache_memory,
+        }
+        metric = GaugeMetricFamily(
+            "cache_config_info",
+            "Always 1; the labels say how the KV cache is laid out.",
+            labels=["model_name", *labels],
+        )
+        metric.add_metric([self._model_name, *map(str, labels.values())], 1)
+        return metric
 
     def _families(self, prefix: str, stats: EngineStats, gauges: dict, counters: dict) -> Iterator[Metric]:
         for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
@@ -179,9 +170,11 @@ class ServerCollector(Collector):
         return [real, padding, waste]
 
 
-def build_registry(engine: AsyncLLM, requests: RequestMetrics, vllm_metrics: bool) -> CollectorRegistry:
+def build_registry(
+    engine: AsyncLLM, requests: RequestMetrics, config: EngineConfig, vllm_metrics: bool
+) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerCollector(engine, requests, vllm_metrics))
+    registry.register(ServerCollector(engine, requests, config, vllm_metrics))
     return registry
 
 
@@ -189,10 +182,11 @@ def _used_pages(stats: EngineStats) -> float:
     return 1 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
 
 
-def _prefixed(metric: Metric, prefix: str) -> Metric:
+def _prefixed(metric: Metric, prefix: str, **labels: str) -> Metric:
+    """The same under another name, with further labels."""
     renamed = Metric(prefix + metric.name, metric.documentation, metric.type)
     renamed.samples = [
-        Sample(prefix + s.name, s.labels, s.value, s.timestamp, s.exemplar)
+        Sample(prefix + s.name, {**s.labels, **labels}, s.value, s.timestamp, s.exemplar)
         for s in metric.samples
         if not s.name.endswith("_created")
     ]

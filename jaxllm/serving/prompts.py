@@ -65,7 +65,9 @@ async def conversation_prompt(
     """Render, tokenize and check a conversation off the event loop. Raises InvalidRequestError naming the field."""
     may_be_cut = settings.truncate_prompt_tokens is not None
     rendered = await render(state, model, conversation, may_be_cut=may_be_cut)
-    return await state.offload(_checked, model, conversation, settings, rendered)
+    constrained = conversation.tools or conversation.structured_outputs is not None
+    offload = state.offload_grammar if constrained else state.offload
+    return await offload(_checked, model, conversation, settings, rendered)
 
 
 def template_values(model: ServedModel, conversation: Conversation) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def fitted(
     asked, default, truncate = settings.max_tokens, settings.default_max_tokens, settings.truncate_prompt_tokens
     if truncate is not None:
         keep = truncate if truncate > 0 else max(context - (asked or default or 1), 1)
-        token_ids = token_ids[-keep:]
+        token_ids = token_ids[-keep:] if settings.truncation_side == "left" else token_ids[:keep]
     length = len(token_ids)
     room = context - length
     if room < 1:

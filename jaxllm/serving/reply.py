@@ -51,11 +51,14 @@ class Reply:
     """
 
     def __init__(
-        self, name: str, model: ServedModel, prompt: ConversationPrompt, settings: GenerationSettings, kind: str
+        self, name: str, model: ServedModel, prompt: ConversationPrompt, settings: GenerationSettings, prefix: str
     ):
         self.name = name
-        self.generation = Generation(model, [prompt.prompt], settings, kind)
+        self.generation = Generation(model, [prompt.prompt], settings, prefix)
         self.token_text = model.token_text
+        self.system_fingerprint = model.system_fingerprint
+        self.must_call = bool(prompt.conversation.tools) and prompt.conversation.tool_choice != "auto"
+        """The answer is made of calls, whatever the model would rather say."""
         self._parallel_tool_calls = prompt.conversation.parallel_tool_calls
         self._parsers = [prompt.parser() for _ in range(self.generation.num_choices)]
         self._reasoning_tokens = 0
@@ -120,13 +123,13 @@ class Reply:
 
 
 async def begin_reply(
-    state: ServerState, name: str | None, conversation: Conversation, settings: GenerationSettings, *, kind: str
+    state: ServerState, name: str | None, conversation: Conversation, settings: GenerationSettings, *, prefix: str
 ) -> Reply:
     """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
 
-    `name` is the model's; `kind` begins the reply's id. Raises APIError, or InvalidRequestError naming the field.
+    `name` is the model's; `prefix` begins the reply's id. Raises APIError, or InvalidRequestError naming the field.
     """
     name, model = state.find_model(name)
     model.check_accepting()
     prompt = await conversation_prompt(state, model, conversation, settings)
-    return Reply(name, model, prompt, settings, kind)
+    return Reply(name, model, prompt, settings, prefix)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 from jaxllm.config import ServeConfig
 from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
+from jaxllm.serving.fingerprint import system_fingerprint
 from jaxllm.serving.http.errors import unavailable
-from jaxllm.serving.metrics import RequestMetrics
 from jaxllm.serving.parsing.formats import OutputFormats, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens
+from jaxllm.serving.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import (
@@ -44,8 +45,9 @@ class ServedModel:
         self.engine = engine
         self.chat_template = read_chat_template(config)
         """Instead of the checkpoint's."""
+        self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)
         detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names at the start
-        self.metrics = RequestMetrics(name)
+        self.metrics = RequestMetrics(name, engine.info.max_model_len)
         self.running: set[Running] = set()
         self.draining = False
 
@@ -97,14 +99,18 @@ class ServedModel:
         """The tokenizer's special tokens, by text, as grammars need them."""
         return special_tokens(self.tokenizer.backend)
 
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """What skip_special_tokens leaves out of a text; nothing where there is no tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return frozenset() if tokenizer is None else special_token_ids(tokenizer.backend)
+
     def marker_ids(self, formats: OutputFormats, *, with_tools: bool) -> list[int]:
         """Special tokens that a parser must see in the text."""
         if not with_tools:
             formats = replace(formats, tools=None)
-        backend = self.tokenizer.backend
-        special = special_token_ids(backend)
-        ids = map(backend.token_to_id, formats.markers)
-        return [token for token in ids if token in special]
+        ids = map(self.tokenizer.backend.token_to_id, formats.markers)
+        return [token for token in ids if token in self.special_token_ids]
 
 
 @lru_cache(maxsize=32)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import multiprocessing
 import os
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
@@ -26,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 3
 """How long cancelled requests get to send their last chunk to a client that reads slowly."""
+END_SECONDS = 30
+"""How long everything behind config.shutdown_timeout may take, before the process ends whatever it waits for."""
 IDLE_CONNECTION_SECONDS = 30
 WAITING_CONNECTIONS = 2048
 """That the system keeps while the model loads, or the event loop is busy."""
@@ -36,13 +43,14 @@ def serve(config: ServeConfig) -> None:
 
     The port is taken before the model loads; who connects meanwhile waits for it. On a signal /ready turns 503, new
     requests are refused, running ones get config.shutdown_timeout seconds and then end with finish_reason "abort". A
-    second signal exits at once.
+    second signal exits at once. So does the first after shutdown_timeout + END_SECONDS, whatever still hangs then, and
+    one that comes while the model loads.
 
     Raises ConfigError when the port cannot be had, and whatever building the engine raises.
     """
     configure_logging(config)
     listener = bind(config.host, config.port)
-    with listener:
+    with listener, _ending_on_sigterm():
         read_chat_template(config)
         from jaxllm.engine.front.async_llm import (
             AsyncLLM,  # imports JAX: a taken port is said before those seconds pass
@@ -84,6 +92,26 @@ def run_server(config: ServeConfig, engine: AsyncLLM, listener: socket.socket) -
     Server(settings, app.state.server).run(sockets=[listener])
 
 
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """While the server itself does not listen to it, SIGTERM ends us at once, and not us alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda signum, _: _exit_now(128 + signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit_now(status: int) -> NoReturn:
+    """Without waiting for anything, and with the engines' processes, which may not be able to see that we are gone."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(status)
+
+
 class Server(uvicorn.Server):
     """uvicorn, with a drain between the signal and the end."""
 
@@ -91,11 +119,22 @@ class Server(uvicorn.Server):
         super().__init__(settings)
         self._state = state
         self._deadline: float | None = None
+        self._last_resort: threading.Timer | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._state.draining:
-            os._exit(128 + sig)
+            _exit_now(128 + sig)
         self._state.drain()
+        self._last_resort = threading.Timer(self._state.config.shutdown_timeout + END_SECONDS, _exit_now, [128 + sig])
+        self._last_resort.daemon = True
+        self._last_resort.start()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            if self._last_resort is not None:
+                self._last_resort.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -10,9 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from jaxllm.config import ServeConfig
+from jaxllm.requests.grammar_process import MAX_PROCESSES
+from jaxllm.requests.structured_outputs import end_compiling
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.served_model import Running, ServedModel
 from jaxllm.serving.template_process import TemplateProcesses
+
+GRAMMAR_THREADS = 2 * MAX_PROCESSES
+"""More than can compile at once, so that grammars which have been compiled pass those that have not."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,18 +35,26 @@ class ServerState:
         """For templates that come with requests: those who wait for one hold up nobody else."""
         self.created = int(time.time())
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
+        self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
 
     @property
     def default_name(self) -> str:
         return next(iter(self.models))
 
     def find_model(self, name: str | None) -> tuple[str, ServedModel]:
-        """The name and the model that a request asked for, by default the first. Raises 404 for an unknown name."""
+        """The name and the model that a request asked for, by default the first.
+
+        Raises 404 for an unknown name, unless config.serve_any_model_name is set: it is the first model's then.
+        """
         name = self.default_name if name is None else name
-        if name not in self.models:
+        if not self.serves(name):
             message = f"model {name!r} is not served here; this server has {', '.join(self.models)}"
             raise APIError(404, message, param="model", code="model_not_found")
-        return name, self.models[name]
+        return name, self.models.get(name, self.models[self.default_name])
+
+    def serves(self, name: str) -> bool:
+        """Whether requests for a model of this name are answered."""
+        return name in self.models or self.config.serve_any_model_name
 
     @property
     def is_dead(self) -> bool:
@@ -70,13 +83,21 @@ class ServerState:
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run tokenizer or template work on a thread, so that nobody's stream waits for it."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, lambda: function(*args, **kwargs))
+        return await self._call(self._workers, lambda: function(*args, **kwargs))
+
+    async def offload_grammar(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same for work that may compile a grammar, which takes seconds: only others like it wait for that."""
+        return await self._call(self._grammar_workers, lambda: function(*args, **kwargs))
+
+    async def _call(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(workers, function)
 
     async def close(self) -> None:
         await self.templates.close()
         await self.clients_templates.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._grammar_workers):
+            workers.shutdown(wait=False, cancel_futures=True)
+        end_compiling()  # what runs on them now; the program's end would wait for it
 
 
 def comma_separated(value: str | None) -> list[str]:

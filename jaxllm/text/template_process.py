@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -19,6 +20,8 @@ from jaxllm.text.chat_template import render
 
 RENDER_SECONDS = 10.0
 """How long one template may take, the start of its process included."""
+ORPHAN_SECONDS = 20
+"""The same where nobody is left to stop it."""
 MEMORY_BYTES = 256 * 2**20
 MAX_PROMPT_CHARACTERS = 16 * 2**20
 
@@ -69,7 +72,7 @@ class TemplateProcess:
     def _started(self) -> Process:
         if self._process is None or self._process.poll() is not None:
             self._process = start("jaxllm.text.template_process")
-            weakref.finalize(self, end, self._process)
+            weakref.finalize(self, end, self._process).atexit = False  # it ends with us, and is not a forked child's
         return self._process
 
 
@@ -77,7 +80,10 @@ def main() -> None:
     """Render what stdin asks for until it closes."""
     _limit()
     for line in sys.stdin.buffer:
-        sys.stdout.write(json.dumps(_reply(json.loads(line))) + "\n")
+        _alarm(ORPHAN_SECONDS)
+        reply = _reply(json.loads(line))
+        _alarm(0)
+        sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 
 
@@ -90,6 +96,12 @@ def _reply(values: dict[str, Any]) -> dict[str, Any]:
         long = f"the chat template makes a prompt of {len(text)} characters; accepted are {MAX_PROMPT_CHARACTERS}"
         return {"error": long, "param": "chat_template"}
     return {"text": text}
+
+
+def _alarm(seconds: int) -> None:
+    """End this process after so long, where the system can; 0 calls it off."""
+    if os.name == "posix":
+        signal.alarm(seconds)
 
 
 def _limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -208,3 +209,22 @@ def test_a_request_that_cannot_be_begun_fails_alone():
     assert [(d.finish_reason, d.error) for d in found["bad"]] == [
         ("error", "OverflowError: Python integer 2147483648 out of bounds for int32")
     ]
+
+
+def test_requests_without_a_grammar_do_not_wait_for_slow_grammars():
+    """This one has another thing to get ready: an executable that few requests need."""
+    engine = Engine()
+    may_end = threading.Event()
+    engine.core._grammars.build = lambda outputs: may_end.wait(20)  # type: ignore[method-assign,union-attr]
+    engine.runner.executables.get = lambda key: None
+    try:
+        for name in "abcdefgh":
+            engine.add(name, [1], max_tokens=2, structured_outputs=GRAMMAR)
+        engine.runner.missing = lambda request: ["an executable"]  # type: ignore[method-assign]
+        engine.add("z", [1], max_tokens=2)
+        engine.prepared()
+        engine.core.turn()
+        assert [request.request_id for request in engine.scheduler.running] == ["z"]
+    finally:
+        may_end.set()
+        engine.core.close()

@@ -217,11 +217,11 @@ TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, dead
 
 def test_a_small_pool_preempts_and_loses_nothing():
     driver = Driver(num_pages=9, page_size=2, max_num_seqs=4, budget=8)
-    for start in range(4):
-        driver.add(PREFIX[start : start + 4], max_tokens=10)
+    requests = [driver.add(PREFIX[start : start + 4], max_tokens=10) for start in range(4)]
     driver.finish()
     driver.check_tokens()
     assert driver.scheduler.stats.preemptions > 0
+    assert sum(request.num_preemptions for request in requests) == driver.scheduler.stats.preemptions
     assert len(driver.done) == 4
 
 

@@ -17,6 +17,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"max_tokens": 1}, {"min_tokens": 16}, {"min_tokens": 99, "max_tokens": None}, {"stop": "x"}, {"stop": ["x"] * 64},
     {"stop": None}, {"stop_token_ids": None}, {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))}, {"logprobs": 0},
     {"logprobs": 20}, {"prompt_logprobs": -1}, {"prompt_logprobs": 20}, {"seed": 2**64 - 1}, {"seed": -(2**63)},
+    {"logprob_token_ids": range(20)}, {"logprob_token_ids": [5], "logprobs": 0},
 ]  # fmt: skip
 
 REFUSED: list[tuple[str, Any]] = [
@@ -33,6 +34,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("temperature", 10**400), ("temperature", "hot"), ("top_p", None), ("min_p", True), ("ignore_eos", 1),
     ("allowed_token_ids", [10**30]), ("allowed_token_ids", 5), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
     ("stop_token_ids", "12"), ("shown_special_token_ids", [2**31]), ("stop", 5), ("bad_words", "word"),
+    ("logprob_token_ids", range(21)), ("logprob_token_ids", [-1]),
     ("logit_bias", {2**31: 1.0}), ("logit_bias", {"a": 1.0}), ("logit_bias", {1: "a"}), ("logit_bias", [1]),
 ]  # fmt: skip
 

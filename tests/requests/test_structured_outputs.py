@@ -56,6 +56,7 @@ LONGEST: dict[str, dict[str, Any]] = {
         "json": chained_defs(9_000).replace('"type":"array","items":{', '"anyOf":[{').replace('"}}', '"}]}')
     },
     "Lark chain": {"grammar": lark_chain(38_000)},
+    "GBNF chain": {"grammar": gbnf_chain(18_000)},
     "Lark chain with text": {"grammar": lark_chain(24_000, '"x" r{next}')},
     "Lark chain of options": {"grammar": lark_chain(24_000, '("x" r{next})?')},
     "Lark terminals": {"grammar": lark_chain(24_000, '"x" r{next}').replace("r", "R").replace("staRt", "start")},
@@ -68,6 +69,8 @@ LONGEST: dict[str, dict[str, Any]] = {
     "regex of 250,000 letters": {"regex": "ab" * 125_000},
 }
 """As long a chain as MAX_GRAMMAR_LENGTH allows of each kind."""
+
+SLOW = "start: " + " | ".join(f'"{i}" "x"' for i in range(35_000))
 
 TOO_DEEP: dict[str, dict[str, Any]] = {
     "lists": {"json": nested('{"type":"array","items":', 5_000, "}", "{}")},
@@ -130,7 +133,8 @@ def test_what_is_nested_too_deeply_is_refused(fields):
     [
         ("json", json.dumps(chained_objects(2_000)), "to compile it takes more than 1,048,576 bytes of stack"),
         ("grammar", lark_chain(8_000, '"x" r{next}'), "a chain of too many rules or \\$refs"),
-        ("grammar", gbnf_chain(8_000), "takes more than 2 seconds to compile"),
+        ("grammar", gbnf_chain(8_000), "a chain of too many rules or \\$refs"),
+        ("grammar", SLOW, "takes more than 2 seconds to compile"),
     ],
 )
 def test_what_ends_the_compiler_is_refused_and_the_next_one_compiles(impatient, kind, value, problem):
@@ -145,7 +149,7 @@ def test_a_slow_grammar_holds_up_no_other(impatient):
 
     def compile_slowly() -> None:
         with pytest.raises(InvalidRequestError) as caught:
-            impatient.compile("grammar", gbnf_chain(8_000))
+            impatient.compile("grammar", SLOW)
         refused.append(caught)
 
     slow = threading.Thread(target=compile_slowly)

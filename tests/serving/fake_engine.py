@@ -253,6 +253,9 @@ class FakeEngine(AsyncLLM):
             finish_reason = "stop" if params.max_tokens is None or len(ids) <= params.max_tokens else "length"
             logprob = self.logprobs[choice % len(self.logprobs)]
             steps = [candidates(token, params.logprobs or 0, logprob) for token in ids[: params.max_tokens]]
+            if params.logprob_token_ids:
+                asked = [(token, Logprob(-token / 8)) for token in params.logprob_token_ids]
+                steps = [[step[0], *(entry for entry in asked if entry[0] != step[0][0])] for step in steps]
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.serving.conftest import wait_for
 
@@ -50,6 +51,12 @@ def served(model: str, **settings: Any) -> Iterator[str]:
     finally:
         process.kill()
         process.communicate()
+
+
+def engine_process(server: psutil.Process) -> psutil.Process:
+    """The one of a server's processes that runs the engine: multiprocessing has spawned it, and no other."""
+    (engine,) = (child for child in server.children() if "--multiprocessing-fork" in child.cmdline())
+    return engine
 
 
 def gauges(url: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.config import ServeConfig
+from jaxllm.engine.front.messages import EngineStats
 from jaxllm.errors import ConfigError
 from jaxllm.serving.app import create_app
 from tests.serving.conftest import wait_for
@@ -117,10 +119,13 @@ def test_unknown_parser_is_refused_at_the_start(engine: FakeEngine, setting: str
 
 
 def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
-    """(sample name, label values but the model's …) -> value"""
+    """(sample name, label values but the model's and the engine's …) -> value"""
     families = text_string_to_metric_families(client.get("/metrics").text)
     return {
-        (sample.name, *(value for label, value in sorted(sample.labels.items()) if label != "model_name")): sample.value
+        (
+            sample.name,
+            *(value for label, value in sorted(sample.labels.items()) if label not in ("model_name", "engine")),
+        ): sample.value
         for family in families
         for sample in family.samples
     }
@@ -152,6 +157,116 @@ def test_metrics(make_client: Any, engine: FakeEngine) -> None:
     assert samples["jaxllm:step_host_seconds_mean",] == 0.0005
     assert samples["jaxllm:compile_seconds_total",] == 7.5
     assert samples["jaxllm:kv_pages_free",] == samples["jaxllm:kv_pages",] == 100
+
+
+COUNTED = EngineStats(
+    num_waiting=3, num_preparing=1, prompt_tokens=11, cached_prompt_tokens=5, step_tokens=40,
+    steps_by_tokens=[1, 0, 3, *[0] * 11],
+)  # fmt: skip
+
+
+def test_metrics_in_vllms_names(make_client: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make_client(engine, vllm_metrics=True)
+    client.post("/v1/completions", json={"prompt": ["Hi", "Hello"], "max_tokens": 5, "n": 2})
+    client.post("/v1/completions", json={"prompt": [1, 2, 3, 4], "max_tokens": 20})
+    engine.queue_limit = 0
+    for path, fields in (("/v1/completions", {"prompt": "x"}), ("/v1/embeddings", {"input": "x"})):
+        assert client.post(path, json=fields).status_code == 429
+    monkeypatch.setattr(engine, "stats", lambda: COUNTED)
+    samples = scrape(client)
+    for prefix in ("jaxllm:", "vllm:"):
+        for name, values in {
+            "request_prompt_tokens": [3, 3, 6, 6, 4],
+            "request_generation_tokens": [5, 5, 5, 5, 20],
+            "request_params_max_tokens": [5, 5, 5, 5, 20],
+            "request_prefill_kv_computed_tokens": [0, 0, 3, 3, 1],
+            "request_num_preemptions": [0, 0, 0, 0, 0],
+            "request_params_n": [2, 2, 1],
+            "request_max_num_generation_tokens": [5, 5, 20],
+        }.items():
+            assert samples[f"{prefix}{name}_count",] == len(values), name
+            assert samples[f"{prefix}{name}_sum",] == sum(values), name
+        assert samples[f"{prefix}request_inference_time_seconds_count",] == 5
+        assert samples[f"{prefix}request_time_per_output_token_seconds_count",] == 5
+        assert samples[f"{prefix}request_prompt_tokens_bucket", "5.0"] == 3
+        assert samples[f"{prefix}admission_rejections_total", "max_num_queued_reqs"] == 2
+        assert samples[f"{prefix}num_requests_waiting",] == 4
+        assert samples[f"{prefix}num_requests_waiting_by_reason", "capacity"] == 3
+        assert samples[f"{prefix}num_requests_waiting_by_reason", "deferred"] == 1
+        assert samples[f"{prefix}prompt_tokens_cached_total",] == 5
+        assert samples[f"{prefix}prompt_tokens_by_source_total", "local_compute"] == 6
+        assert samples[f"{prefix}prompt_tokens_by_source_total", "local_cache_hit"] == 5
+        assert samples[f"{prefix}iteration_tokens_total_bucket", "1.0"] == 1
+        assert samples[f"{prefix}iteration_tokens_total_bucket", "16.0"] == 4
+        assert samples[f"{prefix}iteration_tokens_total_bucket", "+Inf"] == 4
+        assert samples[f"{prefix}iteration_tokens_total_sum",] == 40
+    text = client.get("/metrics").text
+    (info,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
+    assert 'block_size="16"' in info and 'num_gpu_blocks="100"' in info and 'engine="0"' in info
+    assert all('engine="0"' in line for line in text.splitlines() if line.startswith("vllm:"))
+
+
+def test_every_name_is_documented_and_no_name_is_left_out_unsaid(make_client: Any, engine: FakeEngine) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    client = make_client(engine, vllm_metrics=True)
+    client.post("/v1/completions", json={"prompt": "x"})
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    shown = {family.name.removeprefix("vllm:") for family in families if family.name.startswith("vllm:")}
+    assert not [name for name in shown if f"`{name}`" not in page and f"`{name}_total`" not in page]
+    assert not [name for name in VLLM_NAMES if name not in shown and f"`{name}`" not in page]
+
+
+VLLM_NAMES = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_waiting_by_reason",
+    "engine_sleep_state",
+    "kv_cache_usage_perc",
+    "corrupted_requests",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "mm_cache_queries",
+    "mm_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "prompt_tokens_by_source",
+    "prompt_tokens_cached",
+    "prompt_tokens_recomputed",
+    "generation_tokens",
+    "request_success",
+    "admission_rejections",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "iteration_tokens_total",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "request_num_preemptions",
+    "request_prefill_kv_computed_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "kv_block_lifetime_seconds",
+    "kv_block_idle_before_evict_seconds",
+    "kv_block_reuse_gap_seconds",
+    "lora_requests_info",
+    "cache_config_info",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
+    "estimated_flops_per_gpu",
+    "estimated_read_bytes_per_gpu",
+    "estimated_write_bytes_per_gpu",
+]
+"""Of vLLM 0.32."""
 
 
 def test_vllm_names_only_on_request(client: TestClient) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.serving.conftest import wait_for
-from tests.serving.real_server import assert_idle, gauges, served
+from tests.serving.real_server import assert_idle, engine_process, gauges, served
 
 MODEL = "smollm2-135m"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
@@ -100,7 +100,7 @@ def test_an_engine_that_dies_comes_back(url: str) -> None:
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
         events = answer.iter_lines()
         assert next(events).startswith("data: {")
-        server_process(url).children(recursive=True)[-1].kill()
+        engine_process(server_process(url)).kill()
         last = [line for line in events if line][-2:]
     assert "engine_dead" in last[0] and last[1] == "data: [DONE]"
     refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})

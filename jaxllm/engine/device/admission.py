@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
 from jaxllm.engine.device.slots import MASK_BITS, MAX_BLOCKED, Adjustments, mask_words
 from jaxllm.engine.request import Request
-from jaxllm.requests.sampling import MAX_LOGIT_BIAS
+from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 
 _ALL = 2**30
@@ -41,6 +41,7 @@ def settings_of(request: Request, vocab_size: int, eos_token_ids: Sequence[int])
         "window": _ALL if p.repeat_last_n is None else p.repeat_last_n, "temperature": p.temperature,
         "top_p": p.top_p, "min_p": p.min_p, "presence": p.presence_penalty, "frequency": p.frequency_penalty,
         "repetition": p.repetition_penalty,
+        "asked_ids": np.array([*p.logprob_token_ids, *[-1] * (MAX_LOGPROBS - len(p.logprob_token_ids))], np.int32),
     }  # fmt: skip
     views = SETTING_INTS.views(ints) | SETTING_FLOATS.views(floats)
     for name, value in values.items():

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from jaxllm.requests.sampling import MAX_LOGPROBS
+
 
 class Field(NamedTuple):
     """One array's place in a vector."""
@@ -47,7 +49,15 @@ class Packing:
 
 
 SETTING_INTS = Packing(
-    rotary_len=(), top_k=(), seed=(2,), prompt_len=(), blocked_until=(), adjust=(), logprobs=(), window=()
+    rotary_len=(),
+    top_k=(),
+    seed=(2,),
+    prompt_len=(),
+    blocked_until=(),
+    adjust=(),
+    logprobs=(),
+    window=(),
+    asked_ids=(MAX_LOGPROBS,),
 )
 SETTING_FLOATS = Packing(temperature=(), top_p=(), min_p=(), presence=(), frequency=(), repetition=())
 """What a request's slot is told once, when it is admitted."""

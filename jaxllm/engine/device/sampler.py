@@ -46,6 +46,8 @@ class SamplingRows(NamedTuple):
     """1 where log-probabilities are asked for."""
     window: Int[Array, "R"]
     """How many of the last tokens the penalties look at."""
+    asked_ids: Int[Array, "R 20"]
+    """Tokens whose log-probabilities are asked for instead of the most likely ones'; -1 behind the last."""
     temperature: Float[Array, "R"]
     top_p: Float[Array, "R"]
     min_p: Float[Array, "R"]
@@ -61,6 +63,7 @@ class Logprobs(NamedTuple):
     rank: Int[Array, "R"]
     """1-based."""
     top: Float[Array, "R 20"]
+    """Of the most likely tokens, or of those that the row asks for; minus infinity where there are fewer."""
     top_ids: Int[Array, "R 20"]
 
 
@@ -83,7 +86,7 @@ def sample(
     random = rows.temperature > 0
     drawn = lax.cond(jnp.any(random), _draw_tokens, lambda *_: best, adjusted, rows)
     tokens = jnp.where(random, drawn, best)
-    logprobs = lax.cond(jnp.any(rows.logprobs > 0), token_logprobs, _no_logprobs, logits, tokens)
+    logprobs = lax.cond(jnp.any(rows.logprobs > 0), _row_logprobs, _no_logprobs, logits, tokens, rows.asked_ids)
     return tokens, logprobs
 
 
@@ -279,7 +282,17 @@ def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logp
     return Logprobs(chosen[:, 0] - norm, rank.astype(jnp.int32), top, jnp.pad(ids.astype(jnp.int32), pad))
 
 
-def _no_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logprobs:
+def _row_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]) -> Logprobs:
+    """Log-probabilities of `tokens`, and of those that a row asks for, or else of the most likely ones."""
+    found = token_logprobs(logits, tokens)
+    norm = jax.nn.logsumexp(logits, axis=-1)[:, None]
+    values = jnp.take_along_axis(logits, jnp.maximum(asked, 0), axis=1) - norm
+    asks = asked[:, :1] >= 0
+    top = jnp.where(asks, jnp.where(asked >= 0, values, NEGATIVE), found.top)
+    return found._replace(top=top, top_ids=jnp.where(asks, asked, found.top_ids))
+
+
+def _no_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]) -> Logprobs:
     rows = logits.shape[0]
     top = jnp.zeros((rows, MAX_LOGPROBS))
     return Logprobs(jnp.zeros(rows), jnp.zeros(rows, jnp.int32), top, top.astype(jnp.int32))

@@ -7,6 +7,7 @@ import contextlib
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
@@ -15,7 +16,7 @@ from jaxllm.engine.front.limits import check_pooling, check_request
 from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats
 from jaxllm.engine.front.sequences import Collector, Prompt, pooled_output, prompt_ids
 from jaxllm.engine.front.streams import Gain, Stream, Streams
-from jaxllm.engine.start.launch import start_engine
+from jaxllm.engine.start.launch import start_client, start_engine
 from jaxllm.requests.outputs import PooledOutput, RequestOutput
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
@@ -28,8 +29,8 @@ POOLED_AHEAD = 2
 class AsyncLLM:
     """An engine for asyncio programs. Several event loops may use it.
 
-    An engine that runs in a process of its own and dies is started again: `is_dead` until then, and streams that were
-    open end with EngineDeadError.
+    An engine that runs in a process of its own and dies is started again, with the same sizes: `is_dead` until then,
+    and streams that were open end with EngineDeadError. One that runs in a thread stays dead until `restart`.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: the engine could not start.
@@ -37,10 +38,15 @@ class AsyncLLM:
 
     def __init__(self, config: EngineConfig | None = None, **fields: Any):
         self.config: EngineConfig = config if config is not None else make_config(EngineConfig, **fields)
-        self._streams, self.info = open_streams(self.config)
+        self._streams = open_streams(self.config)
         self._streams.limit = self.info.max_num_seqs + self.config.max_num_waiting
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
         weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine settled on at its start, the last one."""
+        return self._streams.client.info
 
     @property
     def is_dead(self) -> bool:
@@ -157,13 +163,17 @@ class AsyncLLM:
         """Stop the engine; streams still open end with EngineDeadError. Idempotent."""
         self._streams.shutdown()
 
+    def restart(self) -> None:
+        """Stop the engine, if it runs, and start it again with the same sizes; blocks until it can run requests."""
+        self._streams.restart()
 
-def open_streams(config: EngineConfig) -> tuple[Streams, EngineInfo]:
+
+def open_streams(config: EngineConfig) -> Streams:
     """Start an engine and its reader; one that has a process of its own is started again when it dies.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: it could not start.
     """
     client, tokenizer = start_engine(config)
-    restart = (lambda: start_engine(config)[0]) if config.engine_process else None
-    return Streams(client, tokenizer, restart=restart), client.info
+    same = config.model_copy(update={"kv_cache_memory": client.info.kv_cache_memory})  # not what is free at that time
+    return Streams(client, tokenizer, start=partial(start_client, same), revived=bool(config.engine_process))

@@ -39,7 +39,7 @@ def check_request(
             f"{info.max_model_len} tokens",
             param="prompt",
         )
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "logprob_token_ids"):
         tokens = getattr(params, name) or ()
         bad = next((i for i in tokens if not 0 <= i < info.vocab_size), None)
         if bad is not None:

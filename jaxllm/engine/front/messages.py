@@ -38,8 +38,8 @@ class TokenDelta(msgspec.Struct, kw_only=True):
 
     `text` holds back anything that may still become a stop string or an unfinished character. `logprobs` has one
     entry a new token, each a list of (token id, Logprob) with the chosen token first. `prompt_logprobs` and
-    `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last. `pooled` are float32
-    values, little-endian, of a request with pooling.
+    `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last, and
+    has the `num_preemptions`. `pooled` are float32 values, little-endian, of a request with pooling.
     """
 
     request_id: str
@@ -53,6 +53,11 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     error: str | None = None
     first_scheduled_time: float | None = None
     pooled: bytes | None = None
+    num_preemptions: int = 0
+
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Steps are counted by how many tokens they ran: up to the first of these, the next …, and beyond the last."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -60,6 +65,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    """For a place in a step."""
+    num_preparing: int = 0
+    """Waiting for what only they need: a grammar, a rare executable."""
     num_preemptions: int = 0
     num_pages: int = 0
     num_free_pages: int = 0
@@ -70,8 +78,14 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found there."""
     prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    """Those of them that the prefix cache held."""
     generation_tokens: int = 0
     num_steps: int = 0
+    steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    """See STEP_TOKENS."""
+    step_tokens: int = 0
+    """Tokens run in all steps, prompts' and generated ones."""
     step_host_seconds: float = 0.0
     """CPU time of the loop's thread: everything but waiting for the device. Unlike wall time it means the same on a CPU
     host, where the device's threads share the cores with the loop."""
@@ -99,6 +113,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    kv_cache_memory: int | None = None
+    """With this in its config another engine has as many pages, whatever memory is free then."""
     hidden_size: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
@@ -112,13 +128,13 @@ class EngineClient(Protocol):
     info: EngineInfo
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises EngineDeadError when the loop has stopped."""
+        """Queue a request; never waits. Raises EngineDeadError when the loop has stopped."""
 
     def abort(self, request_ids: list[str]) -> None:
-        """Drop requests and free their pages within a step; unknown ids are ignored."""
+        """Drop requests and free their pages within a step; never waits. Unknown ids are ignored."""
 
-    def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
-        """Block until the loop has something to say; empty on timeout. Raises EngineDeadError when it died."""
+    def outputs(self, timeout: float) -> list[TokenDelta]:
+        """What the loop says within `timeout` seconds; may be empty. Raises EngineDeadError when it died."""
 
     def stats(self) -> EngineStats:
         """The newest statistics."""

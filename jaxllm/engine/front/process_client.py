@@ -2,117 +2,111 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
-import os
-import signal
+import queue
 import threading
-import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from jaxllm import errors
 from jaxllm.config import EngineConfig
-from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
-from jaxllm.engine.front.thread_client import Inbox
-from jaxllm.errors import EngineDeadError, InvalidRequestError, JaxLLMError
-
-if TYPE_CHECKING:
-    from jaxllm.engine.core import EngineCore
+from jaxllm.engine.front import engine_process
+from jaxllm.engine.front.engine_process import (
+    BEAT_SECONDS,
+    Abort,
+    Add,
+    Beat,
+    Failed,
+    Outputs,
+    Started,
+    Stop,
+    encode,
+    from_engine,
+    to_engine,
+)
+from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.errors import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
-STATS_SECONDS = 0.25
-JOIN_SECONDS = 10.0
-
-
-class Started(msgspec.Struct, tag=True):
-    """The loop is up."""
-
-    info: EngineInfo
-
-
-class Failed(msgspec.Struct, tag=True):
-    """It could not start, or it died: `kind` is an error type of jaxllm.errors where it was one."""
-
-    kind: str
-    message: str
-
-
-class Outputs(msgspec.Struct, tag=True):
-    """One turn's deltas, and now and then statistics."""
-
-    deltas: list[TokenDelta]
-    stats: EngineStats | None = None
-
-
-class Add(msgspec.Struct, tag=True):
-    request: EngineRequest
-
-
-class Abort(msgspec.Struct, tag=True):
-    request_ids: list[str]
-
-
-class Stop(msgspec.Struct, tag=True):
-    pass
-
-
-_to_engine = msgspec.msgpack.Decoder(Add | Abort | Stop)
-_from_engine = msgspec.msgpack.Decoder(Started | Failed | Outputs)
-_encode = msgspec.msgpack.Encoder().encode
+SILENT_SECONDS = 15.0
+"""A process that says nothing for so long is taken for dead. Compiles and long steps leave its heartbeat alone; C code
+that keeps Python from running, such as a tokenizer that reads its vocabulary, holds it up for a few seconds at most."""
+SILENT_START_SECONDS = 120.0
+"""The same until it has started: it may load libraries and wake devices without a word."""
+STOP_SECONDS = 5.0
+KILL_SECONDS = 5.0
 
 
 class ProcessClient:
-    """Starts the process and waits until its engine is ready.
+    """Starts the process and waits until its engine is ready. No method but `outputs` and `shutdown` waits for it.
+
+    A thread writes what the process is to hear, for it may have stopped reading; another kills it where it is silent
+    for SILENT_SECONDS. However it ends, `outputs` says so.
 
     Raises:
         JaxLLMError: what kept the engine from starting, as if it had been raised here.
     """
 
-    def __init__(self, config: EngineConfig, log_level: int = logging.INFO, main: Callable[..., None] | None = None):
-        """`main` runs in the process instead of an engine; benchmarks of the front door alone give one."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_level: int = logging.INFO,
+        main: Callable[..., None] = engine_process.main,
+        given_up: threading.Event | None = None,
+    ):
+        """`main` runs in the process; benchmarks of the front door alone give another one. `given_up` ends the wait."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, config, log_level)
-        self._process = context.Process(target=main or _engine_main, args=arguments, name="jaxllm-engine", daemon=True)
+        self._process = context.Process(
+            target=main, args=(theirs, config, log_level), name="jaxllm-engine", daemon=True
+        )
         self._process.start()
         theirs.close()
-        self._write_lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._stats = EngineStats()
-        self._closed = False
-        first = self._receive()
-        if isinstance(first, Failed):
-            self._process.join()
-            kind = getattr(errors, first.kind, None)
-            raise (kind or EngineDeadError)(first.message)
-        assert isinstance(first, Started)
-        self.info = first.info
+        self._gone: str | None = None
+        """Why nothing more can be sent."""
+        self._killed: str | None = None
+        self._silent_beats = 0
+        self._starting = True
+        self._ending, self._ended = threading.Lock(), threading.Event()
+        threading.Thread(target=self._write, name="requests", daemon=True).start()
+        threading.Thread(target=self._watch, args=(given_up or threading.Event(),), name="watch", daemon=True).start()
+        try:
+            self.info = self._first_word().info
+        except BaseException:
+            self._end(0)
+            raise
+        self._starting = False
 
     def add(self, request: EngineRequest) -> None:
-        message = _encode(Add(request))
+        message = encode(Add(request))
         try:
-            _to_engine.decode(message)  # what the engine could not read would end it, and everybody's requests with it
+            to_engine.decode(message)  # what the engine could not read would end it, and everybody's requests with it
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"request {request.request_id} is malformed: {error}") from None
-        self._send(message)
+        if self._gone is not None:
+            raise EngineDeadError(self._gone)
+        self._outbox.put(message)
 
     def abort(self, request_ids: list[str]) -> None:
-        with contextlib.suppress(EngineDeadError):  # its pages are gone with it
-            self._send(_encode(Abort(request_ids)))
+        self._outbox.put(encode(Abort(request_ids)))
 
-    def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
-        if not self._poll(timeout):
-            return []
+    def outputs(self, timeout: float) -> list[TokenDelta]:
+        try:
+            if not self._pipe.poll(timeout):
+                return []
+        except OSError as error:
+            raise self._dead() from error
         message = self._receive()
         if isinstance(message, Failed):
-            self._closed = True
-            raise EngineDeadError(message.message)
-        assert isinstance(message, Outputs)
+            self._gone = message.message
+            raise self._dead()
+        if not isinstance(message, Outputs):
+            return []
         self._stats = message.stats or self._stats
         return message.deltas
 
@@ -120,100 +114,67 @@ class ProcessClient:
         return self._stats
 
     def shutdown(self) -> None:
-        if not self._closed:
-            with contextlib.suppress(EngineDeadError):
-                self._send(_encode(Stop()))
-            self._closed = True
-        self._process.join(JOIN_SECONDS)
-        if self._process.is_alive():
-            logger.warning("the engine process did not stop within %.0f s and was killed", JOIN_SECONDS)
-            self._process.kill()
-            self._process.join()
+        self._gone = self._gone or "the engine was shut down"
+        self._outbox.put(encode(Stop()))
+        self._end(STOP_SECONDS)
 
-    def _poll(self, timeout: float | None) -> bool:
-        try:
-            return self._pipe.poll(timeout)
-        except (OSError, EOFError) as error:
-            raise self._dead() from error
+    def _first_word(self) -> Started:
+        while isinstance(message := self._receive(), Beat):
+            pass
+        if isinstance(message, Failed):
+            raise getattr(errors, message.kind, EngineDeadError)(message.message)
+        assert isinstance(message, Started)
+        return message
 
-    def _receive(self) -> Started | Failed | Outputs:
+    def _receive(self) -> Started | Failed | Outputs | Beat:
         try:
-            return _from_engine.decode(self._pipe.recv_bytes())
+            message = from_engine.decode(self._pipe.recv_bytes())
         except (OSError, EOFError) as error:
             raise self._dead() from error
         except msgspec.DecodeError as error:
-            self._process.kill()
-            raise EngineDeadError(f"a message of the engine cannot be read: {error}") from error
-
-    def _send(self, message: bytes) -> None:
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")
-        try:
-            with self._write_lock:
-                self._pipe.send_bytes(message)
-        except (OSError, BrokenPipeError) as error:
+            self._gone = f"a message of the engine cannot be read: {error}"
             raise self._dead() from error
+        self._silent_beats = 0
+        return message
 
     def _dead(self) -> EngineDeadError:
-        self._process.join(1.0)
-        return EngineDeadError(f"the engine process is gone (exit code {self._process.exitcode})")
+        """What to raise now that nothing more will come."""
+        self._end(1.0 if self._gone is None else 0)
+        exit_code = self._process.exitcode
+        self._gone = self._gone or self._killed or f"the engine process is gone (exit code {exit_code})"
+        return EngineDeadError(self._gone)
 
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._pipe.send_bytes(message)
+        except OSError:
+            return  # the process is gone, as `outputs` is going to say
 
-def _engine_main(pipe: Connection, config: EngineConfig, log_level: int) -> None:
-    """The engine process: build, then loop until told to stop or the front door is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front door decides when to stop
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    code = 0
-    try:
-        from jaxllm.engine.start.build import build_core
+    def _watch(self, given_up: threading.Event) -> None:
+        """Count silence in turns of this thread: where both processes have stood still, nothing was missed."""
+        while not self._ended.wait(BEAT_SECONDS):
+            self._silent_beats += 1
+            silent = self._silent_beats * BEAT_SECONDS
+            if silent > (SILENT_START_SECONDS if self._starting else SILENT_SECONDS):
+                self._killed = f"the engine process said nothing for {silent:.0f} seconds and was killed"
+            elif self._starting and given_up.is_set():
+                self._killed = "the engine was shut down while it started"
+            if self._killed is not None:
+                logger.error(self._killed)
+                self._process.kill()
+                return
 
-        core, info = build_core(config)
-        pipe.send_bytes(_encode(Started(info)))
-        run_loop(pipe, core)
-    except JaxLLMError as error:
-        pipe.send_bytes(_encode(Failed(type(error).__name__, str(error))))
-    except BrokenPipeError:
-        logger.info("the front door is gone; stopping")
-    except Exception as error:
-        logger.exception("the engine died")
-        code = 1
-        with contextlib.suppress(OSError):
-            pipe.send_bytes(_encode(Failed("", f"the engine died: {type(error).__name__}: {error}")))
-    logging.shutdown()
-    os._exit(code)  # a compile that has begun cannot be stopped, and an ordinary exit would wait for it
-
-
-def run_loop(pipe: Connection, core: EngineCore) -> None:
-    """Call `core` until told to stop or the front door is gone."""
-    inbox, stopping = Inbox(), threading.Event()
-    core.on_prepared = lambda: inbox.put(None)
-    threading.Thread(target=_listen, args=(pipe, inbox, stopping), name="inbox", daemon=True).start()
-    last, load = 0.0, (0, 0)
-    while not stopping.is_set():
-        inbox.drain(core, wait=not core.has_work)
-        deltas = core.turn() if core.has_work else []
-        due = core.load != load or time.monotonic() - last > STATS_SECONDS
-        if deltas or due:
-            pipe.send_bytes(_encode(Outputs(deltas, core.stats() if due else None)))
-        if due:
-            last, load = time.monotonic(), core.load
-
-
-def _listen(pipe: Connection, inbox: Inbox, stopping: threading.Event) -> None:
-    """Hand what comes through the pipe to the loop; what cannot be read ends it, for nobody would hear more."""
-    try:
-        while not stopping.is_set():
-            message = _to_engine.decode(pipe.recv_bytes())
-            if isinstance(message, Add):
-                inbox.put(message.request)
-            elif isinstance(message, Abort):
-                inbox.put(message.request_ids)
-            else:
-                break
-    except (EOFError, OSError):
-        pass  # the front door is gone
-    except Exception as error:
-        inbox.put(error)
-        return
-    stopping.set()
-    inbox.put(None)
+    def _end(self, patience: float) -> None:
+        """Wait `patience` seconds for the process to end, then kill it; end our threads."""
+        with self._ending:
+            try:
+                self._process.join(patience)
+            finally:
+                if self._process.is_alive():
+                    if patience:
+                        logger.warning("the engine process did not stop within %g seconds and was killed", patience)
+                    self._process.kill()
+                    self._process.join(KILL_SECONDS)
+                self._ended.set()
+                self._outbox.put(None)

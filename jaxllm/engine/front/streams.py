@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,9 +41,9 @@ class Place(NamedTuple):
 class Streams:
     """Reads what the engine says, on a thread of its own, and hands each delta to the stream that waits for it.
 
-    An engine that dies is started again with `restart`, where there is one: `is_dead` until then, and the streams that
-    were open end with EngineDeadError. The thread keeps this object alive until `shutdown`, but not those who
-    hold it: they call that when they are forgotten.
+    An engine that dies is started again, where it is to be `revived`, or by `restart`: `is_dead` until then, and the
+    streams that were open end with EngineDeadError. The thread keeps this object alive until `shutdown`, but not those
+    who hold it: they call that when they are forgotten.
 
     Attributes:
         limit: sequences that may run or wait at once; None is any number.
@@ -55,19 +56,30 @@ class Streams:
         tokenizer: Tokenizer | None,
         *,
         limit: int | None = None,
-        restart: Callable[[], EngineClient] | None = None,
+        start: Callable[[threading.Event], EngineClient],
+        revived: bool = False,
     ):
+        """`start` starts another engine like `client`; the event is set to end a start under way."""
         self.client = client
         self.tokenizer = tokenizer
         self.limit = limit
         self.is_dead = False
-        self._restart = restart
+        self._start = start
+        self._revived = revived
+        self._pid = os.getpid()
         self._serials = itertools.count()
         self._lock = threading.Lock()
         self._places: dict[str, Place] = {}
         self._closing = threading.Event()
-        self._reader = threading.Thread(target=self._read, name="outputs", daemon=True)
-        self._reader.start()
+        self._begin_reading()
+
+    def check_process(self) -> None:
+        """Raises EngineDeadError in a process forked from the engine's: nothing runs there that could answer."""
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                f"this process was forked from {self._pid}, in which the engine runs, and cannot use it; one that is "
+                "to generate must be spawned (multiprocessing.get_context('spawn')) and start an engine of its own"
+            )
 
     def add(self, stream: Stream, sequences: Sequence[tuple[int, EngineRequest]], *, room: int = 0) -> None:
         """Queue sequences of a stream under names of their own.
@@ -76,6 +88,7 @@ class Streams:
             QueueFullError: there is no room for `room` sequences; none is queued then.
             EngineDeadError: the engine has stopped.
         """
+        self.check_process()
         named = [
             msgspec.structs.replace(request, request_id=f"{request.request_id}-{next(self._serials)}")
             for _, request in sequences
@@ -110,11 +123,29 @@ class Streams:
         _deliver(arrivals)
 
     def shutdown(self) -> None:
-        """Stop the engine; streams still open end with EngineDeadError. Idempotent."""
+        """Stop the engine; streams still open end with EngineDeadError. Idempotent; no forked process does it."""
+        if os.getpid() != self._pid:
+            return
         self._closing.set()
         self.client.shutdown()
         if self._reader is not threading.current_thread():
             self._reader.join(POLL_SECONDS * 2)
+        if self.tokenizer is not None:
+            self.tokenizer.close()
+
+    def restart(self) -> None:
+        """Stop the engine, if it runs, and start it again with the same sizes. Raises what kept it from starting."""
+        self.check_process()
+        self.shutdown()
+        self._reader.join()
+        self._closing.clear()
+        self.client = self._start(self._closing)
+        self.is_dead = False
+        self._begin_reading()
+
+    def _begin_reading(self) -> None:
+        self._reader = threading.Thread(target=self._read, name="outputs", daemon=True)
+        self._reader.start()
 
     def _drop(self, names: list[str]) -> list[Place]:
         with self._lock:
@@ -129,7 +160,7 @@ class Streams:
                 self._hand_out(self.client.outputs(timeout=POLL_SECONDS))
             except EngineDeadError as error:
                 self._note_death(error)
-                if not self._start_again():
+                if not (self._revived and self._revive()):
                     return
 
     def _hand_out(self, deltas: list[TokenDelta]) -> None:
@@ -153,17 +184,15 @@ class Streams:
             stream.failure = error
         _deliver({stream: [] for stream in streams})
 
-    def _start_again(self) -> bool:
+    def _revive(self) -> bool:
         """A new engine in place of one that died; False where there is none to be had."""
-        if self._restart is None:
-            return False
         for pause in RESTART_PAUSES:
             if self._closing.wait(pause):
                 return False
             logger.warning("the engine died; starting it again")
             try:
-                client = self._restart()
-            except JaxLLMError as error:
+                client = self._start(self._closing)
+            except (JaxLLMError, OSError) as error:
                 logger.error("the engine did not start: %s", error)
                 continue
             self.client = client

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -62,6 +63,7 @@ class Loop:
         self._core: EngineCore | None = core
         self._last_stats = EngineStats()
         self._stopping = threading.Event()
+        self._pid = os.getpid()
         core.on_prepared = functools.partial(self.inbox.put, None)
         atexit.register(self.end)
         self._thread = start_thread("engine", self._run)
@@ -74,6 +76,8 @@ class Loop:
     def end(self, timeout: float | None = END_SECONDS) -> None:
         """Stop after the turn under way, waiting up to `timeout` seconds for it, and drop the core. Idempotent."""
         atexit.unregister(self.end)
+        if os.getpid() != self._pid:
+            return  # the thread is not in a process forked from its own, and locks may be held there for good
         self.dead = self.dead or "the engine was shut down"
         self._stopping.set()
         core = self._core
@@ -90,7 +94,7 @@ class Loop:
         except Exception as error:
             if not self._stopping.is_set():
                 logger.exception("the engine loop died")
-                self.dead = f"the engine loop died: {type(error).__name__}: {error}"
+                self.dead = f"the engine loop died: {type(error).__name__}: {error}; restart() starts it again"
         finally:
             self._drop_core()
             self.outbox.put(None)
@@ -128,7 +132,7 @@ class ThreadClient:
     def abort(self, request_ids: list[str]) -> None:
         self._loop.inbox.put(request_ids)
 
-    def outputs(self, timeout: float | None = None) -> list[TokenDelta]:
+    def outputs(self, timeout: float) -> list[TokenDelta]:
         try:
             deltas = self._loop.outbox.get(timeout=timeout)
         except queue.Empty:

@@ -113,6 +113,7 @@ def _assemble(
         page_size=plan.page_size,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
+        kv_cache_memory=plan.kv_bytes,
         hidden_size=blueprint.spec.config.hidden_size,
         tasks=read_tasks(checkpoint),
         default_sampling=_sampling_defaults(checkpoint),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from jaxllm.config import EngineConfig
 from jaxllm.engine.front.messages import EngineClient
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
@@ -14,12 +16,22 @@ def start_engine(config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: it could not start.
     """
+    client = start_client(config)
+    try:
+        return client, resolve_tokenizer(config)
+    except BaseException:
+        client.shutdown()
+        raise
+
+
+def start_client(config: EngineConfig, given_up: threading.Event | None = None) -> EngineClient:
+    """A running engine; in a process of its own, `given_up` ends a start under way. Raises as `start_engine`."""
     if config.engine_process:
         from jaxllm.engine.front.process_client import ProcessClient
 
-        return ProcessClient(config), resolve_tokenizer(config)
+        return ProcessClient(config, given_up=given_up)
     from jaxllm.engine.front.thread_client import ThreadClient
     from jaxllm.engine.start.build import build_core
 
     core, info = build_core(config)
-    return ThreadClient(core, info), resolve_tokenizer(config)
+    return ThreadClient(core, info)

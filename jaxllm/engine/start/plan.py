@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 2 * 2**30
 CPU_DECODE_STEPS = 4
 """A small model's step takes a few milliseconds there, on the cores that the host's own work needs as well."""
+PAGE_COUNT_BITS = 6
+"""A number of pages has so many significant bits: at most 1/32 of the memory is left out for it."""
 DTYPES = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
 
@@ -183,8 +185,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     workspace = _workspace_bytes(spec, max_num_seqs, batched, tp, itemsize)
     budget = _kv_budget(config, platform, weight_bytes, workspace)
     page = config.block_size
-    # More pages than every sequence at full length can use would never be touched; page 0 is nobody's.
-    num_pages = min(budget // (page * token_bytes), max_num_seqs * math.ceil(wanted / page) + 1)
+    num_pages = _page_count(budget // (page * token_bytes), math.ceil(wanted / page), max_num_seqs)
     capacity = (num_pages - 1) * page
     if capacity < page:
         raise ConfigError(
@@ -248,6 +249,21 @@ def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:
         logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
         return False
     return True
+
+
+def _page_count(fit: int, a_sequence: int, max_num_seqs: int) -> int:
+    """Pages to make where `fit` fit and a sequence at full length takes `a_sequence`; page 0 is nobody's.
+
+    The count is a shape of every compiled step, so memory that differs by little makes the same count: it is rounded
+    down to PAGE_COUNT_BITS, but not below one full sequence. More than all sequences can use would never be touched.
+    Worked example: 4,000 and 4,030 that fit (111110100000b, 111110111110b) both make 3,968 (111110000000b).
+    """
+    low_bits = max(fit.bit_length() - PAGE_COUNT_BITS, 0)
+    rounded = fit >> low_bits << low_bits
+    most, one = max_num_seqs * a_sequence + 1, a_sequence + 1
+    if fit >= most:
+        return most
+    return max(rounded, one) if fit >= one else rounded
 
 
 def count_parameters(spec: ModelSpec, params: list[ParamSpec] | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pydantic_core
 
+from jaxllm.serving.anthropic.ids import tool_use_id
 from jaxllm.serving.anthropic.response import (
     BlockDelta,
     ContentBlock,
@@ -52,7 +53,7 @@ class BlockBuilder:
                 case Reasoning(text):
                     yield from self._add_thinking(text)
                 case ToolCall(_, id, name):
-                    yield from self._start(ToolUseBlock(id=id, name=name, input={}))
+                    yield from self._start(ToolUseBlock(id=tool_use_id(id), name=name, input={}))
                 case ToolArguments(_, text):
                     self._arguments.append(text)
                     yield self._delta(InputJSONDelta(text))

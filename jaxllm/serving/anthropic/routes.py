@@ -31,7 +31,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Continue a conversation, as Anthropic's Messages API does."""
     state: ServerState = request.app.state.server
     with naming(FIELD_NAMES):
-        reply = await begin_reply(state, body.model, conversation(body), generation_settings(body), kind="msg")
+        reply = await begin_reply(state, body.model, conversation(body), generation_settings(body), prefix="msg_")
     writer = MessageWriter(reply, body)
     headers = {"request-id": reply.generation.id}
     if body.stream:

@@ -7,6 +7,7 @@ import json
 from jaxllm.errors import Field
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.anthropic.content import ToolResultBlockParam, Turn
+from jaxllm.serving.anthropic.ids import template_call_id
 from jaxllm.serving.anthropic.request import (
     CountTokensRequest,
     MessagesRequest,
@@ -84,7 +85,7 @@ def _request(turn: Turn) -> list[Message]:
 def _result(block: ToolResultBlockParam) -> Message:
     texts = [part.text for part in block.content] if isinstance(block.content, list) else [block.content or ""]
     prefix = ERROR_PREFIX if block.is_error else ""
-    return Message("tool", prefix + _joined(texts), call_id=block.tool_use_id)
+    return Message("tool", prefix + _joined(texts), call_id=template_call_id(block.tool_use_id))
 
 
 def _answer(turn: Turn) -> Message:
@@ -92,7 +93,7 @@ def _answer(turn: Turn) -> Message:
         "assistant",
         _joined(turn.texts),
         reasoning=_joined(turn.thoughts) if any(turn.thoughts) else None,
-        calls=[Call(block.id, block.name, block.input) for block in turn.calls],
+        calls=[Call(template_call_id(block.id), block.name, block.input) for block in turn.calls],
     )
 
 

@@ -45,7 +45,7 @@ class Batches:
             if not self._stores.journal(batch.id).exists:
                 continue  # another server's, which shares the database but not the directory
             settled = batch.status == "cancelling" or batch.expires_at <= time.time()
-            if batch.served_model in self._state.models or settled:
+            if self._state.serves(batch.served_model) or settled:
                 self._start(batch.id)
             else:
                 logger.warning("batch %s waits for a server of %r", batch.id, batch.served_model)

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from jaxllm.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from jaxllm.serving.http.wording import must
 from jaxllm.serving.shown import shown
 
 logger = logging.getLogger(__name__)
@@ -110,9 +111,8 @@ def _validation_error(error: RequestValidationError) -> APIError:
     name = dotted(path)
     if first["type"] == "missing":
         return APIError(400, f"{name} is required", param=name)
-    accepted = " or ".join(dict.fromkeys(_sentence(item) for item in items))
-    subject = f"{name} is {shown(value)}" if name else f"the body is {shown(value)}"
-    return APIError(400, f"{subject}: {accepted}", param=name or None)
+    subject = name or "the body"
+    return APIError(400, f"{subject} is {shown(value)}; it {must(items)}", param=name or None)
 
 
 def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any]:
@@ -134,11 +134,6 @@ def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any
             continue
         path.append(part)
     return tuple(path), value
-
-
-def _sentence(item: dict[str, Any]) -> str:
-    message = item["msg"]
-    return message[:1].lower() + message[1:]
 
 
 def dotted(path: Sequence[str | int]) -> str:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from jaxllm.serving.http.errors import ErrorResponse
 
-RESPONSES: list[type[msgspec.Struct]] = []
+RESPONSES: list[Any] = []
 """All that the routes said they return."""
 
 DONE = "[DONE]"
@@ -18,17 +18,20 @@ DONE = "[DONE]"
 
 
 def returns(
-    struct: type[msgspec.Struct],
-    *,
+    *answers: Any,
     events: Iterable[type[msgspec.Struct]] = (),
     done: str | None = None,
     error: type[msgspec.Struct] = ErrorResponse,
 ) -> dict[int | str, dict[str, Any]]:
-    """The `responses` argument of a route that answers with `struct` or, if asked to stream, with `events`.
+    """The `responses` argument of a route that answers with one of `answers` or, if asked to stream, with `events`.
+
+    They are msgspec structs, or lists of some.
 
     The data of each event is one of `events` as JSON; that of the last is `done`, if given.
     """
-    content: dict[str, Any] = {"application/json": {"schema": _placeholder(struct)}}
+    schemas = [_placeholder(answer) for answer in answers]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if events:
         data: dict[str, Any] = {
             "contentMediaType": "application/json",
@@ -62,7 +65,7 @@ def install_openapi(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _placeholder(struct: type[msgspec.Struct]) -> dict[str, Any]:
+def _placeholder(struct: Any) -> dict[str, Any]:
     """Stands for a struct's schema, whose name depends on which others there are."""
     if struct not in RESPONSES:
         RESPONSES.append(struct)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from jaxllm.config import ServeConfig
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.conversation import naming
@@ -31,7 +32,8 @@ from jaxllm.serving.openai.chat_response import (
     ToolCallDelta,
 )
 from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, numbered, prompt_logprobs
-from jaxllm.serving.openai.usage import StreamOptions, usage_object
+from jaxllm.serving.openai.timings import timings
+from jaxllm.serving.openai.usage import stream_options, usage_object
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.prompts import render
 from jaxllm.serving.reply import Answer, Reply, begin_reply
@@ -48,9 +50,13 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     state: ServerState = request.app.state.server
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
-        reply = await begin_reply(state, body.model, body.conversation(), body.generation_settings(), kind="chatcmpl")
+        reply = await begin_reply(
+            state, body.model, body.conversation(), body.generation_settings(), prefix="chatcmpl-"
+        )
     if body.stream:
-        return chunk_stream(reply.generation, ChatWriter(reply, body), state.config.sse_keep_alive, labels)
+        return chunk_stream(
+            reply.generation, ChatWriter(reply, body, state.config), state.config.sse_keep_alive, labels
+        )
     choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
     scored = UNSET if first is None else await state.offload(prompt_logprobs, first, reply.token_text)
@@ -59,8 +65,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         id=reply.generation.id,
         created=reply.generation.created,
         model=reply.name,
+        system_fingerprint=reply.system_fingerprint,
         choices=[_choice(reply, body, answer) for answer in answers],
         usage=usage_object(reply.usage()),
+        timings=timings(reply.generation) if body.timings_per_token else UNSET,
         prompt_logprobs=scored,
         prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
         conversation_id=body.conversation_id or UNSET,
@@ -110,24 +118,25 @@ def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLog
         return None
     if body.return_tokens_as_token_ids:
         steps = numbered(steps)
-    return chat_logprobs(steps, body.logprobs_count, reply.token_text)
+    return chat_logprobs(steps, body.logprobs_count, reply.token_text, body.logprob_token_ids)
 
 
 class ChatWriter(ChunkWriter):
     """Chunks of a chat stream: the role, then the answer, then the finish reason alone, then the usage if asked for."""
 
-    def __init__(self, reply: Reply, body: ChatRequest):
+    def __init__(self, reply: Reply, body: ChatRequest, config: ServeConfig):
         self._reply = reply
         self._body = body
         self._generation = reply.generation
-        self._options = body.stream_options or StreamOptions()
+        self._options = stream_options(body.stream_options, config)
         self._pending: list[list[Step]] = [[] for _ in range(reply.generation.num_choices)]
         self._pending_ids: list[list[int]] = [[] for _ in range(reply.generation.num_choices)]
 
     def first(self) -> Iterator[ChatCompletionChunk]:
         echoed = self._body.echoed
+        opening = None if self._reply.must_call else ""
         for index in range(self._generation.num_choices):
-            chunk = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")))
+            chunk = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=opening)))
             if index == 0:
                 chunk.warnings = ignored_fields.get() or UNSET
                 chunk.prompt_token_ids = self._reply.prompt_token_ids if self._body.return_token_ids else UNSET
@@ -158,8 +167,14 @@ class ChatWriter(ChunkWriter):
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
         chunk = ChatCompletionChunk(
-            id=self._generation.id, created=self._generation.created, model=self._reply.name, choices=list(choices)
+            id=self._generation.id,
+            created=self._generation.created,
+            model=self._reply.name,
+            system_fingerprint=self._reply.system_fingerprint,
+            choices=list(choices),
         )
+        if self._body.timings_per_token:
+            chunk.timings = timings(self._generation)
         if self._options.continuous_usage_stats:
             chunk.usage = usage_object(self._reply.usage())
         elif self._options.include_usage:
@@ -184,6 +199,7 @@ def _delta(event: Event) -> ChatDelta:
             return ChatDelta(reasoning=text, reasoning_content=text)
         case ToolCall(index=index, id=call_id, name=name):
             function = FunctionDelta(name=name, arguments="")
-            return ChatDelta(tool_calls=[ToolCallDelta(index=index, id=call_id, type="function", function=function)])
+            call = ToolCallDelta(index=index, id=call_id, type="function", function=function)
+            return ChatDelta(content=None, tool_calls=[call])
         case ToolArguments(index=index, text=text):
             return ChatDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])

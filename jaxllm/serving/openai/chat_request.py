@@ -61,6 +61,10 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     def _chat_fields(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise refuse("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
+        if self.logprob_token_ids is not None and self.top_logprobs:
+            raise refuse("logprob_token_ids and top_logprobs are one setting, give one of them", "logprob_token_ids")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise refuse(

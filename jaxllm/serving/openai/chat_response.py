@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxllm.serving.openai.logprobs import ChatLogprobs, PromptLogprobs
+from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.openai.usage import Usage
 
 
@@ -47,8 +48,10 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    timings: Timings | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
@@ -71,7 +74,8 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    """null where a call opens, as at OpenAI's."""
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
@@ -91,8 +95,10 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 

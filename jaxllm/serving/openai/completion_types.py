@@ -13,6 +13,7 @@ from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import refuse
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
+from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.openai.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -51,6 +52,11 @@ class CompletionRequest(GenerationRequest):
     def _completion_fields(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise refuse("max_tokens is 0; it must be 1 or more, or 0 together with echo", "max_tokens")
+        if self.logprob_token_ids is not None and self.logprobs != 0:
+            raise refuse(
+                f"logprob_token_ids needs logprobs to be 0, not {self.logprobs}: they come instead of the likeliest",
+                "logprob_token_ids",
+            )
         choices = len(self.prompts) * self.num_generated
         if choices > MAX_CHOICES:
             raise refuse(
@@ -107,8 +113,10 @@ class Completion(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET

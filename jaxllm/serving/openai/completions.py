@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from jaxllm.config import ServeConfig
 from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.errors import Field
 from jaxllm.requests.prompt_scores import PromptScores
@@ -23,12 +24,11 @@ from jaxllm.serving.openai.completion_types import Completion, CompletionChoice,
 from jaxllm.serving.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsBuilder,
-    TokenText,
-    numbered,
     prompt_logprobs,
     token_number,
 )
-from jaxllm.serving.openai.usage import StreamOptions, usage_object
+from jaxllm.serving.openai.timings import timings
+from jaxllm.serving.openai.usage import stream_options, usage_object
 from jaxllm.serving.prompts import fitted, sampling_params
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
@@ -44,29 +44,26 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     model.check_accepting()
     labels = body.take_labels(request.headers)
     settings = body.generation_settings()
+    field = body.constraint_field
+    if field is not None:
+        await state.offload_grammar(lambda: compiled(body.constraint(), Field(field)))
     prompts = await state.offload(completion_prompts, model, body, settings)
-    generation = Generation(model, prompts, settings, "cmpl", prompt_only=body.max_tokens == 0)
-    shaper = ChoiceShaper(body, generation, model.token_text)
+    generation = Generation(model, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
+    shaper = ChoiceShaper(body, generation, name, model)
     if body.stream:
-        writer = CompletionWriter(body, generation, name, shaper)
+        writer = CompletionWriter(body, generation, shaper, state.config)
         return chunk_stream(generation, writer, state.config.sse_keep_alive, labels)
     choices = await collect_for(request, generation)
-    completion = Completion(
-        id=generation.id,
-        created=generation.created,
-        model=name,
-        choices=await state.offload(lambda: [shaper.whole(choice) for choice in choices]),
-        usage=usage_object(generation.usage()),
-        conversation_id=body.conversation_id or UNSET,
-        resource_id=body.resource_id or UNSET,
-    )
+    completion = shaper.completion(await state.offload(lambda: [shaper.whole(choice) for choice in choices]))
+    completion.usage = usage_object(generation.usage())
+    completion.conversation_id = body.conversation_id or UNSET
+    completion.resource_id = body.resource_id or UNSET
     return json_response(completion, request_id=generation.id, headers=labels)
 
 
 def completion_prompts(model: ServedModel, body: CompletionRequest, settings: GenerationSettings) -> list[Prompt]:
     """Tokenize and check every prompt of a request. Raises InvalidRequestError naming the field."""
-    constraint = body.constraint() and compiled(body.constraint(), Field(body.constraint_field or ""))
-    params = sampling_params(model, settings, structured_outputs=constraint)
+    params = sampling_params(model, settings, structured_outputs=body.constraint())
     prompts = []
     for prompt in body.prompts:
         token_ids = (
@@ -83,24 +80,51 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
         if body.echo:
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):
                 ready.text = prompt
-            else:
-                ready.text = model.tokenizer.decode(ready.token_ids, params.skip_special_tokens)
+            else:  # of ids, the special ones were the caller's own: they stay, unless asked otherwise
+                skip = params.skip_special_tokens if isinstance(prompt, str) else body.skip_special_tokens is True
+                ready.text = model.tokenizer.decode(ready.token_ids, skip)
         prompts.append(ready)
     return prompts
 
 
 class ChoiceShaper:
-    """Shapes text and log-probabilities of each choice, with its prompt in front when echoed."""
+    """Shapes text and log-probabilities of each choice, with its prompt in front when echoed.
 
-    def __init__(self, body: CompletionRequest, generation: Generation, token_text: TokenText):
+    `name` is what the client calls the model.
+    """
+
+    def __init__(self, body: CompletionRequest, generation: Generation, name: str, model: ServedModel):
         self._body = body
         self._generation = generation
-        self._token_text = token_number if body.return_tokens_as_token_ids else token_text
-        count = body.logprobs
-        self._builders = (
-            None
-            if count is None
-            else [CompletionLogprobsBuilder(count, self._token_text) for _ in range(generation.num_choices)]
+        self._name = name
+        self._fingerprint = model.system_fingerprint
+        self._token_text = token_number if body.return_tokens_as_token_ids else model.token_text
+        self._builders = None
+        if body.logprobs is not None:
+            returned = len(generation.prompts) * body.n
+            self._builders = [self._builder(model, body.logprobs, index) for index in range(returned)]
+
+    def _builder(self, model: ServedModel, count: int, index: int) -> CompletionLogprobsBuilder:
+        prompt, special = self.prompt(index), model.special_token_ids
+        return CompletionLogprobsBuilder(
+            count or len(self._body.logprob_token_ids or ()),
+            model.token_text,
+            by_number=self._body.return_tokens_as_token_ids,
+            special=special,
+            hidden=special if prompt.params.skip_special_tokens else (),
+            prompt_ids=prompt.token_ids if self._body.echo else (),
+            echoed=prompt.text,
+        )
+
+    def completion(self, choices: list[CompletionChoice]) -> Completion:
+        """The response, or one chunk of it, around its choices."""
+        return Completion(
+            id=self._generation.id,
+            created=self._generation.created,
+            model=self._name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            timings=timings(self._generation) if self._body.timings_per_token else UNSET,
         )
 
     def whole(self, choice: Choice) -> CompletionChoice:
@@ -128,21 +152,16 @@ class ChoiceShaper:
         return self.prompt(index).text
 
     def logprobs(self, index: int, steps: Sequence[Step | None]) -> CompletionLogprobs | None:
-        if self._builders is None:
-            return None
-        if self._body.return_tokens_as_token_ids:
-            steps = [None if step is None else numbered([step])[0] for step in steps]
-        return self._builders[index].build(steps, self.prompt(index).token_ids)
+        return None if self._builders is None else self._builders[index].build(steps)
 
 
 class CompletionWriter(ChunkWriter):
     """Chunks of a completion stream; the last of a choice carries its finish reason."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation, model: str, shaper: ChoiceShaper):
+    def __init__(self, body: CompletionRequest, generation: Generation, shaper: ChoiceShaper, config: ServeConfig):
         self._generation = generation
-        self._model = model
         self._shaper = shaper
-        self._options = body.stream_options or StreamOptions()
+        self._options = stream_options(body.stream_options, config)
         self._to_echo = set(range(generation.num_choices)) if body.echo else set()
         self._pending: list[list[Step | None]] = [[] for _ in range(generation.num_choices)]
         self._pending_ids: list[list[int]] = [[] for _ in range(generation.num_choices)]
@@ -182,9 +201,7 @@ class CompletionWriter(ChunkWriter):
             yield chunk
 
     def _chunk(self, *choices: CompletionChoice) -> Completion:
-        chunk = Completion(
-            id=self._generation.id, created=self._generation.created, model=self._model, choices=list(choices)
-        )
+        chunk = self._shaper.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
         if self._options.continuous_usage_stats:
             chunk.usage = usage_object(self._generation.usage())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import msgspec
@@ -54,46 +54,80 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-def chat_logprobs(steps: Sequence[Step], count: int, token_text: TokenText) -> ChatLogprobs:
-    """`count` is the request's top_logprobs: 0 gives the chosen tokens only."""
+def chat_logprobs(
+    steps: Sequence[Step], count: int, token_text: TokenText, asked: Sequence[int] | None = None
+) -> ChatLogprobs:
+    """`count` is the request's top_logprobs: 0 gives the chosen tokens only. `asked` are listed instead, if given."""
     content = []
     for step in steps:
-        best = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)[:count]
+        ranked = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)
+        best = ranked[:count] if asked is None else [entry for entry in ranked if entry[0] in asked]
         top = [TopLogprob(*_token(token, value, token_text)) for token, value in best]
         content.append(ChatTokenLogprob(*_token(*step[0], token_text), top))
     return ChatLogprobs(content)
 
 
 class CompletionLogprobsBuilder:
-    """Builds one choice's logprobs piece by piece, counting the text offset through them."""
+    """Builds one choice's logprobs piece by piece, counting the text offset through them.
 
-    def __init__(self, count: int, token_text: TokenText):
+    Attributes:
+        count: how many of the likeliest tokens are listed besides the chosen one.
+        token_text: the text of a token.
+        by_number: name tokens by their ids.
+        special: ids of the special tokens.
+        hidden: those that are left out of generated text, and take up none of it.
+        prompt_ids: of the prompt, where the steps begin with its tokens; else empty.
+        echoed: its text, which may have some special tokens and lack those that the tokenizer added.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        token_text: TokenText,
+        *,
+        by_number: bool = False,
+        special: Container[int] = (),
+        hidden: Container[int] = (),
+        prompt_ids: Sequence[int] = (),
+        echoed: str = "",
+    ):
         self._count = count
         self._token_text = token_text
+        self._by_number = by_number
+        self._special = special
+        self._hidden = hidden
+        self._prompt_ids = prompt_ids
+        self._echoed = echoed
+        self._position = 0
         self._offset = 0
 
-    def build(self, steps: Sequence[Step | None], token_ids: Sequence[int] = ()) -> CompletionLogprobs:
-        """A None step is a prompt's first token, which nothing predicts; its id is then read from `token_ids`."""
+    def build(self, steps: Sequence[Step | None]) -> CompletionLogprobs:
+        """A None step is a prompt's first token, which nothing predicts."""
         out = CompletionLogprobs([], [], [], [])
-        for position, step in enumerate(steps):
-            if step is None:
-                text = self._token_text(token_ids[position])
-                out.token_logprobs.append(None)
-                out.top_logprobs.append(None)
-            else:
-                text = _text(*step[0], self._token_text)
-                out.token_logprobs.append(_finite(step[0][1].logprob))
-                out.top_logprobs.append(self._top(step))
-            out.tokens.append(text)
+        for step in steps:
+            token = self._prompt_ids[self._position] if step is None else step[0][0]
+            text = self._token_text(token) if step is None else _text(*step[0], self._token_text)
+            out.tokens.append(self._name(token, text))
+            out.token_logprobs.append(None if step is None else _finite(step[0][1].logprob))
+            out.top_logprobs.append(None if step is None else self._top(step))
             out.text_offset.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(text) if self._is_shown(token, text) else 0
+            self._position += 1
         return out
+
+    def _is_shown(self, token: int, text: str) -> bool:
+        if self._position < len(self._prompt_ids):
+            return token not in self._special or self._echoed.startswith(text, self._offset)
+        return token not in self._hidden
+
+    def _name(self, token: int, text: str) -> str:
+        return token_number(token) if self._by_number else text
 
     def _top(self, step: Step) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, value in step[: self._count + 1]:  # two tokens may have the same text: the more likely one stays
-            text = _text(token, value, self._token_text)
-            top[text] = max(top.get(text, _LOWEST), _finite(value.logprob))
+            name = self._name(token, _text(token, value, self._token_text))
+            top[name] = max(top.get(name, _LOWEST), _finite(value.logprob))
         return top
 
 

@@ -41,9 +41,9 @@ async def list_models(request: Request) -> Response:
 async def retrieve_model(model: str, request: Request) -> Response:
     """One of those names; a name may contain slashes."""
     state: ServerState = request.app.state.server
-    return json_response(_model(state, state.find_model(model)[0]))
+    return json_response(_model(state, model))
 
 
 def _model(state: ServerState, name: str) -> Model:
-    model = state.models[name]
+    name, model = state.find_model(name)
     return Model(id=name, created=state.created, root=model.config.model, max_model_len=model.engine.info.max_model_len)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from jaxllm.requests.sampling import (
     INT64_MIN,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -35,7 +36,7 @@ LABELS = {"conversation_id": "X-Conversation-Id", "resource_id": "X-Resource-Id"
 _NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
-    "bad_words": ([],), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
+    "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
     "include_stop_str_in_output": (False,),
 }  # fmt: skip
 """Fields that a search for the most likely text cannot honour, and the values that ask nothing of it."""
@@ -136,6 +137,8 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """End the search when enough beams have ended, even if an open one could still become better."""
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: the tokenizers library writes no such spaces."""
+    logprob_token_ids: Annotated[list[int] | None, _at_most(MAX_LOGPROBS)] = Field(default=None, min_length=1)
+    """With logprobs: tokens whose log-probabilities come at each generated position, instead of the likeliest ones'."""
     prompt_logprobs: int | None = None
     """Log-probabilities of this many most likely tokens at each prompt position; -1 is the whole vocabulary."""
     return_token_ids: bool = False
@@ -143,7 +146,11 @@ class GenerationRequest(SamplingFields, StructuredFields):
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    """Keep only the last so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
+    """Keep only so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Which end of the prompt truncate_prompt_tokens cuts off."""
+    timings_per_token: bool = False
+    """Tell with the answer, and with each chunk of a stream, how long prompt and answer have taken; as llama.cpp."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
     conversation_id: str | None = Label
@@ -218,6 +225,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
             num_generated=self.num_generated,
             beam_search=beams,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
             priority=self.priority,
             request_id=self.request_id,
             cache_salt=self.cache_salt,
@@ -228,5 +236,5 @@ class GenerationRequest(SamplingFields, StructuredFields):
 _SAMPLING_FIELDS = (
     "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "repeat_last_n", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "allowed_token_ids", "bad_words", "skip_special_tokens",
+    "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids",
 )  # fmt: skip

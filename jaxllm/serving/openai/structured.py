@@ -26,6 +26,13 @@ class JSONObjectFormat(RequestModel):
     type: Literal["json_object"]
 
 
+class JSONObjectSchemaFormat(JSONObjectFormat):
+    """Any JSON object, or one that matches a schema."""
+
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    """llama.cpp's place of the schema that the answer must match; by default any JSON object will do."""
+
+
 class JSONSchema(RequestModel):
     name: str | None = None
     """Accepted, without effect: the model does not see it."""
@@ -41,8 +48,23 @@ class JSONSchemaFormat(RequestModel):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
-    json_schema: JSONSchema
+    json_schema: JSONSchema | None = None
     """The schema, with its name."""
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    """llama.cpp's place of the schema, instead of json_schema."""
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> JSONSchemaFormat:
+        if self.json_schema is None and self.schema_ is None:
+            raise refuse("json_schema is required", "json_schema")
+        if self.json_schema is not None and self.schema_ is not None:
+            raise refuse("json_schema and schema are one setting, give one of them")
+        return self
+
+    @property
+    def asked(self) -> dict[str, Any] | bool | None:
+        """The schema, wherever it is."""
+        return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
 
 class Structure(RequestModel):
@@ -67,7 +89,7 @@ class StructuralTagFormat(RequestModel):
 
 
 ResponseFormat = Annotated[
-    TextFormat | JSONObjectFormat | JSONSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+    TextFormat | JSONObjectSchemaFormat | JSONSchemaFormat | StructuralTagFormat, Field(discriminator="type")
 ]
 
 
@@ -107,6 +129,12 @@ class StructuredFields(RequestModel):
     """vLLM's older name of structured_outputs.choice."""
     guided_grammar: str | None = None
     """vLLM's older name of structured_outputs.grammar."""
+    grammar: str | None = None
+    """llama.cpp's name of structured_outputs.grammar."""
+    json_schema: Schema | None = None
+    """llama.cpp's and SGLang's name of structured_outputs.json."""
+    regex: str | None = None
+    """SGLang's name of structured_outputs.regex."""
 
     @model_validator(mode="after")
     def _one_constraint(self) -> StructuredFields:
@@ -135,10 +163,7 @@ class StructuredFields(RequestModel):
 def _constraint(name: str, value: Any) -> dict[str, Any]:
     """The arguments of StructuredOutputs that one field stands for."""
     match value:
-        case JSONObjectFormat():
-            return {"json_object": True}
-        case JSONSchemaFormat():
-            schema = value.json_schema.schema_
+        case JSONObjectSchemaFormat(schema_=schema) | JSONSchemaFormat(asked=schema):
             return {"json_object": True} if schema is None else {"json": _text(schema)}
         case StructuralTagFormat():
             tag = value.model_dump(by_alias=True, include={"structures", "triggers"})
@@ -147,7 +172,7 @@ def _constraint(name: str, value: Any) -> dict[str, Any]:
             given = value.model_dump(by_alias=True, exclude_none=True)
             return {kind: _text(part) if kind in ("json", "structural_tag") else part for kind, part in given.items()}
         case _:
-            kind = name.removeprefix("guided_")
+            kind = "json" if name == "json_schema" else name.removeprefix("guided_")
             return {kind: _text(value) if kind == "json" else value}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from jaxllm.config import ServeConfig
 from jaxllm.serving import generation
 from jaxllm.serving.http.request_model import RequestModel
 
@@ -13,6 +14,12 @@ class StreamOptions(RequestModel):
     """Send a last chunk with the usage and no choices."""
     continuous_usage_stats: bool = False
     """Send the usage so far with every chunk."""
+
+
+def stream_options(asked: StreamOptions | None, config: ServeConfig) -> StreamOptions:
+    """What a stream tells besides: what was asked for, and the usage where the server always sends it."""
+    options = asked or StreamOptions()
+    return options.model_copy(update={"include_usage": options.include_usage or config.enable_force_include_usage})
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -42,10 +42,11 @@ def tool_constraint(
 ) -> StructuredOutputs | None:
     """What makes the model call as asked, in the format of `formats`; OutputParser reads back whatever it allows.
 
-    `choice` is "required" for a call of any of `tools`, a NamedTool for a call of that one, and "auto" for the model's
-    choice. With `parallel` it may make several calls. Arguments follow the tools' schemas; for a tool that
-    isn't strict, keywords that llguidance does not enforce are ignored. "auto" is constrained if some tool is strict
-    and the format marks its calls: behind the mark the call must be valid; other tools' arguments are any object.
+    `choice` is "required" for a call of any of `tools`, a NamedTool for one call of that one, and "auto" for the
+    model's choice. With `parallel` it may make several calls, but one of a NamedTool. Arguments follow the tools'
+    schemas; for a tool that isn't strict, keywords that llguidance does not enforce are ignored. "auto" is constrained
+    if some tool is strict and the format marks its calls: behind the mark the call must be valid; other tools'
+    arguments are any object.
 
     In formats whose strings are not JSON, a string's enum is enforced but not its pattern or length.
 
@@ -61,7 +62,7 @@ def tool_constraint(
             return None
         return StructuredOutputs(grammar=writer.auto(tools, formats, parallel), after=after)
     if isinstance(choice, NamedTool):
-        tools = [tool for tool in tools if tool.name == choice.name]
+        tools, parallel = [tool for tool in tools if tool.name == choice.name], False
     return StructuredOutputs(grammar=writer.required(tools, parallel, leading_space=after is not None), after=after)
 
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings, and the fields that all requests without generation share."""
+"""/v1/embeddings and /v1/pooling, and the fields that all requests without generation share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.http.request_model import Label, RequestModel, refuse
 from jaxllm.serving.openai.messages import Messages, TemplateFields
 from jaxllm.serving.openai.usage import PromptTokensDetails
+from jaxllm.serving.pooling.encoding import EncodingFields
 
 MAX_INPUTS = 2048
 """Texts of one request, as at OpenAI."""
@@ -98,20 +99,18 @@ class InputFields(TemplateFields, PoolingFields):
         return self.input  # type: ignore[return-value]
 
 
-class EmbeddingRequest(InputFields):
-    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING | {"embed_dtype", "endianness"}
+class VectorFields(InputFields, EncodingFields):
+    """Vectors of texts."""
 
-    encoding_format: Literal["float", "base64"] = "float"
-    """Numbers, or base64 of little-endian float32."""
     dimensions: int | None = Field(default=None, ge=1)
     """Keep so many leading channels, for models that were trained for it (Matryoshka)."""
     normalize: bool | None = None
     """Scale to unit length; by default as the model asks, which is nearly always true."""
     use_activation: bool | None = None
-    """Another name of normalize."""
+    """Another name of normalize; of classes: false gives the raw scores instead of probabilities."""
 
     @model_validator(mode="after")
-    def _one_name(self) -> EmbeddingRequest:
+    def _one_name(self) -> VectorFields:
         if self.normalize is not None and self.use_activation is not None:
             raise refuse("use_activation is another name of normalize; give one of them", "use_activation")
         return self
@@ -119,6 +118,19 @@ class EmbeddingRequest(InputFields):
     @property
     def asks_unit_length(self) -> bool | None:
         return self.normalize if self.normalize is not None else self.use_activation
+
+
+class EmbeddingRequest(VectorFields):
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING
+
+
+class PoolingRequest(VectorFields):
+    """What a model makes of each text, whichever kind of model it is."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING
+
+    task: Literal["embed", "classify"] | None = None
+    """A vector, or the probabilities of the classes; by default what the model is made for."""
 
 
 def _is_ids(values: list[Any]) -> bool:
@@ -135,6 +147,21 @@ class Embedding(msgspec.Struct, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
+
+
+class Pooled(msgspec.Struct, kw_only=True):
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | str
+
+
+class PoolingList(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: PoolingUsage
 
 
 class EmbeddingList(msgspec.Struct, kw_only=True):

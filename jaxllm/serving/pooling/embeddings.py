@@ -1,8 +1,6 @@
-"""/embeddings"""
+"""/embeddings and /pooling"""
 
 from __future__ import annotations
-
-import base64
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -13,9 +11,19 @@ from jaxllm.requests.pooling import PoolingParams
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.pooling.embedding_types import Embedding, EmbeddingList, EmbeddingRequest
+from jaxllm.serving.pooling.classes import class_scores
+from jaxllm.serving.pooling.embedding_types import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    Pooled,
+    PoolingList,
+    PoolingRequest,
+    VectorFields,
+)
 from jaxllm.serving.pooling.prompts import input_prompts, pooling_kind
 from jaxllm.serving.pooling.run import PoolingRun
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
@@ -26,30 +34,52 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     """A vector for each text."""
     state: ServerState = request.app.state.server
     name, model = state.find_model(body.model)
-    size = model.engine.info.hidden_size
-    if body.dimensions is not None and body.dimensions > size:
-        raise InvalidRequestError(f"dimensions is {body.dimensions}; this model has {size}", "dimensions")
-    prompts = await input_prompts(state, model, body)
     run = PoolingRun(model, body, "embd")
-    vectors = await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))
-    normalize = body.asks_unit_length
-    if normalize is None:
-        normalize = model.engine.info.tasks.normalize
-    shaped = (shape_vector(vector, body.dimensions, normalize) for vector in vectors)
+    vectors = await embed(state, model, request, body, run)
     embeddings = EmbeddingList(
         id=run.id,
         created=run.created,
         model=name,
-        data=[
-            Embedding(index=index, embedding=encode_vector(vector, body.encoding_format))
-            for index, vector in enumerate(shaped)
-        ],
+        data=[Embedding(index=index, embedding=body.encoded(vector)) for index, vector in enumerate(vectors)],
         usage=run.usage(),
     )
     return json_response(embeddings, request_id=run.id)
 
 
-def encode_vector(vector: np.ndarray, encoding_format: str) -> list[float] | str:
-    if encoding_format == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
+@router.post("/pooling", responses=returns(PoolingList))
+async def pool(body: PoolingRequest, request: Request) -> Response:
+    """What the model makes of each text: a vector, or with a classification head the probabilities of its classes."""
+    state: ServerState = request.app.state.server
+    name, model = state.find_model(body.model)
+    run = PoolingRun(model, body, "pool")
+    classifies = bool(model.engine.info.tasks.labels)
+    if body.task == "classify" or (body.task is None and classifies):
+        for field in ("dimensions", "normalize"):
+            if getattr(body, field) is not None:
+                raise InvalidRequestError(f"{field} is for vectors; task is 'classify'", field)
+        rows = await class_scores(state, name, model, request, body, run, raw=body.use_activation is False)
+    else:
+        rows = await embed(state, model, request, body, run)
+    pooled = PoolingList(
+        id=run.id,
+        created=run.created,
+        model=name,
+        data=[Pooled(index=index, data=body.encoded(row)) for index, row in enumerate(rows)],
+        usage=run.usage(),
+    )
+    return json_response(pooled, request_id=run.id)
+
+
+async def embed(
+    state: ServerState, model: ServedModel, request: Request, body: VectorFields, run: PoolingRun
+) -> list[np.ndarray]:
+    """A vector for each input. Raises InvalidRequestError naming the field."""
+    size = model.engine.info.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise InvalidRequestError(f"dimensions is {body.dimensions}; this model has {size}", "dimensions")
+    prompts = await input_prompts(state, model, body)
+    vectors = await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))
+    normalize = body.asks_unit_length
+    if normalize is None:
+        normalize = model.engine.info.tasks.normalize
+    return [shape_vector(vector, body.dimensions, normalize) for vector in vectors]

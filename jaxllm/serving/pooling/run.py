@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from fastapi import Request
 
+from jaxllm.errors import QueueFullError
 from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.serving.http.errors import unavailable
@@ -44,6 +45,9 @@ class PoolingRun:
         self._model.running.add(self)
         try:
             outputs = await until_disconnect(request.receive, self._run(prompts, params))
+        except QueueFullError:
+            self._model.metrics.count_rejected()
+            raise
         except asyncio.CancelledError:
             if self._aborted:
                 raise unavailable("the server is shutting down", code="shutting_down") from None

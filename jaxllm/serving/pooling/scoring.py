@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.pooling import PoolingParams
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.pooling.pairs import activate, score_pairs
-from jaxllm.serving.pooling.prompts import input_prompts
+from jaxllm.serving.pooling.classes import class_scores
+from jaxllm.serving.pooling.pairs import score_pairs
 from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.pooling.scoring_types import (
     APIVersion,
     Classification,
     ClassificationList,
     ClassifyRequest,
+    DocumentRerankRequest,
     Rank,
     RankedDocument,
     Ranking,
@@ -29,7 +27,9 @@ from jaxllm.serving.pooling.scoring_types import (
     Score,
     ScoreList,
     ScoreRequest,
+    TextRank,
 )
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["scoring"])
@@ -54,14 +54,16 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     return json_response(result, request_id=run.id)
 
 
-@router.post("/rerank", responses=returns(Ranking))
+@router.post("/rerank", responses=returns(Ranking, list[TextRank]))
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Documents by their relevance, best first; Jina's shape, and Cohere's first."""
+    """Documents by their relevance, best first; Jina's shape, and Cohere's first. With `texts` a list, as TEI's."""
+    if body.texts is not None:
+        return await _rank_texts(body, request)
     return await _rank(body, request, "1", return_documents=body.return_documents is not False)
 
 
 @cohere_router.post("/v2/rerank", responses=returns(Ranking))
-async def rerank_v2(body: RerankRequest, request: Request) -> Response:
+async def rerank_v2(body: DocumentRerankRequest, request: Request) -> Response:
     """Documents by their relevance, best first; Cohere's second shape."""
     return await _rank(body, request, "2", return_documents=body.return_documents is True)
 
@@ -71,21 +73,15 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The class of each text, for models with a classification head."""
     state: ServerState = request.app.state.server
     name, model = state.find_model(body.model)
-    tasks = model.engine.info.tasks
-    if not tasks.labels:
-        raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")
-    prompts = await input_prompts(state, model, body)
     run = PoolingRun(model, body, "classify")
-    logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
-    probs = activate(logits, tasks.activation if body.use_activation else "identity")
+    probs = await class_scores(state, name, model, request, body, run, raw=not body.use_activation)
+    labels = model.engine.info.tasks.labels
     result = ClassificationList(
         id=run.id,
         created=run.created,
         model=name,
         data=[
-            Classification(
-                index=index, label=tasks.labels[int(row.argmax())], probs=row.tolist(), num_classes=len(tasks.labels)
-            )
+            Classification(index=index, label=labels[int(row.argmax())], probs=row.tolist(), num_classes=len(labels))
             for index, row in enumerate(probs)
         ],
         usage=run.usage(),
@@ -94,14 +90,13 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 
 
 async def _rank(
-    body: RerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
+    body: DocumentRerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
 ) -> Response:
     state: ServerState = request.app.state.server
     name, model = state.find_model(body.model)
     run = PoolingRun(model, body, "rerank")
-    texts = body.texts
-    scores = await score_pairs(state, model, request, [(body.query, text) for text in texts], body, run)
-    best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
+    texts = body.candidates
+    scores, best_first = await _ranked(state, model, request, body, run)
     result = Ranking(
         id=run.id,
         model=name,
@@ -117,3 +112,24 @@ async def _rank(
         meta=RankingMeta(APIVersion(version)),
     )
     return json_response(result, request_id=run.id)
+
+
+async def _rank_texts(body: RerankRequest, request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    _, model = state.find_model(body.model)
+    run = PoolingRun(model, body, "rerank")
+    scores, best_first = await _ranked(state, model, request, body, run)
+    ranks = [
+        TextRank(index=index, score=scores[index], text=body.candidates[index] if body.return_text else UNSET)
+        for index in best_first
+    ]
+    return json_response(ranks, request_id=run.id)
+
+
+async def _ranked(
+    state: ServerState, model: ServedModel, request: Request, body: DocumentRerankRequest, run: PoolingRun
+) -> tuple[list[float], list[int]]:
+    """The candidates' scores, and their places from the best on."""
+    pairs = [(body.query, text) for text in body.candidates]
+    scores = await score_pairs(state, model, request, pairs, body, run)
+    return scores, sorted(range(len(scores)), key=lambda index: -scores[index])

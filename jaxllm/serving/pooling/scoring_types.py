@@ -82,19 +82,68 @@ class ScoreRequest(ComparisonFields):
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
 
-class RerankRequest(ComparisonFields):
+class DocumentRerankRequest(ComparisonFields):
     query: str
     """What to look for."""
-    documents: list[Text] = Field(min_length=1, max_length=MAX_INPUTS)
+    documents: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     """Where to look: texts, or objects with a `text`."""
     top_n: int = Field(default=0, ge=0)
     """Return only so many of the best; 0 returns all."""
     return_documents: bool | None = None
     """Repeat each document's text in its result; true by default, but not at /v2/rerank."""
 
+    @model_validator(mode="after")
+    def _has_documents(self) -> DocumentRerankRequest:
+        if self.documents is None and not self.names_texts:
+            raise refuse("documents is required", "documents")
+        return self
+
     @property
-    def texts(self) -> list[str]:
-        return _texts(self.documents)
+    def names_texts(self) -> bool:
+        """Whether the documents come under TEI's name."""
+        return False
+
+    @property
+    def candidates(self) -> list[str]:
+        return _texts(self.documents or [])
+
+
+class RerankRequest(DocumentRerankRequest):
+    texts: list[str] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    """TEI's name of documents; the answer is then a list, as TEI's."""
+    return_text: bool | None = None
+    """With texts: repeat each text in its result."""
+    raw_scores: bool | None = None
+    """With texts: the raw scores, before they are made probabilities."""
+    truncate: bool | None = None
+    """With texts: cut those that are longer than the context; without it they are refused."""
+    truncation_direction: Literal["Right", "right"] | None = None
+    """With texts: only right, the end that truncate cuts off."""
+
+    @model_validator(mode="after")
+    def _of_one_api(self) -> RerankRequest:
+        for name in ("documents", "top_n", "return_documents") if self.texts is not None else ():
+            if name in self.model_fields_set:
+                raise refuse(f"{name} does not go with texts, which is TEI's name of documents", name)
+        for name in ("return_text", "raw_scores", "truncate", "truncation_direction") if self.texts is None else ():
+            if getattr(self, name) is not None:
+                raise refuse(f"{name} goes with texts, TEI's name of documents", name)
+        for name, other in (("raw_scores", "use_activation"), ("truncate", "truncate_prompt_tokens")):
+            if getattr(self, name) is not None and other in self.model_fields_set:
+                raise refuse(f"{name} and {other} are one setting, give one of them", name)
+        if self.raw_scores:
+            self.use_activation = False
+        if self.truncate:
+            self.truncate_prompt_tokens = -1
+        return self
+
+    @property
+    def names_texts(self) -> bool:
+        return self.texts is not None
+
+    @property
+    def candidates(self) -> list[str]:
+        return super().candidates if self.texts is None else self.texts
 
 
 def _texts(value: Text | list[Text]) -> list[str]:
@@ -132,6 +181,14 @@ class Rank(msgspec.Struct, kw_only=True):
     index: int
     relevance_score: float
     document: RankedDocument | UnsetType = UNSET
+
+
+class TextRank(msgspec.Struct, kw_only=True):
+    """TEI's."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
 
 
 class APIVersion(msgspec.Struct):

@@ -126,7 +126,7 @@ class Responses:
         translation = Translation(body, context, own)
         with naming(translation.name):
             return await begin_reply(
-                self._state, body.model, translation.conversation(), generation_settings(body), kind="resp"
+                self._state, body.model, translation.conversation(), generation_settings(body), prefix="resp-"
             )
 
 

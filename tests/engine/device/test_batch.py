@@ -76,7 +76,7 @@ def test_decode_step_by_step_with_pages_gained(device):
             new = device.position[slot] // PAGE >= len(device.pages[slot])
             gained.append(20 + 10 * turn + slot if new else 0)
             device.pages[slot] += [gained[-1]] if new else []
-        x = packed(decode_packing(4), num_decodes=3, tokens=[-1, 6, -1], slot=order, new_page=gained)
+        x = packed(decode_packing(4), num_decodes=3, num_steps=1, tokens=[-1, 6, -1], slot=order, new_page=gained)
         tokens, meta, device.slots = decode(x, device.slots, PAGE)
         at = device.position[order]
         np.testing.assert_array_equal(meta.positions, [*at, 0])
@@ -116,7 +116,7 @@ def test_a_mixed_step_of_a_decode_and_chunks(device):
 
 def test_a_slot_keeps_nothing_of_its_last_request(device):
     device.admit(0, 0, [4], 1)
-    x = packed(decode_packing(2), num_decodes=1, tokens=[3], slot=[0], new_page=[0])
+    x = packed(decode_packing(2), num_decodes=1, num_steps=1, tokens=[3], slot=[0], new_page=[0])
     _, meta, _ = decode_batch(x, device.slots, PAGE)
     np.testing.assert_array_equal(meta.page_table, [[4, 0, 0, 0, 0], [0] * PAGES])
     assert int(meta.positions[0]) == 0 and int(meta.rotary_lengths[0]) == 1

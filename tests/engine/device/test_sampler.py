@@ -192,11 +192,11 @@ def make_rows(count: int, **values: Any) -> SamplingRows:
     """Rows that ask for nothing but what `values` says, each in a slot of its own."""
     neutral: dict[str, Any] = dict.fromkeys(SamplingRows._fields, 0)
     neutral |= {"top_p": 1.0, "repetition": 1.0, "slot": np.arange(count), "seed": np.zeros((count, 2)), "position": 5}
-    neutral["window"] = 2**30
+    neutral |= {"window": 2**30, "asked_ids": -1}
     floats = SamplingRows._fields[SamplingRows._fields.index("temperature") :]
     arrays = {}
     for name, value in (neutral | values).items():
-        shape = (count, 2) if name == "seed" else (count,)
+        shape = (count, *{"seed": (2,), "asked_ids": (20,)}.get(name, ()))
         arrays[name] = jnp.asarray(np.broadcast_to(np.asarray(value, "f4" if name in floats else "i4"), shape))
     return SamplingRows(**arrays)
 
@@ -383,6 +383,20 @@ def test_a_greedy_row_with_a_bias_takes_the_most_likely_token_after_it():
     assert tokens.tolist() == [17, logits[1].argmax()]
     assert logprobs.rank[0] > 1, "log-probabilities are those before the bias"
     assert logprobs.rank[1] == 1
+
+
+def test_rows_that_ask_for_tokens_get_their_logprobs_and_the_others_the_likeliest():
+    logits = random_logits(VOCAB, rows=3)
+    asked = np.full((3, 20), -1)
+    asked[1, :3] = [7, 0, VOCAB - 1]
+    _, logprobs = sample(logits, make_rows(3, logprobs=1, asked_ids=asked), make_slots(3))
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(1, keepdims=True))
+    assert logprobs.top_ids[1, :3].tolist() == [7, 0, VOCAB - 1]
+    np.testing.assert_allclose(logprobs.top[1, :3], exact[1, [7, 0, VOCAB - 1]], atol=2e-5)
+    assert np.isneginf(logprobs.top[1, 3:]).all()
+    for row in (0, 2):
+        np.testing.assert_array_equal(logprobs.top_ids[row], np.argsort(-logits[row], kind="stable")[:20])
 
 
 def test_sampled_rows_stay_inside_their_truncation():

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
+import psutil
 import pytest
 
-from jaxllm import AsyncLLM, SamplingParams
+from jaxllm import AsyncLLM, EngineConfig, SamplingParams
+from jaxllm.engine.front import process_client
+from jaxllm.engine.front.messages import EngineRequest
+from jaxllm.engine.front.process_client import ProcessClient
+from jaxllm.engine.front.streams import Stream, Streams
 from jaxllm.errors import EngineDeadError, InvalidRequestError
+from tests.engine.front import stand_in
 from tests.reference.tiny import write_checkpoint
 
 FIELDS: dict[str, Any] = {
@@ -80,3 +94,134 @@ def test_a_request_that_the_engine_could_not_read_is_refused_alone(directory: Pa
         assert asyncio.run(run()) == 4
     finally:
         engine.shutdown()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_client, "SILENT_SECONDS", 2.0)
+
+
+def endless(tokens: int = 3) -> EngineRequest:
+    return EngineRequest(
+        request_id="r", prompt_token_ids=[5] * tokens, sampling_params=SamplingParams(max_tokens=10**6, n=1)
+    )
+
+
+def is_there(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_a_stopped_process_is_ended_and_another_takes_its_place(impatient: None) -> None:
+    def start(given_up: threading.Event) -> ProcessClient:
+        return ProcessClient(EngineConfig(), main=stand_in.paced, given_up=given_up)
+
+    first = start(threading.Event())
+    streams = Streams(first, None, start=start, revived=True)
+    try:
+        pid = first._process.pid
+        with Stream(streams, [endless()]) as stream:
+            events = iter(stream)
+            next(events)
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineDeadError, match="said nothing for 3 seconds and was killed"):
+                for _ in events:
+                    pass
+        assert not is_there(pid)
+        wait_for(lambda: not streams.is_dead)
+        with Stream(streams, [endless()]) as stream:
+            assert next(iter(stream))[0][1].token_ids == [stand_in.TOKEN]
+    finally:
+        streams.shutdown()
+
+
+def test_nobody_waits_for_a_process_that_does_not_read_and_it_can_be_ended() -> None:
+    client = ProcessClient(EngineConfig(), main=stand_in.paced)
+    os.kill(client._process.pid, signal.SIGSTOP)
+    longest = 0.0
+    for _ in range(20):  # 2 MB, of which a pipe takes a tenth
+        began = time.monotonic()
+        client.add(endless(100_000))
+        client.abort(["r"])
+        longest = max(longest, time.monotonic() - began)
+    assert longest < 0.5
+    began = time.monotonic()
+    client.shutdown()
+    assert time.monotonic() - began < process_client.STOP_SECONDS + 2
+    assert not is_there(client._process.pid)
+
+
+def test_a_long_step_is_no_death_and_neither_is_c_code_that_keeps_python_from_running(impatient: None) -> None:
+    client = ProcessClient(EngineConfig(), main=stand_in.slow)
+    try:
+        client.add(endless())
+        began, deltas = time.monotonic(), []
+        while not deltas:
+            deltas = client.outputs(0.5)
+        assert time.monotonic() - began > stand_in.LONG_SECONDS
+    finally:
+        client.shutdown()
+
+
+def test_an_end_does_not_wait_for_a_start() -> None:
+    given_up = threading.Event()
+    threading.Timer(1.0, given_up.set).start()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="shut down while it started"):
+        ProcessClient(EngineConfig(), main=stand_in.never_ready, given_up=given_up)
+    assert time.monotonic() - began < 10
+
+
+def test_a_process_that_loads_ends_with_the_one_that_started_it() -> None:
+    program = (
+        "import multiprocessing, threading, time\n"
+        "from jaxllm.config import EngineConfig\n"
+        "from jaxllm.engine.front.process_client import ProcessClient\n"
+        "from tests.engine.front import stand_in\n"
+        "start = lambda: ProcessClient(EngineConfig(), main=stand_in.never_ready)\n"
+        "if __name__ == '__main__':\n"
+        "    threading.Thread(target=start, daemon=True).start()\n"
+        "    while not multiprocessing.active_children():\n"
+        "        time.sleep(0.01)\n"
+        "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        time.sleep(2.0)  # it is up, or nearly
+    finally:
+        process.kill()
+        process.communicate()
+    wait_for(lambda: not is_there(pid), 20)
+
+
+def test_an_engine_that_is_started_again_keeps_its_sizes() -> None:
+    """And the front door checks requests against what the new one says."""
+    asked: list[int | None] = []
+
+    def start(config: EngineConfig, given_up: threading.Event | None = None) -> ProcessClient:
+        asked.append(config.kv_cache_memory)
+        client = ProcessClient(config, main=stand_in.paced, given_up=given_up)
+        client.info = msgspec.structs.replace(client.info, kv_cache_memory=1234, max_model_len=100 * len(asked))
+        return client
+
+    with (
+        mock.patch("jaxllm.engine.front.async_llm.start_engine", lambda config: (start(config), None)),
+        mock.patch("jaxllm.engine.front.async_llm.start_client", start),
+    ):
+        engine = AsyncLLM(EngineConfig(engine_process=True))
+        try:
+            assert engine.info.max_model_len == 100
+            os.kill(engine._streams.client._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            wait_for(lambda: len(asked) == 2 and not engine.is_dead)
+            assert asked == [None, 1234] and engine.info.max_model_len == 200
+        finally:
+            engine.shutdown()

@@ -8,6 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from jaxllm.serving.anthropic.ids import template_call_id, tool_use_id
 from tests.serving.anthropic.shared import CALL, HELLO, WEATHER, ScriptedEngine
 
 
@@ -33,6 +34,7 @@ def test_tool_loop(sdk: anthropic.Anthropic, engine: ScriptedEngine, stream: boo
         ("tool_use", "get_weather", {"city": "Rome"}),
     ]
     assert "get_weather" in engine.last_prompt
+    assert answer.id.startswith("msg_") and all(call.id.startswith("toolu_") for call in calls)
     messages += [
         answer.to_param(),
         {
@@ -47,6 +49,13 @@ def test_tool_loop(sdk: anthropic.Anthropic, engine: ScriptedEngine, stream: boo
     answer = ask()
     assert answer.stop_reason == "end_turn" and answer.content[0].to_dict()["text"] == "It is 12 C."
     assert engine.last_prompt.endswith("[tool]12 C[tool]Error: no such city[assistant]")
+
+
+def test_ids_that_mistrals_templates_take_come_back_as_they_were() -> None:
+    for given, sent in (("call_5f", "toolu_5f"), ("aB3dE6gH9", "toolu_aB3dE6gH9")):
+        assert tool_use_id(given) == sent
+    assert template_call_id("toolu_aB3dE6gH9") == "aB3dE6gH9"
+    assert template_call_id("toolu_01A09q90qw90lq917835lq9") == "toolu_01A09q90qw90lq917835lq9"
 
 
 def test_input_streams_as_it_comes(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:

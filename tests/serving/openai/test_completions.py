@@ -57,7 +57,38 @@ def test_prompt_shapes(client: TestClient, engine: FakeEngine, prompt: Any, toke
 def test_echo_pairs_each_choice_with_its_prompt(client: TestClient) -> None:
     body = post(client, prompt=["Hi ", "Ho "], n=2, echo=True, max_tokens=3).json()
     assert [c["text"] for c in body["choices"]] == ["Hi The", "Hi The", "Ho The", "Ho The"]
-    assert post(client, prompt=[BOS, 72], echo=True, max_tokens=3).json()["choices"][0]["text"] == "HThe"
+    assert post(client, prompt=[BOS, 72], echo=True, max_tokens=3).json()["choices"][0]["text"] == "<s>HThe"
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "tokens", "offsets", "text"),
+    [
+        ({"prompt": "Hi"}, ["<s>", "H", "i"], [0, 0, 1], "Hi"),
+        ({"prompt": "<s>Hi"}, ["<s>", "<s>", "H", "i"], [0, 3, 3, 4], "<s>Hi"),
+        ({"prompt": [BOS, 72, BOS, 105]}, ["<s>", "H", "<s>", "i"], [0, 3, 4, 7], "<s>H<s>i"),
+        ({"prompt": [BOS, 72], "skip_special_tokens": True}, ["<s>", "H"], [0, 0], "H"),
+    ],
+)
+def test_text_offsets_point_into_the_text(
+    client: TestClient, fields: dict[str, Any], tokens: list[str], offsets: list[int], text: str, numbered: bool
+) -> None:
+    asked = fields | {"echo": True, "logprobs": 0, "max_tokens": 2, "return_tokens_as_token_ids": numbered}
+    choice = post(client, **asked).json()["choices"][0]
+    assert choice["text"] == text + "Th"
+    assert choice["logprobs"]["text_offset"] == [*offsets, len(text), len(text) + 1]
+    if numbered:
+        assert choice["logprobs"]["tokens"][0] == f"token_id:{BOS}"
+    else:
+        assert choice["logprobs"]["tokens"] == [*tokens, "T", "h"]
+
+
+def test_special_tokens_that_are_not_shown_take_no_room(client: TestClient, engine: FakeEngine) -> None:
+    engine.reply = "a</s>b"
+    for shown, offsets in ((False, [0, 1, 1]), (True, [0, 1, 5])):
+        choice = post(client, prompt="Hi", logprobs=0, skip_special_tokens=not shown).json()["choices"][0]
+        assert choice["text"] == ("a</s>b" if shown else "ab")
+        assert choice["logprobs"]["text_offset"] == offsets
 
 
 def test_logprobs_zero_returns_the_chosen_token_only(client: TestClient) -> None:
@@ -81,7 +112,7 @@ def test_echo_with_logprobs_scores_the_prompt(client: TestClient) -> None:
     assert logprobs["tokens"] == ["<s>", "H", "i", "T", "h"]
     assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0]
     assert logprobs["top_logprobs"][:2] == [None, {"H": -1.0, "A": -0.5}]
-    assert logprobs["text_offset"] == [0, 3, 4, 5, 6]
+    assert logprobs["text_offset"] == [0, 0, 1, 2, 3]
 
 
 def test_max_tokens_zero_with_echo_scores_the_prompt_alone(client: TestClient) -> None:

@@ -81,8 +81,12 @@ TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "trigg
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "grammar",
+    "json_schema",
+    "regex",
 )
-@pytest.mark.covers("JSONSchemaFormat", "json_schema")
+@pytest.mark.covers("JSONObjectSchemaFormat", "schema")
+@pytest.mark.covers("JSONSchemaFormat", "json_schema", "schema")
 @pytest.mark.covers("JSONSchema", "schema")
 @pytest.mark.covers("StructuralTagFormat", "structures", "triggers")
 @pytest.mark.covers("Structure", "begin", "schema", "end")
@@ -114,6 +118,12 @@ TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "trigg
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
         ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"json_schema": SCHEMA}, "json", SCHEMA),
+        ({"json_schema": json.dumps(SCHEMA)}, "json", SCHEMA),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", SCHEMA),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json", SCHEMA),
     ],
 )
 def test_constraints_reach_the_engine(
@@ -369,3 +379,57 @@ def test_many_unknown_fields_are_ignored_quickly(make_client: Any, engine: FakeE
     start = time.perf_counter()
     body = post(client, **{f"temperatur{i}": 1 for i in range(90_000)}).json()
     assert len(body["warnings"]) == 32 and time.perf_counter() - start < 3
+
+
+@pytest.mark.covers("GenerationRequest", "truncation_side")
+@pytest.mark.parametrize("path", ROUTES)
+def test_either_end_of_a_prompt_is_cut_off(client: TestClient, engine: FakeEngine, path: str) -> None:
+    send(client, path)
+    whole = engine.seen[-1][0]
+    for side, kept in ((None, whole[-2:]), ("left", whole[-2:]), ("right", whole[:2])):
+        send(client, path, truncate_prompt_tokens=2, truncation_side=side)
+        assert engine.seen[-1][0] == kept
+
+
+TIMINGS = {
+    "cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second", "predicted_n", "predicted_ms",
+    "predicted_per_token_ms", "predicted_per_second",
+}  # fmt: skip
+
+
+@pytest.mark.covers("GenerationRequest", "timings_per_token")
+@pytest.mark.parametrize("path", ROUTES)
+def test_timings(client: TestClient, engine: FakeEngine, path: str) -> None:
+    assert "timings" not in send(client, path, max_tokens=3).json()
+    engine.delay = 0.03
+    began = time.monotonic()
+    body = send(client, path, max_tokens=5, timings_per_token=True).json()
+    elapsed = 1000 * (time.monotonic() - began)
+    timings = body["timings"]
+    assert timings.keys() == TIMINGS
+    assert timings["predicted_n"] == 5 and timings["cache_n"] + timings["prompt_n"] == body["usage"]["prompt_tokens"]
+    assert 4 * 30 <= timings["predicted_ms"] <= elapsed and 0 <= timings["prompt_ms"] <= elapsed
+    assert timings["predicted_per_second"] == pytest.approx(1000 * 4 / timings["predicted_ms"])
+    chunks = events(client, path, max_tokens=5, timings_per_token=True)
+    counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 5
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_usage_is_sent_where_the_server_is_told_to(make_client: Any, engine: FakeEngine, path: str) -> None:
+    client = make_client(engine, enable_force_include_usage=True)
+    for asked in ({}, {"stream_options": {"include_usage": False}}):
+        *chunks, last = events(client, path, max_tokens=3, **asked)
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
+        assert all(chunk["usage"] is None for chunk in chunks)
+
+
+@pytest.mark.covers("GenerationRequest", "logprob_token_ids")
+def test_logprobs_of_tokens_that_are_asked_for(client: TestClient, engine: FakeEngine) -> None:
+    asked = {"logprob_token_ids": [ord("x"), ord("h"), ord("a")], "max_tokens": 2}
+    chat = send(client, ROUTES[0], logprobs=True, **asked).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in chat] == ["T", "h"] and engine.seen[-1][1].logprob_token_ids == (120, 104, 97)
+    assert [[top["token"] for top in entry["top_logprobs"]] for entry in chat] == [["a", "h", "x"], ["h", "a", "x"]]
+    completion = send(client, ROUTES[1], logprobs=0, **asked).json()["choices"][0]["logprobs"]
+    assert completion["top_logprobs"][0] == {"T": -1.0, "x": -15.0, "h": -13.0, "a": -12.125}
+    assert completion["top_logprobs"][1] == {"h": -1.0, "x": -15.0, "a": -12.125}

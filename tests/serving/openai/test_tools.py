@@ -69,10 +69,12 @@ def test_a_stream_of_calls(client: TestClient, engine: FakeEngine) -> None:
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert (finish["choices"][0]["delta"], finish["choices"][0]["finish_reason"]) == ({}, "tool_calls")
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert all(len(delta) == (2 if "reasoning" in delta else 1) for delta in deltas)
     assert "".join(d.get("reasoning", "") for d in deltas) == "Hm."
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
-    assert "".join(d.get("content", "") for d in deltas).strip() == "Let me see."
+    assert "".join(d.get("content") or "" for d in deltas).strip() == "Let me see."
+    openings = [d for d in deltas if "id" in d.get("tool_calls", [{}])[0]]
+    assert len(openings) == 2 and all(d["content"] is None and len(d) == 2 for d in openings)
+    assert all(len(d) == (2 if "reasoning" in d else 1) for d in deltas if d not in openings)
     calls = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
     for index, city in enumerate(("Paris", "Rome")):
         first, *fragments = [call for call in calls if call["index"] == index]
@@ -80,6 +82,13 @@ def test_a_stream_of_calls(client: TestClient, engine: FakeEngine) -> None:
         assert first["function"] == {"name": "weather", "arguments": ""}
         assert len(fragments) > 1 and all(f.keys() == {"index", "function"} for f in fragments)
         assert "".join(f["function"]["arguments"] for f in fragments) == f'{{"city": "{city}"}}'
+
+
+def test_a_stream_that_must_call_opens_without_content(client: TestClient, engine: FakeEngine) -> None:
+    engine.reply = CALL
+    for choice in ("required", NAMED):
+        role, *_ = events(client, tools=[TOOL], tool_choice=choice)
+        assert role["choices"][0]["delta"] == {"role": "assistant", "content": None}
 
 
 @pytest.mark.parametrize("reply", [CALL, f"Hm. {TWO_CALLS} done", "<think>a</think>b", "<tool_call>oops", "a" * 50])

@@ -125,6 +125,8 @@ def test_required_calls(known: ToolFormat, words: str, vocabularies: dict[str, V
     assert _accepts(vocabulary, constraint("required", True), one)
     assert _accepts(vocabulary, constraint("required", True), two)
     assert _accepts(vocabulary, constraint(NamedTool("get_weather"), False), one)
+    assert _accepts(vocabulary, constraint(NamedTool("get_weather"), True), one)
+    assert not _accepts(vocabulary, constraint(NamedTool("get_weather"), True), _written(known, PARIS, PARIS))
     assert not _accepts(vocabulary, constraint("required", False), two)
     assert not _accepts(vocabulary, constraint(NamedTool("get_time"), False), one)
     assert not _accepts(vocabulary, constraint("required", True), "It is sunny in Paris.")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import ml_dtypes
 import numpy as np
 import openai
 import pytest
@@ -71,7 +73,7 @@ def test_pooling_is_the_servers_or_the_checkpoints(make_client: Any, setting: st
     np.testing.assert_allclose(vectors(embed(client, input=[1, 2, 3]))[0], expected, atol=1e-6)
 
 
-@pytest.mark.covers("EmbeddingRequest", "dimensions")
+@pytest.mark.covers("VectorFields", "dimensions")
 @pytest.mark.parametrize("dimensions", [1, 5, HIDDEN_SIZE, None])
 def test_vectors_are_of_unit_length_whatever_their_dimensions(client: TestClient, dimensions: int | None) -> None:
     found = vectors(embed(client, input="Hello", dimensions=dimensions))[0]
@@ -79,7 +81,7 @@ def test_vectors_are_of_unit_length_whatever_their_dimensions(client: TestClient
     assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.covers("EmbeddingRequest", "normalize", "use_activation")
+@pytest.mark.covers("VectorFields", "normalize", "use_activation")
 @pytest.mark.parametrize("field", ["normalize", "use_activation"])
 @pytest.mark.parametrize("by_default", [True, False])
 def test_raw_vectors(make_client: Any, field: str, by_default: bool) -> None:
@@ -91,12 +93,70 @@ def test_raw_vectors(make_client: Any, field: str, by_default: bool) -> None:
     np.testing.assert_allclose(vectors(embed(client, input=[1, 2, 3], **{field: True}))[0], unit, atol=1e-6)
 
 
-@pytest.mark.covers("EmbeddingRequest", "encoding_format")
+@pytest.mark.covers("EncodingFields", "encoding_format")
 def test_base64_is_the_same_numbers_as_little_endian_float32(client: TestClient) -> None:
     numbers = vectors(embed(client, input=["Hi", "a"]))
     encoded = [e["embedding"] for e in embed(client, input=["Hi", "a"], encoding_format="base64")["data"]]
     decoded = [np.frombuffer(base64.b64decode(text), "<f4") for text in encoded]
     assert np.array_equal(np.array(decoded), numbers.astype(np.float32))
+
+
+@pytest.mark.covers("EncodingFields", "embed_dtype", "endianness")
+@pytest.mark.parametrize(
+    ("embed_dtype", "dtype", "bits"),
+    [
+        (None, np.float32, 23), ("float32", np.float32, 23), ("float16", np.float16, 10),
+        ("bfloat16", ml_dtypes.bfloat16, 7), ("fp8_e4m3", ml_dtypes.float8_e4m3fn, 3),
+        ("fp8_e5m2", ml_dtypes.float8_e5m2, 2),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("endianness", [None, "little", "big", "native"])
+def test_bytes_of_every_type_and_order(
+    client: TestClient, embed_dtype: str | None, dtype: Any, bits: int, endianness: str | None
+) -> None:
+    fields = {"encoding_format": "base64", "embed_dtype": embed_dtype, "endianness": endianness}
+    octets = base64.b64decode(embed(client, input="Hi", **fields)["data"][0]["embedding"])
+    size = np.dtype(dtype).itemsize
+    if endianness == "big" or (endianness == "native" and sys.byteorder == "big"):
+        octets = b"".join(octets[at : at + size][::-1] for at in range(0, len(octets), size))
+    read = np.frombuffer(octets, dtype).astype(np.float64)
+    np.testing.assert_allclose(read, vector([BOS, *b"Hi"]), rtol=2.0**-bits, atol=2.0**-9)
+
+
+@pytest.mark.parametrize("fields", [{"embed_dtype": "float16"}, {"endianness": "big"}])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/pooling"])
+def test_numbers_have_neither_type_nor_order(client: TestClient, path: str, fields: dict[str, Any]) -> None:
+    error = client.post(path, json={"input": "Hi"} | fields).json()["error"]
+    (name,) = fields
+    assert (error["param"], error["message"]) == (name, f"{name} needs encoding_format to be 'base64'")
+
+
+@pytest.mark.covers("POST /v1/pooling")
+@pytest.mark.covers("PoolingRequest", "task")
+def test_pooling_gives_what_the_model_is_made_for(make_client: Any, engine: FakeEngine) -> None:
+    made = make_client(engine)
+    embedded = embed(made, input=["Hi", "a"], dimensions=6)
+    for task in ({}, {"task": "embed"}):
+        body = made.post("/pooling", json={"input": ["Hi", "a"], "dimensions": 6} | task).json()
+        assert body["object"] == "list" and body["usage"] == embedded["usage"]
+        assert [entry["object"] for entry in body["data"]] == ["pooling"] * 2
+        assert [entry["data"] for entry in body["data"]] == [entry["embedding"] for entry in embedded["data"]]
+    refused = made.post("/pooling", json={"input": "Hi", "task": "classify"})
+    assert refused.status_code == 400 and "no classification head" in refused.json()["error"]["message"]
+    for task in ("token_embed", "plugin"):
+        refused = made.post("/pooling", json={"input": "Hi", "task": task})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "task"
+
+
+def test_pooling_of_a_classifier(make_client: Any) -> None:
+    client = make_client(FakeEngine(tasks=ModelTasks(labels=("glad", "sad", "angry"))))
+    classes = client.post("/classify", json={"input": "Hi"}).json()["data"][0]["probs"]
+    for task in ({}, {"task": "classify"}):
+        assert client.post("/pooling", json={"input": "Hi"} | task).json()["data"][0]["data"] == classes
+    raw = client.post("/pooling", json={"input": "Hi", "use_activation": False}).json()["data"][0]["data"]
+    assert np.argmax(raw) == np.argmax(classes) and not np.isclose(sum(raw), 1)
+    refused = client.post("/pooling", json={"input": "Hi", "dimensions": 2}).json()["error"]
+    assert refused["param"] == "dimensions"
 
 
 def test_openai_sdk(listen: Callable[..., str], engine: FakeEngine) -> None:
@@ -176,7 +236,8 @@ def test_cutting_to_the_context(client: TestClient, engine: FakeEngine) -> None:
         ({"input": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "1 special tokens leave no room"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "not supported by this server"),
+        ({"input": "a", "embed_dtype": "int4", "encoding_format": "base64"}, "embed_dtype", "'bfloat16'"),
+        ({"input": "a", "padding": True}, "padding", "not supported by this server"),
         ({"input": "a", "temperature": 1}, "temperature", "unknown field 'temperature'"),
         ({"input": "a", "normalize": True, "use_activation": True}, "use_activation", "give one of them"),
     ],

@@ -138,7 +138,7 @@ def test_one_class_scores_a_pair(make_client: Any) -> None:
 
 @pytest.mark.covers("POST /v1/rerank")
 @pytest.mark.covers("TextDocument", "text")
-@pytest.mark.covers("RerankRequest", "query", "documents", "top_n")
+@pytest.mark.covers("DocumentRerankRequest", "query", "documents", "top_n")
 def test_jina_ranks_best_first(client: TestClient) -> None:
     body = post(client, "/v1/rerank", model="fake", query="France", documents=[TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]])
     expected = {text: float(unit("France") @ unit(text)) for text in TEXTS}
@@ -153,7 +153,48 @@ def test_jina_ranks_best_first(client: TestClient) -> None:
 
 
 @pytest.mark.covers("POST /v2/rerank")
-@pytest.mark.covers("RerankRequest", "return_documents")
+@pytest.mark.covers("RerankRequest", "texts", "return_text", "raw_scores", "truncate", "truncation_direction")
+def test_teis_texts(make_client: Any) -> None:
+    client = make_client(FakeEngine(tasks=ONE_CLASS))
+    asked = {"query": "Where?", "texts": TEXTS}
+    ranking = client.post("/rerank", json={"query": "Where?", "documents": TEXTS}).json()["results"]
+    listed = client.post("/rerank", json=asked).json()
+    assert listed == [{"index": entry["index"], "score": entry["relevance_score"]} for entry in ranking]
+    with_text = client.post("/rerank", json=asked | {"return_text": True}).json()
+    assert [entry["text"] for entry in with_text] == [TEXTS[entry["index"]] for entry in listed]
+    raw = client.post("/rerank", json=asked | {"raw_scores": True}).json()
+    np.testing.assert_allclose([1 / (1 + np.exp(-e["score"])) for e in raw], [e["score"] for e in listed])
+    long = {"query": "Where?", "texts": ["x" * 2 * CONTEXT]}
+    assert client.post("/rerank", json=long).status_code == 400
+    cut = client.post("/rerank", json=long | {"truncate": True, "truncation_direction": "Right"})
+    assert cut.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "documents"),
+        ({"texts": TEXTS, "documents": TEXTS}, "documents"),
+        ({"texts": TEXTS, "top_n": 1}, "top_n"),
+        ({"texts": []}, "texts"),
+        ({"documents": TEXTS, "raw_scores": True}, "raw_scores"),
+        ({"documents": TEXTS, "truncate": True}, "truncate"),
+        ({"texts": TEXTS, "truncation_direction": "Left"}, "truncation_direction"),
+        ({"texts": TEXTS, "truncate": True, "truncate_prompt_tokens": 5}, "truncate"),
+    ],
+)
+def test_what_teis_texts_do_not_go_with(make_client: Any, fields: dict[str, Any], param: str) -> None:
+    response = make_client(FakeEngine(tasks=ONE_CLASS)).post("/rerank", json={"query": "Where?"} | fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
+def test_warnings_of_a_list_are_in_a_header(make_client: Any) -> None:
+    client = make_client(FakeEngine(tasks=ONE_CLASS), unknown_fields="warn")
+    response = client.post("/rerank", json={"query": "Where?", "texts": TEXTS, "odd": 1})
+    assert response.json()[0].keys() == {"index", "score"} and "odd" in response.headers["X-Warnings"]
+
+
+@pytest.mark.covers("DocumentRerankRequest", "return_documents")
 def test_cohere_shapes(client: TestClient) -> None:
     first = post(client, "/v1/rerank", query="France", documents=TEXTS, top_n=10)
     second = post(client, "/v2/rerank", query="France", documents=TEXTS, max_tokens_per_doc=4096)

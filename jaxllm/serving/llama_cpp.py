@@ -1,0 +1,104 @@
+"""/apply-template and /props, which llama.cpp's clients ask for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.metadata import version
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from jaxllm.serving.conversation import Conversation, naming, renaming
+from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
+from jaxllm.serving.openai.tools import ToolFields
+from jaxllm.serving.prompts import render
+from jaxllm.serving.state import ServerState
+
+router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
+
+
+class ApplyTemplateRequest(TemplateFields, ToolFields):
+    model: str | None = None
+    """A name that /v1/models lists; by default the first."""
+    messages: Messages
+    """A chat, rendered as /v1/chat/completions does."""
+
+    def conversation(self) -> Conversation:
+        """The chat that is to be rendered. Raises InvalidRequestError: see FIELD_NAMES."""
+        return Conversation(
+            messages=[message.message() for message in self.messages],
+            tools=self.callable_tools(),
+            rendering=self.rendering(),
+        )
+
+
+class AppliedTemplate(msgspec.Struct):
+    prompt: str
+
+
+class SamplingDefaultsShown(msgspec.Struct, kw_only=True):
+    """What the checkpoint recommends to sample with; null where it says nothing."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+
+
+class GenerationSettingsShown(msgspec.Struct, kw_only=True):
+    n_ctx: int
+    params: SamplingDefaultsShown
+
+
+class Modalities(msgspec.Struct):
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, kw_only=True):
+    default_generation_settings: GenerationSettingsShown
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    build_info: str
+
+
+@router.post("/apply-template", responses=returns(AppliedTemplate))
+async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
+    """The text of the prompt that /v1/chat/completions would give the model."""
+    state: ServerState = request.app.state.server
+    _, model = state.find_model(body.model)
+    with naming(renaming(FIELD_NAMES)):
+        rendered = await render(state, model, body.conversation(), may_be_cut=True)
+    return json_response(AppliedTemplate(rendered.text))
+
+
+@router.get("/props", responses=returns(Props))
+async def props(request: Request) -> Response:
+    """The first model, its context and its chat template, in llama.cpp's words."""
+    state: ServerState = request.app.state.server
+    name, model = state.find_model(None)
+    info, tokenizer = model.engine.info, model.engine.tokenizer
+    special = {} if tokenizer is None else tokenizer.special_tokens
+    template = model.chat_template or (None if tokenizer is None else tokenizer.chat_template)
+    defaults = SamplingDefaultsShown(**asdict(info.default_sampling))
+    shown = Props(
+        default_generation_settings=GenerationSettingsShown(n_ctx=info.max_model_len, params=defaults),
+        total_slots=info.max_num_seqs,
+        model_alias=name,
+        model_path=model.config.model,
+        modalities=Modalities(),
+        chat_template=template,
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        build_info=f"jaxllm {version('jaxllm')}",
+    )
+    return json_response(shown)

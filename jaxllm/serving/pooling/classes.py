@@ -1,0 +1,37 @@
+"""The classes that a classification head tells apart."""
+
+from __future__ import annotations
+
+import numpy as np
+from fastapi import Request
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.pooling import PoolingParams
+from jaxllm.serving.pooling.embedding_types import InputFields
+from jaxllm.serving.pooling.pairs import activate
+from jaxllm.serving.pooling.prompts import input_prompts
+from jaxllm.serving.pooling.run import PoolingRun
+from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.state import ServerState
+
+
+async def class_scores(
+    state: ServerState,
+    name: str,
+    model: ServedModel,
+    request: Request,
+    body: InputFields,
+    run: PoolingRun,
+    *,
+    raw: bool,
+) -> list[np.ndarray]:
+    """Of each input, its classes' probabilities, or with `raw` the head's own scores.
+
+    Raises InvalidRequestError when the model has no classification head; `name` is what the client calls it.
+    """
+    tasks = model.engine.info.tasks
+    if not tasks.labels:
+        raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")
+    prompts = await input_prompts(state, model, body)
+    logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
+    return list(activate(logits, "identity" if raw else tasks.activation))

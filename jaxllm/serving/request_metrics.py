@@ -1,0 +1,135 @@
+"""What the server measures of requests as they pass, in vLLM's names: times, lengths, and what was asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import Metric
+
+from jaxllm.engine.front.messages import TokenDelta
+
+_REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20)
+
+SECONDS = {
+    "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT_SECONDS),
+    "inter_token_latency_seconds": ("Between one output of a sequence and its next.", _ITL_SECONDS),
+    "request_time_per_output_token_seconds": ("From the first token to the last, for each behind it.", _ITL_SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _REQUEST_SECONDS),
+    "request_queue_time_seconds": ("From arrival to the first step that ran the request.", _REQUEST_SECONDS),
+    "request_inference_time_seconds": ("From the first step to the last token.", _REQUEST_SECONDS),
+    "request_prefill_time_seconds": ("From the first step to the first token.", _REQUEST_SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last.", _REQUEST_SECONDS),
+}
+COUNTS = {
+    "request_params_n": ("The n of a request.", (1, 2, 5, 10, 20)),
+    "request_num_preemptions": ("How often a sequence was preempted.", (1, 2, 3, 4, 5, 10, 20)),
+}
+LENGTHS = {
+    "request_prompt_tokens": "Prompt tokens of a sequence.",
+    "request_generation_tokens": "Tokens that a sequence generated.",
+    "request_max_num_generation_tokens": "Tokens of the longest sequence of a request.",
+    "request_params_max_tokens": "The max_tokens that a sequence ran with.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens of a sequence that no cache held.",
+}
+QUEUE_FULL = "max_num_queued_reqs"
+"""vLLM's name of the reason: as many requests run and wait as are accepted."""
+
+
+def lengths_up_to(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50 … up to `most`."""
+    found = []
+    for exponent in range(len(str(most))):
+        found += [digit * 10**exponent for digit in (1, 2, 5)]
+    return [length for length in found if length <= most]
+
+
+class RequestMetrics:
+    """Histograms and counters that the server fills itself, without a prefix yet."""
+
+    def __init__(self, model_name: str, max_model_len: int):
+        labels = ["model_name"]
+        self.model_name = model_name
+        of_lengths = {name: (text, lengths_up_to(max_model_len)) for name, text in LENGTHS.items()}
+        histograms: Mapping = SECONDS | COUNTS | of_lengths
+        self.histograms = {
+            name: Histogram(name, text, labels, registry=None, buckets=buckets)
+            for name, (text, buckets) in histograms.items()
+        }
+        self.finished = Counter(
+            "request_success", "Sequences finished, by reason.", [*labels, "finished_reason"], registry=None
+        )
+        self.rejected = Counter(
+            "admission_rejections", "Requests refused at the door, by reason.", [*labels, "reason"], registry=None
+        )
+        self.rejected.labels(model_name, QUEUE_FULL)
+
+    def observe(self, name: str, value: float) -> None:
+        self.histograms[name].labels(self.model_name).observe(max(value, 0.0))
+
+    def count_finished(self, reason: str) -> None:
+        self.finished.labels(self.model_name, reason).inc()
+
+    def count_rejected(self) -> None:
+        """The queue was full."""
+        self.rejected.labels(self.model_name, QUEUE_FULL).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in (*self.histograms.values(), self.finished, self.rejected):
+            yield from metric.collect()
+
+
+class SequenceTimer:
+    """Records the times and lengths of one sequence from its deltas."""
+
+    def __init__(self, metrics: RequestMetrics, arrival: float, prompt_tokens: int, max_tokens: int | None):
+        self.num_tokens = 0
+        self._metrics = metrics
+        self._arrival = arrival
+        self._prompt_tokens = prompt_tokens
+        self._max_tokens = max_tokens
+        self._cached_tokens = 0
+        self._scheduled: float | None = None
+        self._first: float | None = None
+        self._last = arrival
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        now = time.time()
+        self._scheduled = self._scheduled or delta.first_scheduled_time
+        self._cached_tokens = self._cached_tokens or delta.num_cached_tokens
+        if delta.token_ids:
+            if self._first is None:
+                self._first = now
+                self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
+            else:
+                self._metrics.observe("inter_token_latency_seconds", now - self._last)
+            self._last = now
+            self.num_tokens += len(delta.token_ids)
+        if delta.finish_reason:
+            self._on_finish(now, delta.finish_reason)
+            self._observe("request_num_preemptions", delta.num_preemptions)
+
+    def _on_finish(self, now: float, reason: str) -> None:
+        self._metrics.count_finished(reason)
+        self._observe("e2e_request_latency_seconds", now - self._arrival)
+        self._observe("request_prompt_tokens", self._prompt_tokens)
+        self._observe("request_generation_tokens", self.num_tokens)
+        if self._max_tokens is not None:
+            self._observe("request_params_max_tokens", self._max_tokens)
+        if self._scheduled is not None:
+            self._observe("request_queue_time_seconds", self._scheduled - self._arrival)
+            self._observe("request_inference_time_seconds", now - self._scheduled)
+            self._observe("request_prefill_kv_computed_tokens", self._prompt_tokens - self._cached_tokens)
+            if self._first is not None:
+                self._observe("request_prefill_time_seconds", self._first - self._scheduled)
+        if self._first is not None:
+            self._observe("request_decode_time_seconds", now - self._first)
+            if self.num_tokens > 1:
+                per_token = (self._last - self._first) / (self.num_tokens - 1)
+                self._observe("request_time_per_output_token_seconds", per_token)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._metrics.observe(name, value)

@@ -1,0 +1,70 @@
+"""/invocations, where Amazon SageMaker sends requests of every kind: their fields tell which."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Discriminator, Tag
+
+from jaxllm.serving.http.errors import ErrorResponse
+from jaxllm.serving.http.openapi import DONE, returns
+from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.openai.chat import create_chat_completion
+from jaxllm.serving.openai.chat_request import ChatRequest
+from jaxllm.serving.openai.chat_response import ChatCompletion, ChatCompletionChunk
+from jaxllm.serving.openai.completion_types import Completion, CompletionRequest
+from jaxllm.serving.openai.completions import create_completion
+from jaxllm.serving.pooling.embedding_types import EmbeddingList, EmbeddingRequest
+from jaxllm.serving.pooling.embeddings import create_embeddings
+from jaxllm.serving.pooling.scoring import rerank, score
+from jaxllm.serving.pooling.scoring_types import Ranking, RerankRequest, ScoreList, ScoreRequest, TextRank
+
+router = APIRouter(route_class=JSONRoute, tags=["SageMaker"])
+
+KINDS = {
+    "messages": "chat", "prompt": "completion", "input": "embedding", "query": "rerank",
+    "text_1": "score", "queries": "score", "data_1": "score",
+}  # fmt: skip
+"""A field that only one kind of request must have -> that kind."""
+
+
+def _kind(body: Any) -> str | None:
+    fields = body if isinstance(body, dict) else {}
+    return next((kind for name, kind in KINDS.items() if fields.get(name) is not None), None)
+
+
+Invocation = Annotated[
+    Annotated[ChatRequest, Tag("chat")]
+    | Annotated[CompletionRequest, Tag("completion")]
+    | Annotated[EmbeddingRequest, Tag("embedding")]
+    | Annotated[RerankRequest, Tag("rerank")]
+    | Annotated[ScoreRequest, Tag("score")],
+    Discriminator(
+        _kind,
+        custom_error_type="refused",
+        custom_error_message=f"the body has none of {', '.join(KINDS)}, which tell what is asked for",
+        custom_error_context={"param": ""},
+    ),
+]
+
+ANSWERS = (ChatCompletion, Completion, EmbeddingList, Ranking, list[TextRank], ScoreList)
+
+
+@router.post(
+    "/invocations",
+    responses=returns(*ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE),
+)
+async def invoke(body: Invocation, request: Request) -> Response:
+    """A chat, a completion, embeddings, a ranking or scores: whichever the body's fields ask for."""
+    match body:
+        case ChatRequest():
+            return await create_chat_completion(body, request)
+        case CompletionRequest():
+            return await create_completion(body, request)
+        case EmbeddingRequest():
+            return await create_embeddings(body, request)
+        case RerankRequest():
+            return await rerank(body, request)
+        case _:
+            return await score(body, request)

@@ -1,0 +1,54 @@
+"""/server_info"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from jaxllm.serving.fingerprint import engine_settings
+from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.state import ServerState
+
+router = APIRouter(route_class=JSONRoute, tags=["status"])
+
+
+class EngineShown(msgspec.Struct, kw_only=True):
+    """What the engine settled on at its start."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    hidden_size: int
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    version: str
+    system_fingerprint: str
+    models: list[str]
+    settings: dict[str, Any]
+    """Those of the engine that may change an answer; neither keys nor places of the machine."""
+    engine: EngineShown
+
+
+@router.get("/server_info", responses=returns(ServerInfo))
+async def server_info(request: Request) -> Response:
+    """The version, the engine's settings and what it made of them."""
+    state: ServerState = request.app.state.server
+    _, model = state.find_model(None)
+    info = model.engine.info
+    shown = ServerInfo(
+        version=version("jaxllm"),
+        system_fingerprint=model.system_fingerprint,
+        models=list(state.models),
+        settings=engine_settings(model.config),
+        engine=EngineShown(**{name: getattr(info, name) for name in EngineShown.__struct_fields__}),
+    )
+    return json_response(shown)

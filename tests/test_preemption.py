@@ -1,0 +1,46 @@
+"""Storms of preemption: far more requests than the pages hold, each of which is put back and computed anew, often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, EngineConfig, SamplingParams
+from jaxllm.engine.start.plan import plan_engine
+from tests.reference.tiny import write_checkpoint
+
+REQUESTS = 48
+
+
+def differing(model: str, pages: int, page: int, longest: int, output: int, dtype: str = "float32") -> list[int]:
+    """Which of 48 requests give other tokens together, over so few pages, than each gives alone."""
+    fields = {
+        "dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False,
+        "max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": REQUESTS, "block_size": page,
+    }  # fmt: skip
+    dice = np.random.default_rng(17)
+    prompts = [dice.integers(3, 60, dice.integers(3, longest)).tolist() for _ in range(REQUESTS)]
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+    page_bytes = page * plan_engine(EngineConfig(model=model, dtype=dtype)).kv_bytes_per_token
+    with LLM(model, kv_cache_memory=2**28, **fields) as llm:
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+        assert llm.stats().num_preemptions == 0
+    with LLM(model, kv_cache_memory=(pages + 1) * page_bytes, **fields) as llm:
+        assert llm.info.num_pages <= pages
+        together = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats()
+    assert stats.num_preemptions >= 16 and stats.num_free_pages == stats.num_pages
+    pairs = zip(alone, together, strict=True)
+    return [at for at, (a, b) in enumerate(pairs) if a.outputs[0].token_ids != b.outputs[0].token_ids]
+
+
+def test_a_storm_changes_no_token(tmp_path: Path) -> None:
+    assert differing(str(write_checkpoint("llama_gqa", tmp_path)), pages=48, page=8, longest=9, output=28) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_storm_over_181_pages_changes_no_token_of_a_real_model() -> None:
+    assert differing("smollm2-135m", pages=181, page=8, longest=40, output=32) == []
