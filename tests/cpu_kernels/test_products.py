@@ -259,3 +259,46 @@ def test_shapes_that_do_not_fit_are_refused():
     weights = random_weights("q4_k", 16, 512)
     with pytest.raises(Exception, match="2 blocks of 256 do not hold 256 inputs"):
         jax.block_until_ready(jax.jit(lambda x: cpu_kernels.linear(x, *weights.tiles))(np.ones((1, 256), np.float32)))
+
+
+def random_experts(format: str, count: int, rows: int, inputs: int) -> tuple[np.ndarray, Tiles]:
+    experts = [random_weights(format, rows, inputs, seed) for seed in range(count)]
+    tiles = np.stack([np.asarray(expert.tiles.tiles) for expert in experts])
+    return np.stack([expert.values for expert in experts]), Tiles(tiles, format, rows)
+
+
+def grouped(x, weights: Tiles, sizes):
+    product = jax.jit(lambda x, tiles, sizes: cpu_kernels.grouped_matmul(x, weights._replace(tiles=tiles), sizes))
+    return np.asarray(product(x, weights.tiles, sizes))
+
+
+@pytest.mark.parametrize("format", ["q4_k", "q8_0", "bf16", "f32"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 0, 1), (0, 0, 5), (1, 70, 3), (0, 0, 0), (130, 1, 0)],
+    ids=["with a gap", "one alone", "more than a panel", "none", "two panels and a bit"],
+)
+def test_grouped_matmul(format, sizes):
+    """Rows past the last group's are nobody's, and may hold anything."""
+    values, weights = random_experts(format, 3, 20, 256)
+    total = sum(sizes)
+    x = activations(total + 3, 256)
+    x[total:] = math.nan
+    for isa in ISAS:
+        with cpu_kernels.forced(isa):
+            y = grouped(x, weights, jnp.array(sizes))
+        np.testing.assert_array_equal(y[total:], 0)
+        ends = np.cumsum(sizes)
+        for expert, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            rows = slice(end - size, end)
+            assert_close(y[rows], rounded(x[rows], format, isa), values[expert])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_an_expert_does_not_depend_on_the_others(threads):
+    _, weights = random_experts("q4_0", 4, 40, 64)
+    x = activations(90, 64)
+    with cpu_kernels.forced(threads=threads):
+        y = grouped(x, weights, jnp.array([3, 70, 0, 17]))
+        alone = product(x[3:73], Tiles(weights.tiles[1], "q4_0", 40))
+    np.testing.assert_array_equal(y[3:73], alone)
