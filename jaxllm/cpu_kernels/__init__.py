@@ -20,22 +20,35 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
     argmax(x, head: Tiles, norm=None) -> int32 [...], the greedy token of each row
     embed(ids, table: Tiles, inputs) -> [..., inputs]
 
-    attention(q, k, v, pages, positions, seq_ids, page_table, scale=..., window, softcap, sinks, value_dim)
-        -> (out [T, H, Dv], pages); see `attention.py`
+    grouped_matmul(x [N, i], weights: Tiles with [X, ...] tiles, group_sizes [X]) -> [N, o]
+    attention(q, k, v, pages, positions, seq_ids, page_table, *, scale, window, softcap, sinks,
+              value_dim, rotary, norms) -> (out [T, H, Dv], pages); see `attention.py`
 
 `norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
-from jaxllm.cpu_kernels.attention import DTYPES, attention
+from jaxllm.cpu_kernels.attention import DTYPES, HeadNorms, Rotary, attention
 from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
-from jaxllm.cpu_kernels.products import ACTIVATIONS, Norm, Tiles, argmax, embed, gate_up, linear, linears
+from jaxllm.cpu_kernels.products import (
+    ACTIVATIONS,
+    Norm,
+    Tiles,
+    argmax,
+    embed,
+    gate_up,
+    grouped_matmul,
+    linear,
+    linears,
+)
 from jaxllm.cpu_kernels.tiles import FORMATS, repack, tile_bytes, tile_inputs, unpack
 
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
     "FORMATS",
+    "HeadNorms",
     "Norm",
+    "Rotary",
     "Tiles",
     "argmax",
     "attention",
@@ -43,6 +56,7 @@ __all__ = [
     "embed",
     "forced",
     "gate_up",
+    "grouped_matmul",
     "isa",
     "linear",
     "linears",

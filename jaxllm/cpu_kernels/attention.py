@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,24 @@ PAGE_DTYPES = (np.dtype(np.uint16), np.dtype(np.float32))
 """Pages of these types are served: the bits of bfloat16, and float32."""
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 """And queries, keys and values of these."""
+
+
+class Rotary(NamedTuple):
+    """Each token's angles: the first `2 * half` channels of every head of queries and keys turn by them."""
+
+    cos: Float[Array, "T half"]
+    sin: Float[Array, "T half"]
+    interleaved: bool = False
+    """Pairs of channels are neighbours; otherwise they lie `half` apart."""
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of every head of queries and of keys, before they turn; see `products.Norm`."""
+
+    q: Float[Array, "D"]
+    k: Float[Array, "D"]
+    epsilon: float = 1e-6
+    weight_offset: float = 0.0
 
 
 def attention(
@@ -31,6 +51,8 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
     value_dim: int | None = None,
+    rotary: Rotary | None = None,
+    norms: HeadNorms | None = None,
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
     """Write new keys and values into their pages, then attend to what each token may see.
 
@@ -41,6 +63,7 @@ def attention(
             is not finite is stored as zero.
         positions, seq_ids, page_table: as in `StepMetadata`. Tokens of one sequence that follow each other go together;
             a token whose `seq_id` is S or more is padding: nothing is written, and its output is zero.
+        rotary, norms: what is done to queries and keys first, in float32: norms, then rotation.
 
     Returns:
         The output in `q`'s dtype and the new pages. Sums run in float32; with uint16 pages and BF16 instructions,
@@ -63,8 +86,11 @@ def attention(
     if v is not None:
         arguments += [v, pages[1]]
         aliases[7] = 2
-    if sinks is not None:
-        arguments.append(sinks.astype(jnp.float32))
+    extra = [] if sinks is None else [sinks]
+    extra += [] if rotary is None else [rotary.cos, rotary.sin]
+    extra += [] if norms is None else [norms.q, norms.k]
+    arguments += [x.astype(jnp.float32) for x in extra]
+    epsilon, offset = (0.0, 0.0) if norms is None else (norms.epsilon, norms.weight_offset)
     shapes = (ShapeDtypeStruct((*q.shape[:2], width), q.dtype), *(ShapeDtypeStruct(p.shape, p.dtype) for p in pages))
     out, *new_pages = ffi_call("jaxllm_attention", shapes, input_output_aliases=aliases)(
         *arguments,
@@ -73,5 +99,10 @@ def attention(
         window=np.int64(window or 0),
         latent=latent,
         sinks=sinks is not None,
+        rotary=rotary is not None,
+        interleaved=rotary is not None and rotary.interleaved,
+        norms=norms is not None,
+        epsilon=np.float32(epsilon),
+        weight_offset=np.float32(offset),
     )
     return out, tuple(new_pages)

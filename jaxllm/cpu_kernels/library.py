@@ -14,7 +14,14 @@ import psutil
 
 from jaxllm.cpu_kernels.build import X86_ISAS, BuildError, library_path
 
-TARGETS = ("jaxllm_linear", "jaxllm_gate_up", "jaxllm_argmax", "jaxllm_rows", "jaxllm_attention")
+TARGETS = (
+    "jaxllm_linear",
+    "jaxllm_gate_up",
+    "jaxllm_argmax",
+    "jaxllm_rows",
+    "jaxllm_grouped",
+    "jaxllm_attention",
+)
 ISAS = (*reversed(X86_ISAS), "portable")
 """Every instruction set there are kernels for, the best first."""
 

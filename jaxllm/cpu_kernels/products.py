@@ -96,6 +96,16 @@ def gate_up(
     )
 
 
+def grouped_matmul(x: Float[Array, "N i"], weights: Tiles, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
+    """`x[r] @ w[g].T` for rows sorted by group, float32: reads the weights of groups that have rows, and no others.
+
+    `weights.tiles` is `[X, groups, blocks, bytes]`. Rows past the last group's come out zero.
+    """
+    return ffi_call("jaxllm_grouped", ShapeDtypeStruct((len(x), weights.rows), jnp.float32))(
+        x, weights.tiles, group_sizes.astype(jnp.int32), format=np.int64(number(weights.format))
+    )
+
+
 def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: Norm | None = None) -> Int[Array, "..."]:
     """The index of each row's greatest product, int32, without the products ever lying in memory; as `jnp.argmax`."""
     return ffi_call("jaxllm_argmax", ShapeDtypeStruct(x.shape[:-1], jnp.int32))(

@@ -217,3 +217,46 @@ def test_dtypes_that_are_not_served_are_refused():
     batch = ragged_batch(decodes=(30,), dtype=jnp.float16)
     with pytest.raises(ValueError, match="q is float16 and pages are float16; CPU kernels serve q of float32 and "):
         run(batch, scale=1.0)
+
+
+def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
+    """In float64, from the definition: pairs as complex numbers, times exp(i angle)."""
+    half = cos.shape[1]
+    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
+    numbers = (x[..., pairs[0]] + 1j * x[..., pairs[1]]) * (cos + 1j * sin)[:, None]
+    out = x.copy()
+    out[..., pairs[0]], out[..., pairs[1]] = numbers.real, numbers.imag
+    return out
+
+
+@every_isa
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [8, 32])
+@pytest.mark.parametrize("norms", [False, True])
+def test_heads_are_normalised_and_turned_first(isa, interleaved, half, norms):
+    batch = padded(ragged_batch(**MIXED))
+    rng = np.random.default_rng(0)
+    angles = rng.normal(size=(len(batch.q), half)) * 3
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    heads = cpu_kernels.HeadNorms(*(jnp.asarray(rng.normal(size=(2, 64)), jnp.float32)), 1e-5, 1.0) if norms else None
+    meta = batch.meta
+
+    @jax.jit
+    def step(q, k, v, pages, cos, sin):
+        rotary = cpu_kernels.Rotary(cos, sin, interleaved)
+        where = meta.positions, meta.seq_ids, meta.page_table
+        return cpu_kernels.attention(q, k, v, pages, *where, scale=0.125, rotary=rotary, norms=heads)
+
+    with cpu_kernels.forced(isa):
+        out, pages = step(batch.q, batch.k, batch.v, batch.pages, cos, sin)
+
+    def ready(x, weight):
+        x = np.asarray(x, np.float64)
+        if heads is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * (1 + np.asarray(weight, np.float64))
+        return turned(x, cos, sin, interleaved)
+
+    q, k = ready(batch.q, heads and heads.q), ready(batch.k, heads and heads.k)
+    expected, expected_pages = attention_oracle(q, k, batch.v, batch.pages, meta, scale=0.125)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(pages[0][1:], expected_pages[0][1:], rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import jax
@@ -41,29 +42,28 @@ def activations(rows: int, inputs: int, seed: int = 1) -> np.ndarray:
     return x.astype(np.float32)
 
 
-@every_isa
 @every_format
-@pytest.mark.parametrize("rows", [1, 2, 7, 15, 16, 17, 65])
-def test_products(isa, format, rows):
+def test_products(format):
     weights = random_weights(format, 45, 512)
-    x = activations(rows, 512)
-    with cpu_kernels.forced(isa):
-        y = product(x, weights.tiles)
-    assert y.dtype == np.float32
-    assert_close(y, rounded(x, format, isa), weights.values)
+    for rows, isa in itertools.product((1, 2, 7, 15, 16, 17, 65), ISAS):
+        x = activations(rows, 512)
+        with cpu_kernels.forced(isa):
+            y = product(x, weights.tiles)
+        assert y.dtype == np.float32
+        assert_close(y, rounded(x, format, isa), weights.values)
 
 
-@every_isa
-@pytest.mark.parametrize("seed", range(6))
-def test_random_shapes(isa, seed):
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes(seed):
     rng = np.random.default_rng(seed)
     format = FORMATS[rng.integers(len(FORMATS))]
     inputs = 256 * int(rng.integers(1, 5))
     weights = random_weights(format, int(rng.integers(1, 200)), inputs, seed)
     x = activations(int(rng.integers(1, 150)), inputs, seed)
-    with cpu_kernels.forced(isa, threads=1 + seed % 4):
-        y = product(x, weights.tiles)
-    assert_close(y, rounded(x, format, isa), weights.values)
+    for isa in ISAS:
+        with cpu_kernels.forced(isa, threads=1 + seed % 4):
+            y = product(x, weights.tiles)
+        assert_close(y, rounded(x, format, isa), weights.values)
 
 
 @every_isa
@@ -109,18 +109,17 @@ def test_vector_instruction_sets_agree_to_the_last_bit(format):
 
 @every_isa
 @every_format
-@pytest.mark.parametrize("rows", [3, 20])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_spoils_itself_alone(isa, format, rows, bad):
+def test_a_row_that_is_not_finite_spoils_itself_alone(isa, format):
     weights = random_weights(format, 40, 256)
-    x = activations(rows, 256)
-    with cpu_kernels.forced(isa):
-        expected = product(x, weights.tiles)
-        x[1, 77] = bad
-        y = product(x, weights.tiles)
-    assert not np.isfinite(y[1]).any()
-    others = np.arange(rows) != 1
-    np.testing.assert_array_equal(y[others], expected[others])
+    for rows, bad in itertools.product((3, 20), (math.nan, math.inf, -math.inf)):
+        x = activations(rows, 256)
+        with cpu_kernels.forced(isa):
+            expected = product(x, weights.tiles)
+            x[1, 77] = bad
+            y = product(x, weights.tiles)
+        assert not np.isfinite(y[1]).any()
+        others = np.arange(rows) != 1
+        np.testing.assert_array_equal(y[others], expected[others])
 
 
 @every_isa
@@ -204,14 +203,15 @@ def reference_activation(name: str, x: np.ndarray) -> np.ndarray:
 
 @every_isa
 @pytest.mark.parametrize("activation", cpu_kernels.ACTIVATIONS)
-@pytest.mark.parametrize("rows", [1, 2, 17, 70])
-def test_gate_and_up(isa, activation, rows):
+def test_gate_and_up(isa, activation):
     gate, up = random_weights("f32", 41, 64, 3), random_weights("f32", 41, 64, 4)
-    x = np.random.default_rng(5).normal(size=(rows, 64)).astype(np.float32)
-    with cpu_kernels.forced(isa):
-        y = jax.jit(lambda x: cpu_kernels.gate_up(x, gate.tiles, up.tiles, activation))(x)
-    expected = reference_activation(activation, x @ gate.values.T) * (x @ up.values.T)
-    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-4)
+    gated = jax.jit(lambda x: cpu_kernels.gate_up(x, gate.tiles, up.tiles, activation))
+    for rows in (1, 2, 17, 70):
+        x = np.random.default_rng(5).normal(size=(rows, 64)).astype(np.float32)
+        with cpu_kernels.forced(isa):
+            y = gated(x)
+        expected = reference_activation(activation, x @ gate.values.T) * (x @ up.values.T)
+        np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-4)
 
 
 @every_isa
@@ -259,3 +259,46 @@ def test_shapes_that_do_not_fit_are_refused():
     weights = random_weights("q4_k", 16, 512)
     with pytest.raises(Exception, match="2 blocks of 256 do not hold 256 inputs"):
         jax.block_until_ready(jax.jit(lambda x: cpu_kernels.linear(x, *weights.tiles))(np.ones((1, 256), np.float32)))
+
+
+def random_experts(format: str, count: int, rows: int, inputs: int) -> tuple[np.ndarray, Tiles]:
+    experts = [random_weights(format, rows, inputs, seed) for seed in range(count)]
+    tiles = np.stack([np.asarray(expert.tiles.tiles) for expert in experts])
+    return np.stack([expert.values for expert in experts]), Tiles(tiles, format, rows)
+
+
+def grouped(x, weights: Tiles, sizes):
+    product = jax.jit(lambda x, tiles, sizes: cpu_kernels.grouped_matmul(x, weights._replace(tiles=tiles), sizes))
+    return np.asarray(product(x, weights.tiles, sizes))
+
+
+@pytest.mark.parametrize("format", ["q4_k", "q8_0", "bf16", "f32"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 0, 1), (0, 0, 5), (1, 70, 3), (0, 0, 0), (130, 1, 0)],
+    ids=["with a gap", "one alone", "more than a panel", "none", "two panels and a bit"],
+)
+def test_grouped_matmul(format, sizes):
+    """Rows past the last group's are nobody's, and may hold anything."""
+    values, weights = random_experts(format, 3, 20, 256)
+    total = sum(sizes)
+    x = activations(total + 3, 256)
+    x[total:] = math.nan
+    for isa in ISAS:
+        with cpu_kernels.forced(isa):
+            y = grouped(x, weights, jnp.array(sizes))
+        np.testing.assert_array_equal(y[total:], 0)
+        ends = np.cumsum(sizes)
+        for expert, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            rows = slice(end - size, end)
+            assert_close(y[rows], rounded(x[rows], format, isa), values[expert])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_an_expert_does_not_depend_on_the_others(threads):
+    _, weights = random_experts("q4_0", 4, 40, 64)
+    x = activations(90, 64)
+    with cpu_kernels.forced(threads=threads):
+        y = grouped(x, weights, jnp.array([3, 70, 0, 17]))
+        alone = product(x[3:73], Tiles(weights.tiles[1], "q4_0", 40))
+    np.testing.assert_array_equal(y[3:73], alone)

@@ -58,7 +58,7 @@ def rounded(x: np.ndarray, format: str, isa: str) -> np.ndarray:
         return x.astype(np.float64)
     if format == "bf16":
         return x.astype(ml_dtypes.bfloat16).astype(np.float64)
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.nan_to_num(np.rint(blocks * (np.float32(127) / largest)))

@@ -82,9 +82,10 @@ void settle(const ffi::AnyBuffer& in, ffi::Result<ffi::AnyBuffer>& out) {
   if (in.untyped_data() != out->untyped_data()) memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
 }
 
-// q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks] -> out, key pages, [value pages]
-ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t window, bool latent, bool has_sinks, ffi::AnyBuffer q,
-                     ffi::AnyBuffer k, Ints32 positions, Ints32 seq_ids, Ints32 page_table, ffi::AnyBuffer keys,
+// q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks], [cos, sin], [q norm, k norm]
+// -> out, key pages, [value pages]
+ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t window, bool latent, bool has_sinks, bool rotary,
+                     bool interleaved, bool norms, float epsilon, float weight_offset, ffi::AnyBuffer q, ffi::AnyBuffer k, Ints32 positions, Ints32 seq_ids, Ints32 page_table, ffi::AnyBuffer keys,
                      ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
                      ffi::RemainingRets more) {
   if (!is_float(q) || q.element_type() != k.element_type() || q.element_type() != out->element_type())
@@ -112,7 +113,16 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t w
   a.page_size = int(keys.dimensions()[2]), a.key_row = int(keys.dimensions()[3]), a.value_row = value_row;
   a.page_table = page_table.typed_data(), a.columns = int(page_table.dimensions()[1]);
   a.scale = scale, a.softcap = softcap, a.window = int(window);
-  a.sinks = has_sinks ? rest.get<ffi::AnyBuffer>(latent ? 0 : 2)->typed_data<float>() : nullptr;
+  size_t next = latent ? 0 : 2;
+  const auto floats = [&] { return rest.get<ffi::AnyBuffer>(next++)->typed_data<float>(); };
+  a.sinks = has_sinks ? floats() : nullptr;
+  HeadInput head{a.q_is_bf16, a.dim, epsilon, weight_offset, nullptr, nullptr, 0, interleaved};
+  if (rotary) {
+    head.half = int(rest.get<ffi::AnyBuffer>(next)->dimensions()[1]);
+    head.cos = floats(), head.sin = floats();
+  }
+  const float *q_norm = norms ? floats() : nullptr, *k_norm = norms ? floats() : nullptr;
+  if (2 * head.half > a.dim) return wrong("more channels turn than a head has");
   if (!a.bits && keys.element_type() != ffi::F32) return wrong("pages must be float32, or the bits of bfloat16 as uint16");
   if (a.key_row != a.dim || a.value_dim > a.value_row) return wrong("a page's rows are not as wide as keys and values");
 
@@ -128,32 +138,50 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t w
     first_vector[t] = vectors;
     vectors += tasks[t].unit.count;
   }
+  const bool turning = rotary || norms;
+  const int total = int(positions.element_count());
   static thread_local std::vector<float> room;
-  room.resize(std::max(room.size(), vectors * (a.value_dim + 2)));
+  const size_t turned = turning ? size_t(total) * a.heads * a.dim : 0;
+  room.resize(std::max(room.size(), vectors * (a.value_dim + 2) + turned));
   float* const results = room.data();
   float* const softmaxes = results + vectors * a.value_dim;
+  float* const queries = softmaxes + vectors * 2;
+  const bool is_bf16 = a.q_is_bf16;
+  if (turning) a.q = queries, a.q_is_bf16 = false;
   const auto result = [&](int t) { return results + first_vector[t] * a.value_dim; };
   const auto softmax = [&](int t) { return softmaxes + first_vector[t] * 2; };
 
-  const auto write = [&](const ffi::AnyBuffer& x, void* pages, int row_size, int page, int row, int token) {
-    const int dim = int(x.dimensions()[2]);
-    for (int head = 0; head < a.kv_heads; head++) {
-      const int64_t at = ((int64_t(page) * a.kv_heads + head) * a.page_size + row) * row_size;
-      const uint8_t* from = static_cast<const uint8_t*>(x.untyped_data()) + (int64_t(token) * a.kv_heads + head) * dim * item;
-      kernel.keep(from, a.q_is_bf16, dim, static_cast<uint8_t*>(pages) + at * (a.bits ? 2 : 4), a.bits);
+  // Heads of one token in x, and a row of a page.
+  const auto source = [&](const ffi::AnyBuffer& x, int token, int h) {
+    const int64_t at = (int64_t(token) * x.dimensions()[1] + h) * x.dimensions()[2];
+    return static_cast<const uint8_t*>(x.untyped_data()) + at * item;
+  };
+  const auto place = [&](void* pages, int row_size, int page, int row, int h) {
+    const int64_t at = ((int64_t(page) * a.kv_heads + h) * a.page_size + row) * row_size;
+    return static_cast<uint8_t*>(pages) + at * (a.bits ? 2 : 4);
+  };
+  const auto take_in = [&](int token, int page, int row) {
+    static thread_local std::vector<float> key;
+    key.resize(a.dim);
+    for (int h = 0; turning && h < a.heads; h++)
+      kernel.turn(head, source(q, token, h), token, q_norm, queries + (int64_t(token) * a.heads + h) * a.dim);
+    for (int h = 0; h < a.kv_heads; h++) {
+      const void* from = source(k, token, h);
+      if (turning) kernel.turn(head, from, token, k_norm, key.data()), from = key.data();
+      kernel.keep(from, is_bf16 && !turning, a.dim, place(new_keys->untyped_data(), a.key_row, page, row, h), a.bits);
+      if (!latent) kernel.keep(source(v, token, h), is_bf16, int(v.dimensions()[2]), place(value_pages, value_row, page, row, h), a.bits);
     }
   };
-  const int total = int(positions.element_count()), step = std::max(1, std::min(16, total / (2 * threads())));
+  const int step = std::max(1, std::min(16, total / (2 * threads())));
   const Phase writing = {(total + step - 1) / step, [&](int unit) {
     for (int t = unit * step; t < std::min(total, (unit + 1) * step); t++) {
       const int sequence = seq_ids.typed_data()[t], position = positions.typed_data()[t];
-      if (sequence < 0 || sequence >= int(page_table.dimensions()[0])) {
-        memset(static_cast<uint8_t*>(out->untyped_data()) + int64_t(t) * a.heads * a.value_dim * item, 0, size_t(a.heads) * a.value_dim * item);
-        continue;
+      if (sequence >= 0 && sequence < int(page_table.dimensions()[0])) {
+        take_in(t, a.page_table[int64_t(sequence) * a.columns + position / a.page_size], position % a.page_size);
+      } else {
+        const size_t bytes = size_t(a.heads) * a.value_dim * item;
+        memset(static_cast<uint8_t*>(out->untyped_data()) + t * bytes, 0, bytes);
       }
-      const int page = a.page_table[int64_t(sequence) * a.columns + position / a.page_size], row = position % a.page_size;
-      write(k, new_keys->untyped_data(), a.key_row, page, row, t);
-      if (!latent) write(v, value_pages, value_row, page, row, t);
     }
   }};
   const auto deliver = [&](int t) {
@@ -161,7 +189,7 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t w
     for (int r = 0; r < u.count; r++) {
       const int index = u.first + r, head = u.kv_head * group + index % group;
       const int64_t vector = int64_t(u.token + index / group) * a.heads + head;
-      write_vector(result(t) + r * a.value_dim, a.value_dim, a.q_is_bf16, out->untyped_data(), vector * a.value_dim);
+      write_vector(result(t) + r * a.value_dim, a.value_dim, is_bf16, out->untyped_data(), vector * a.value_dim);
     }
   };
   const Phase attending = {count, [&](int unit) {
@@ -194,6 +222,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attention, attention,
                                   .Attr<int64_t>("window")
                                   .Attr<bool>("latent")
                                   .Attr<bool>("sinks")
+                                  .Attr<bool>("rotary")
+                                  .Attr<bool>("interleaved")
+                                  .Attr<bool>("norms")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("weight_offset")
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Ints32>()

@@ -36,13 +36,13 @@ inline int64_t rows_of(const ffi::AnyBuffer& x) {
 
 inline ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
-// `tiles` [groups, blocks, bytes] as a matrix of `rows` outputs.
+// `tiles` [groups, blocks, bytes], or the first of several, as a matrix of `rows` outputs.
 inline ffi::Error matrix_of(const ffi::AnyBuffer& tiles, int64_t format, int64_t rows, int64_t inputs, Matrix& out) {
   if (format < 0 || format >= int64_t(Format::count)) return wrong("no format " + std::to_string(format));
   const Layout form = layout(Format(format));
-  const auto shape = tiles.dimensions();
-  if (tiles.element_type() != ffi::U8 || shape.size() != 3 || shape[2] != form.bytes())
+  if (tiles.element_type() != ffi::U8 || tiles.dimensions().size() < 3 || tiles.dimensions().back() != form.bytes())
     return wrong("tiles must be uint8 [groups, blocks, " + std::to_string(form.bytes()) + "]");
+  const auto shape = tiles.dimensions().last(3);
   if (shape[0] * ROWS < rows) return wrong(std::to_string(shape[0]) + " groups do not hold " + std::to_string(rows) + " rows");
   if (shape[1] != (inputs + form.inputs - 1) / form.inputs)
     return wrong(std::to_string(shape[1]) + " blocks of " + std::to_string(form.inputs) + " do not hold " + std::to_string(inputs) + " inputs");
@@ -52,11 +52,27 @@ inline ffi::Error matrix_of(const ffi::AnyBuffer& tiles, int64_t format, int64_t
 
 inline bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
 
+// Rows [begin, begin + count) of x: what one panel holds.
+struct PanelRows {
+  int begin, count;
+};
+
+// All rows, `most` to a panel.
+inline std::vector<PanelRows> panels_of(int rows, int most) {
+  std::vector<PanelRows> panels;
+  for (int begin = 0; begin < rows; begin += most) panels.push_back({begin, std::min(most, rows - begin)});
+  return panels;
+}
+
 // The activations of a call: made ready in a first phase, row by row, in the forms that the matrices want.
 class Prepared {
  public:
   Prepared(const ffi::AnyBuffer& x, const float* norm, float epsilon, float offset, const std::vector<Matrix>& matrices)
-      : x_(x), norm_(norm), epsilon_(epsilon), offset_(offset) {
+      : Prepared(x, norm, epsilon, offset, matrices, panels_of(int(rows_of(x)), PANEL_ROWS)) {}
+
+  Prepared(const ffi::AnyBuffer& x, const float* norm, float epsilon, float offset, const std::vector<Matrix>& matrices,
+           std::vector<PanelRows> panels)
+      : x_(x), norm_(norm), epsilon_(epsilon), offset_(offset), panels_(std::move(panels)) {
     static thread_local Scratch scratch;  // the caller's: it stays in the call until all units are done
     bool integer = false, wide = false, halves = false;
     for (const Matrix& w : matrices) {
@@ -65,9 +81,9 @@ class Prepared {
       wide |= w.format == Format::f32 || (w.format == Format::bf16 && !kernels().has_bf16);
       activations_.inputs = std::max(activations_.inputs, w.inputs);
     }
-    activations_.rows = int(rows_of(x));
-    activations_.panel_rows = std::max(1, std::min(activations_.rows, PANEL_ROWS));
-    const size_t inputs = activations_.inputs, blocks = inputs / BLOCK, rows = size_t(panels()) * activations_.panel_rows;
+    activations_.panel_rows = 1;
+    for (const PanelRows& panel : panels_) activations_.panel_rows = std::max(activations_.panel_rows, panel.count);
+    const size_t inputs = activations_.inputs, blocks = inputs / BLOCK, rows = panels_.size() * activations_.panel_rows;
     scratch.clear();
     scratch.reserve(rows * (inputs * (integer + 2 * halves + 4 * wide) + integer * blocks * sizeof(RowBlock)) + 256);
     if (integer) {
@@ -79,31 +95,32 @@ class Prepared {
   }
 
   const Activations& get() const { return activations_; }
-  int panels() const { return (activations_.rows + activations_.panel_rows - 1) / activations_.panel_rows; }
-  int panel_rows(int panel) const {
-    return std::min(activations_.panel_rows, activations_.rows - panel * activations_.panel_rows);
-  }
+  int panels() const { return int(panels_.size()); }
+  const PanelRows& panel(int p) const { return panels_[p]; }
+  int panel_rows() const { return activations_.panel_rows; }
 
   Phase phase() {
-    const int step = std::max(1, std::min(16, activations_.rows / (2 * threads())));
-    return {(activations_.rows + step - 1) / step, [this, step](int unit) { prepare(unit * step, step); }};
+    const int most = activations_.panel_rows, step = std::max(1, std::min({16, most, panels() * most / (2 * threads())}));
+    const int per_panel = (most + step - 1) / step;
+    return {panels() * per_panel, [this, step, per_panel](int unit) { prepare(unit / per_panel, unit % per_panel * step, step); }};
   }
 
  private:
-  void prepare(int first, int count) {
+  void prepare(int p, int first, int count) {
     static thread_local std::vector<float> scratch;
     if (scratch.size() < size_t(activations_.inputs)) scratch.resize(activations_.inputs);
     const bool is_bf16 = x_.element_type() == ffi::BF16;
     const int64_t size = x_.dimensions().back();
-    for (int m = first; m < std::min(first + count, activations_.rows); m++) {
-      const void* x = static_cast<const uint8_t*>(x_.untyped_data()) + m * size * (is_bf16 ? 2 : 4);
-      kernels().prepare({x, is_bf16, int(size), norm_, epsilon_, offset_}, activations_, m, scratch.data());
+    for (int m = first; m < std::min(first + count, panels_[p].count); m++) {
+      const void* x = static_cast<const uint8_t*>(x_.untyped_data()) + (panels_[p].begin + m) * size * (is_bf16 ? 2 : 4);
+      kernels().prepare({x, is_bf16, int(size), norm_, epsilon_, offset_}, activations_, p * panel_rows() + m, scratch.data());
     }
   }
 
   ffi::AnyBuffer x_;
   const float* norm_;
   float epsilon_, offset_;
+  std::vector<PanelRows> panels_;
   Activations activations_{};
 };
 

@@ -5,6 +5,7 @@
 #include "gate.h"
 #include "prepare.h"
 #include "product.h"
+#include "rotary.h"
 
 #define NAME_(isa) #isa
 #define NAME(isa) NAME_(isa)
@@ -12,6 +13,6 @@
 #define TABLE(isa) TABLE_(isa)
 
 const Kernels* TABLE(ISA)() {
-  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::product, ISA::gate, ISA::keep, ISA::attend};
+  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::product, ISA::gate, ISA::turn, ISA::keep, ISA::attend};
   return &table;
 }

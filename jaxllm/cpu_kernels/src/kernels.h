@@ -15,14 +15,14 @@ struct RowBlock {
   int32_t negative_sum_16;   // the same of the first 16 codes
 };
 
-// Rows of activations as products want them; what no matrix of the call needs is null.
+// Rows of activations, in panels, as products want them; what no matrix of the call needs is null.
 struct Activations {
-  int rows, inputs;   // inputs: padded to blocks of 32
-  int panel_rows;     // min(rows, PANEL_ROWS)
+  int inputs;         // padded to blocks of 32
+  int panel_rows;     // that there is room for in a panel, at most PANEL_ROWS
   int8_t* codes;      // [panels][blocks][panel_rows][32]
   RowBlock* blocks;   // [panels][blocks][panel_rows]
-  float* values;      // [rows][inputs]
-  uint16_t* halves;   // [rows][inputs], bf16
+  float* values;      // [panels * panel_rows][inputs]
+  uint16_t* halves;   // the same, bf16
 };
 
 // One row before that: `size` inputs (x is f32, or bf16 bits), perhaps normalised.
@@ -35,6 +35,16 @@ struct Row {
 };
 
 enum class Activation : int { silu, gelu_tanh, gelu, relu, relu2, count };
+
+// What happens to heads of queries and keys before they attend.
+struct HeadInput {
+  bool is_bf16;
+  int dim;
+  float epsilon, weight_offset;  // of an RMS norm
+  const float *cos, *sin;        // [tokens, half]; null: nothing turns
+  int half;                      // pairs of channels that turn
+  bool interleaved;              // pairs are neighbours, not `half` apart
+};
 
 // One call of paged attention; see jaxllm/pallas_kernels/kernels.py for what it computes.
 struct Attention {
@@ -75,6 +85,8 @@ struct Kernels {
   void (*product)(const Matrix&, const Activations&, int row, int count, int group, int groups, float* out);
   // gate = activation(gate) * up, [count][PANEL_COLUMNS]
   void (*gate)(Activation, int count, float* gate, const float* up);
+  // One head of one token as floats, normalised with `norm` (or null) and turned.
+  void (*turn)(const HeadInput&, const void* x, int token, const float* norm, float* out);
   // Stores `count` channels, floats or bf16 bits, into a row of a page; zero for what is not finite.
   void (*keep)(const void* x, bool is_bf16, int count, void* row, bool bits);
   // out [count][value_dim] is normalised; `softmax` [count][2] gets the greatest logit and the sum of exponentials.

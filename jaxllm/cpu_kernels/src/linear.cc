@@ -46,8 +46,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool n
     alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
     units.visit(unit, [&](int p, int matrix, int group, int width) {
       const Matrix& w = matrices[matrix];
-      const int row = p * prepared.get().panel_rows, rows = prepared.panel_rows(p);
-      k.product(w, prepared.get(), row, rows, group, width, panel);
+      const auto [row, rows] = prepared.panel(p);
+      k.product(w, prepared.get(), p * prepared.panel_rows(), rows, group, width, panel);
       write_panel(panel, row, rows, group * ROWS, width, w.rows, added, outs[matrix]);
     });
   }}});
@@ -74,9 +74,9 @@ ffi::Error gate_up(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool 
   run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float gates[PANEL_ROWS * PANEL_COLUMNS] = {}, ups[PANEL_ROWS * PANEL_COLUMNS] = {};
     units.visit(unit, [&](int p, int, int group, int width) {
-      const int row = p * prepared.get().panel_rows, rows = prepared.panel_rows(p);
-      k.product(matrices[0], prepared.get(), row, rows, group, width, gates);
-      k.product(matrices[1], prepared.get(), row, rows, group, width, ups);
+      const auto [row, rows] = prepared.panel(p);
+      k.product(matrices[0], prepared.get(), p * prepared.panel_rows(), rows, group, width, gates);
+      k.product(matrices[1], prepared.get(), p * prepared.panel_rows(), rows, group, width, ups);
       k.gate(Activation(activation), rows, gates, ups);
       write_panel(gates, row, rows, group * ROWS, width, columns, nullptr, out->typed_data<float>());
     });
@@ -108,7 +108,7 @@ ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm,
 
   Prepared prepared(x, weight, epsilon, offset, matrices);
   const Units units({int(rows + ROWS - 1) / ROWS}, prepared.panels());
-  const int step = prepared.get().panel_rows;
+  const int step = prepared.panel_rows();
   static thread_local std::vector<Best> found;  // [units][panel rows]
   found.assign(size_t(units.count()) * step, {0, -1});
   Best* const best = found.data();
@@ -116,7 +116,7 @@ ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm,
   run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
     units.visit(unit, [&](int p, int, int group, int width) {
-      const int count = prepared.panel_rows(p), columns = std::min(width * ROWS, int(rows) - group * ROWS);
+      const int count = prepared.panel(p).count, columns = std::min(width * ROWS, int(rows) - group * ROWS);
       k.product(matrices[0], prepared.get(), p * step, count, group, width, panel);
       for (int m = 0; m < count; m++)
         for (int c = 0; c < columns; c++) {
@@ -126,7 +126,7 @@ ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm,
     });
   }}});
   const int per_panel = prepared.panels() ? units.count() / prepared.panels() : 0;
-  for (int m = 0; m < prepared.get().rows; m++) {
+  for (int m = 0; m < int(rows_of(x)); m++) {
     Best top{0, -1};
     for (int u = 0; u < per_panel; u++) {
       const Best& candidate = best[(m / step * per_panel + u) * step + m % step];
@@ -134,6 +134,47 @@ ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm,
     }
     out->typed_data<int32_t>()[m] = top.index;
   }
+  return ffi::Error::Success();
+}
+
+// x [N, i] sorted by expert, tiles [X, groups, blocks, bytes], sizes [X] -> each row by its own expert's matrix; zero for
+// rows past the last expert's
+ffi::Error grouped(ffi::ThreadPool pool, int64_t format, ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::Buffer<ffi::S32> sizes, Result out) {
+  if (!is_float(x)) return wrong("x must be float32 or bfloat16");
+  if (tiles.dimensions().size() != 4 || tiles.dimensions()[0] != int64_t(sizes.element_count()))
+    return wrong("tiles must be [experts, groups, blocks, bytes], with a size for each expert");
+  std::vector<Matrix> matrices(1);
+  const ffi::Error error = matrix_of(tiles, format, out->dimensions().back(), x.dimensions().back(), matrices[0]);
+  if (error.failure()) return error;
+  const int total = int(rows_of(x)), columns = matrices[0].rows;
+  const int64_t expert_bytes = matrices[0].groups * matrices[0].group_bytes();
+
+  std::vector<PanelRows> panels;
+  std::vector<int> experts;  // of each panel
+  int row = 0;
+  for (int expert = 0; expert < int(sizes.element_count()); expert++) {
+    const int end = std::min(total, row + std::max(0, sizes.typed_data()[expert]));
+    for (; row < end; row = panels.back().begin + panels.back().count) {
+      panels.push_back({row, std::min(PANEL_ROWS, end - row)});
+      experts.push_back(expert);
+    }
+  }
+  float* const result = out->typed_data<float>();
+  memset(result + int64_t(row) * columns, 0, size_t(total - row) * columns * 4);
+  if (panels.empty()) return ffi::Error::Success();
+
+  Prepared prepared(x, nullptr, 0, 0, matrices, panels);
+  const Units units({(columns + ROWS - 1) / ROWS}, prepared.panels());
+  const Kernels& k = kernels();
+  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+    alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
+    units.visit(unit, [&](int p, int, int group, int width) {
+      Matrix w = matrices[0];
+      w.tiles += experts[p] * expert_bytes;
+      k.product(w, prepared.get(), p * prepared.panel_rows(), panels[p].count, group, width, panel);
+      write_panel(panel, panels[p].begin, panels[p].count, group * ROWS, width, columns, nullptr, result);
+    });
+  }}});
   return ffi::Error::Success();
 }
 
@@ -189,6 +230,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_argmax, argmax,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_grouped, grouped,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<int64_t>("format")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rows, rows_by_id,
