@@ -154,7 +154,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     dtype = DTYPES[config.dtype]
     kernels = choose_kernels(config.attention_backend, platform.name, latent=model_config.mla is not None)
     options = BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
-    kinds = KindChooser(checkpoint, spec.names, tp, keeps_packed(config), config.isq, config.isq_map)
+    kinds = KindChooser(checkpoint, spec.names, tp, keeps_packed(config), config.isq, config.isq_map or {})
     model, params = abstract_model(spec, options, kinds)
 
     on_cpu = platform.memory_limit is None
