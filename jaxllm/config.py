@@ -85,7 +85,7 @@ class EngineConfig(BaseModel):
     isq: Isq | None = None
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
     isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
-    """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k,*.attn_v.weight=none."""
+    """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""
@@ -100,6 +100,8 @@ class EngineConfig(BaseModel):
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
     """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory)."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
 

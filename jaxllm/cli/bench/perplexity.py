@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,7 @@ def perplexity(
     results: list[dict[str, Any]] = []
     for name, setting in zip((EXPANDED, *names), settings, strict=True):
         result = measure(setting, passage, window, tokens)
+        print(f"{name}: {result['perplexity']:.3f}", file=sys.stderr)
         base = results[0]["perplexity"] if results else result["perplexity"]
         results.append({"weights": name, **result, "difference_percent": 100 * (result["perplexity"] / base - 1)})
     load = {"schemes": names, "window": window, "tokens": tokens, "text": str(text)}
