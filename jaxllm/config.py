@@ -73,18 +73,19 @@ class EngineConfig(BaseModel):
     """`dummy` fills the right shapes with random weights on the device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute and weight type; auto is bfloat16."""
-    dequantize: bool = False
-    """Expand the blocks of a quantized GGUF file to `dtype` at load, instead of computing on them as they are."""
-    isq: Isq | None = None
-    """Quantize weights while they are loaded (in situ); embedding and head take at least six bits."""
-    isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] = Field(default_factory=dict)
-    """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k,*.attn_v.weight=none."""
     seed: int = 0
     """Where unseeded requests and dummy weights take their randomness from."""
     skip_tokenizer_init: bool = False
     """Work with token ids only."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Longest context, prompt plus generated; default the model's, shrunk to what KV memory holds."""
+
+    dequantize: bool = False
+    """Expand the blocks of a quantized GGUF file to dtype at load, instead of computing on them as they are."""
+    isq: Isq | None = None
+    """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
+    isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
+    """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""
@@ -102,6 +103,8 @@ class EngineConfig(BaseModel):
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
     """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory).
     Up to 3% stay unused, so that sizes which differ by less share compiled steps."""
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
 
@@ -179,9 +182,9 @@ class ServeConfig(EngineConfig):
 
 
 SECTIONS = {
-    "model": "Model", "max_num_seqs": "Scheduling", "block_size": "Memory", "tensor_parallel_size": "Parallelism",
-    "attention_backend": "Execution", "host": "Server", "served_model_name": "API", "data_dir": "Storage",
-    "log_level": "Logging",
+    "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
+    "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
+    "served_model_name": "API", "data_dir": "Storage", "log_level": "Logging",
 }  # fmt: skip
 """The section of --help and of docs/configuration.md that begins with each of these fields."""
 

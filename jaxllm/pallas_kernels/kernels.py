@@ -15,7 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import reference
 from jaxllm.pallas_kernels.grouped_matmul import Matrix, ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import Pages, stored_as_bits, stored_as_is
+from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
 
 
 @runtime_checkable
@@ -119,17 +119,49 @@ LATENT = ("reference",)
 of two, and a DeepSeek latent of 576 channels would pad to 1024."""
 
 
-def choose_kernels(attention_backend: str, platform: str, *, latent: bool = False, native: bool = False) -> Kernels:
+QUANTIZED_PAGES = ("reference",)
+"""Attention that reads quantized pages."""
+
+
+def choose_kernels(
+    attention_backend: str,
+    platform: str,
+    *,
+    latent: bool = False,
+    kv_cache_dtype: str = "auto",
+    native: bool = False,
+) -> Kernels:
     """The kernels that `--attention-backend attention_backend` means on `platform`, over `latent` pages or plain ones.
 
-    `native` says that the C++ kernels may be used on a CPU; `auto` takes them then.
+    With a `kv_cache_dtype` of "int8" or "fp8" pages are quantized. `native` says that the C++ kernels may be used on a
+    CPU: `auto` takes them then; quantized pages they leave to the reference.
 
     Raises:
-        ConfigError: the backend is unknown, cannot run there, or does not serve latent pages.
+        ConfigError: the backend is unknown, cannot run there, or does not serve such pages.
     """
-    here = {kernels.name: kernels for kernels in PLATFORM_KERNELS.get(platform, (REFERENCE,))}
     if attention_backend == "auto" and platform == "cpu" and native:
-        return CPU
+        return (
+            CPU
+            if kv_cache_dtype == "auto"
+            else _with_pages(replace(CPU, attention=REFERENCE.attention), kv_cache_dtype)
+        )
+    if kv_cache_dtype == "auto":
+        return _choose(attention_backend, platform, latent)
+    if attention_backend not in ("auto", *QUANTIZED_PAGES):
+        raise ConfigError(
+            f"attention_backend is {attention_backend!r}, which does not read {kv_cache_dtype} KV pages; "
+            f"kv_cache_dtype {kv_cache_dtype} accepts auto, {', '.join(QUANTIZED_PAGES)}"
+        )
+    return _with_pages(_choose(QUANTIZED_PAGES[0], platform, latent), kv_cache_dtype)
+
+
+def _with_pages(kernels: Kernels, kv_cache_dtype: str) -> Kernels:
+    stored = QUANTIZED[kv_cache_dtype]
+    return replace(kernels, page_dtype=lambda dtype: stored)
+
+
+def _choose(attention_backend: str, platform: str, latent: bool) -> Kernels:
+    here = {kernels.name: kernels for kernels in PLATFORM_KERNELS.get(platform, (REFERENCE,))}
     if attention_backend == "auto":
         return next(kernels for name, kernels in here.items() if name in LATENT or not latent)
     if attention_backend not in NAMES:

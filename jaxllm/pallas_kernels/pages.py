@@ -11,11 +11,21 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxllm.pallas_kernels.metadata import StepMetadata
 
-Pages = tuple[Shaped[Array, "N K page_size D"], ...]
+Pages = tuple[Shaped[Array, "N K page_size _"], ...]
 """One layer's `(k_pages, v_pages)`, or `(latent_pages,)` where the values are the first channels of the keys.
 
-Of a float type or of its bits (see `stored_as_bits`).
+Of a float type, of its bits (see `stored_as_bits`), or quantized: D codes and behind them, in as many channels as
+`SCALE_BYTES`, the scale of one token's head.
 """
+
+QUANTIZED = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}
+"""The types of quantized pages, which say how codes are read: as integers, or as the bits of e4m3 floats."""
+
+SCALE_BYTES = 4
+"""Of a float32."""
+
+_CODES = {QUANTIZED["int8"]: jnp.dtype(jnp.int8), QUANTIZED["fp8"]: jnp.dtype(jnp.float8_e4m3fn)}
+_LARGEST = {QUANTIZED["int8"]: 127.0, QUANTIZED["fp8"]: float(jnp.finfo(jnp.float8_e4m3fn).max)}
 
 
 def stored_as_is(dtype: Any) -> np.dtype:
@@ -34,13 +44,32 @@ def stored_as_bits(dtype: Any) -> np.dtype:
 
 
 def to_storage(x: Float[Array, "..."], dtype: Any) -> Shaped[Array, "..."]:
-    """Values as pages of `dtype` keep them: cast, or as bits where `dtype` is an integer type."""
+    """Values as pages of `dtype` keep them: cast, quantized, or as bits where `dtype` is another integer type."""
+    if jnp.dtype(dtype) in _CODES:
+        return _quantize(x.astype(jnp.float32), jnp.dtype(dtype))
     return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
 
 
 def from_storage(x: Shaped[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """What `to_storage` kept, as floats; `dtype` is the type that bits stand for."""
+    """What `to_storage` kept, as floats; `dtype` is the type that bits stand for, or that quantized ones become."""
+    if x.dtype in _CODES:
+        return _dequantize(x).astype(dtype)
     return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
+def _quantize(x: Float[Array, "*n D"], dtype: np.dtype) -> Shaped[Array, "*n _"]:
+    """Codes, the largest number of a row being the largest code, then the bytes of the row's scale."""
+    scale = jnp.abs(x).max(-1, keepdims=True) / _LARGEST[dtype]
+    codes = x / jnp.where(scale > 0, scale, 1)
+    codes = jnp.round(codes) if _CODES[dtype] == jnp.int8 else codes
+    parts = [codes.astype(_CODES[dtype]), lax.bitcast_convert_type(scale[..., 0], dtype)]
+    return jnp.concatenate([lax.bitcast_convert_type(part, dtype) for part in parts], axis=-1)
+
+
+def _dequantize(rows: Shaped[Array, "*n _"]) -> Float[Array, "*n D"]:
+    codes = lax.bitcast_convert_type(rows[..., :-SCALE_BYTES], _CODES[rows.dtype])
+    scale = lax.bitcast_convert_type(rows[..., -SCALE_BYTES:], jnp.float32)
+    return codes.astype(jnp.float32) * scale[..., None]
 
 
 def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"] | None, meta: StepMetadata) -> Pages:

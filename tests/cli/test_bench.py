@@ -7,6 +7,7 @@ import random
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxllm.cli.bench import process
 from jaxllm.cli.bench.load import random_prompts, run_load, send_times
+from jaxllm.cli.bench.perplexity import windows
 from jaxllm.cli.bench.stats import Trace, percentile, spread, summarize
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
@@ -171,3 +173,57 @@ def test_a_child_that_fails_is_quoted(tmp_path: Path) -> None:
     ):
         running.wait()
         raise process.failure(running, log)
+
+
+class Alphabet:
+    """One token a letter, and a token that begins texts."""
+
+    bos_token_id = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *(ord(letter) - 96 for letter in text)]
+
+
+def test_windows_of_a_text_each_begin_as_a_text_does() -> None:
+    llm = SimpleNamespace(get_tokenizer=Alphabet)
+    assert list(windows(llm, "abcdefgh", 4, 100)) == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8]]
+    assert list(windows(llm, "abcdefgh", 4, 5)) == [[0, 1, 2, 3], [0, 4, 5]]
+
+
+def test_perplexity_is_that_of_the_tokens_after_the_first(cli, monkeypatch, tmp_path: Path) -> None:
+    class Certain:
+        """Gives every token the probability 1/4, or 1/8 where weights are int4."""
+
+        def __init__(self, **fields):
+            self.chance = 8 if fields.get("isq") == "int4" else 4
+
+        def get_tokenizer(self):
+            return Alphabet()
+
+        def generate(self, prompts, params, use_tqdm):
+            logprob = SimpleNamespace(logprob=-math.log(self.chance))
+            assert params.prompt_logprobs == 0
+            return [SimpleNamespace(prompt_logprobs=[None, *({t: logprob} for t in ids[1:])]) for ids in prompts]
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr("jaxllm.llm.LLM", Certain)
+    monkeypatch.setattr(
+        "jaxllm.engine.start.plan.plan_engine",
+        lambda config: SimpleNamespace(weight_bytes=2**20 if config.isq else 4 * 2**20, num_parameters=2**21),
+    )
+    text, file = tmp_path / "text.txt", tmp_path / "result.json"
+    text.write_text("abcdefgh")
+    arguments = ["m", "--schemes", "int4", "--window", "4", "--text", str(text), "--json", str(file)]
+    assert cli("bench", "perplexity", *arguments).code == 0
+    plain, quantized = json.loads(file.read_text())["results"]
+    assert (plain["weights"], plain["perplexity"]) == ("float", pytest.approx(4))
+    assert (quantized["weights"], quantized["perplexity"]) == ("int4", pytest.approx(8))
+    assert (quantized["difference_percent"], quantized["bits_per_weight"]) == (pytest.approx(100), pytest.approx(4))
+    assert quantized["tokens_scored"] == 8
+
+
+def test_an_unknown_scheme_is_refused_before_anything_is_measured(cli) -> None:
+    result = cli("bench", "perplexity", "m", "--schemes", "q8_0,q9")
+    assert result.code == 2 and "isq is 'q9'" in result.err and "'q8_0'" in result.err

@@ -48,7 +48,9 @@ def test_serve_without_arguments_serves_the_defaults(cli, served) -> None:
 SAMPLES: dict[str, Any] = {
     "model": "m", "tokenizer": "t", "revision": "main", "download_dir": "/d", "load_format": "gguf", "dtype": "float32",
     "seed": 7, "skip_tokenizer_init": True, "max_model_len": 100, "max_num_seqs": 5, "max_num_batched_tokens": 64,
-    "max_num_waiting": 9, "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
+    "dequantize": True, "isq": "q4k", "isq_map": "*.v.weight=q6k,*.o.weight=none",
+    "kv_cache_dtype": "fp8", "max_num_waiting": 9,
+    "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
     "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
@@ -120,3 +122,14 @@ def test_a_rule_about_several_fields_is_said_in_its_own_words() -> None:
 
     with pytest.raises(ConfigError, match=r"^seed and dtype do not go together$"):
         read_settings(Strict, {}, environ={})
+
+
+@pytest.mark.parametrize("given", ["*.v.weight=q9", "*.v.weight", {"*.v.weight": "q9"}])
+def test_a_map_of_kinds_names_what_is_wrong_with_it(given) -> None:
+    with pytest.raises(ConfigError, match=r"^--isq-map is .*(PATTERN=KIND|'q4_0')"):
+        read_settings(EngineConfig, {"isq_map": given}, environ={})
+
+
+def test_a_map_of_kinds_is_a_mapping_in_yaml(yaml_file) -> None:
+    path = yaml_file('isq_map:\n  "*.v.weight": q6k\n  "*.o.weight": none\n')
+    assert read_settings(EngineConfig, {}, path, environ={}) == EngineConfig(isq_map="*.v.weight=q6k, *.o.weight=none")

@@ -44,12 +44,32 @@ QUICK_COMPILE = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 """The arithmetic is the same, and so small that its speed does not matter."""
 
 
+QUANTIZED = ("llama_gqa:4:int8", "llama_gqa:2:fp8", "mixtral:4:int8", "mixtral:4:ep:fp8", "deepseek_v2_lite:2:int8")
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_logits_are_the_goldens(group, tmp_path):
-    """One process for a whole group: the devices are fixed when it starts."""
+    found = run_sharded(GROUPS[group], tmp_path)
+    goldens = {case: load_golden(case.split(":")[0]).logits for case in GROUPS[group]}
+    assert {case: found[case].shape for case in found} == {case: logits.shape for case, logits in goldens.items()}
+    worst = {case: float(np.abs(found[case] - logits).max()) for case, logits in goldens.items()}
+    assert not {case: error for case, error in worst.items() if not error <= 1e-4}
+
+
+def test_quantized_weights_are_the_same_on_any_number_of_devices(tmp_path):
+    alone = {case: f"{case.split(':')[0]}:1:{case.split(':')[-1]}" for case in QUANTIZED}
+    found = run_sharded((*QUANTIZED, *set(alone.values())), tmp_path)
+    worst = {case: float(np.abs(found[case] - found[one]).max()) for case, one in alone.items()}
+    assert not {case: error for case, error in worst.items() if not error <= 1e-4}
+    goldens = {case: load_golden(case.split(":")[0]).logits for case in QUANTIZED}
+    assert all(np.abs(found[case] - logits).max() > 1e-4 for case, logits in goldens.items())
+
+
+def run_sharded(cases: tuple[str, ...], tmp_path: Path) -> dict[str, np.ndarray]:
+    """The logits of each case. One process for all of them: the devices are fixed when it starts."""
     out = tmp_path / "logits.npz"
     subprocess.run(
-        [sys.executable, "-m", "tests.models.run_sharded", str(out), str(tmp_path), *GROUPS[group]],
+        [sys.executable, "-m", "tests.models.run_sharded", str(out), str(tmp_path), *cases],
         env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "NPROC": "16"} | QUICK_COMPILE,
         cwd=Path(__file__).parents[2],
         check=True,
@@ -58,10 +78,7 @@ def test_logits_are_the_goldens(group, tmp_path):
     with np.load(out) as stored:
         found = dict(stored)
     assert found.pop("devices") == 8
-    goldens = {case: load_golden(case.split(":")[0]).logits for case in GROUPS[group]}
-    assert {case: found[case].shape for case in found} == {case: logits.shape for case, logits in goldens.items()}
-    worst = {case: float(np.abs(found[case] - logits).max()) for case, logits in goldens.items()}
-    assert not {case: error for case, error in worst.items() if not error <= 1e-4}
+    return found
 
 
 def test_every_family_is_among_the_cases():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -79,3 +81,42 @@ def test_a_scheme_fits_each_devices_part_of_the_inputs():
     spec = ParamSpec("layers.0.mlp.down.weight", (8, 512), FLOAT32, (None, TENSOR), None, (DenseKind(FLOAT32),))
     kinds = [KindChooser(PackedCheckpoint({}, "F32"), {}, tp=tp, isq="q6k")(spec) for tp in (2, 4)]
     assert kinds == [(GgufKind("Q6_K", FLOAT32),), (GgufKind("Q8_0", FLOAT32),)]
+
+
+class LazyCheckpoint:
+    """Float matrices that are made when they are read."""
+
+    format = "safetensors"
+    path = Path("lazy")
+
+    def __init__(self, count: int, shape: tuple[int, int]):
+        self.config: dict = {}
+        self.generation_config: dict = {}
+        self.tensors = {f"w{i}": TensorInfo(shape, "F32") for i in range(count)}
+
+    def read(self, name: str) -> Stored:
+        shape, dtype = self.tensors[name]
+        return Stored(np.random.default_rng(0).standard_normal(shape, np.float32), dtype, shape)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("scheme", ["q8_0", "q4k", "int4", "fp8"])
+def test_quantizing_while_loading_never_holds_the_float_model(scheme):
+    count, shape = 64, (512, 512)
+    checkpoint, plain = LazyCheckpoint(count, shape), (DenseKind(FLOAT32),)
+    declared = [ParamSpec(name, shape, FLOAT32, (None, None), None, plain) for name in checkpoint.tensors]
+    names = expand({name: name for name in checkpoint.tensors}, 1)
+    chosen = KindChooser(checkpoint, names, isq=scheme)
+    specs = [replace(spec, kinds=chosen(spec)) for spec in declared]
+    mesh = build_mesh(1)
+    load_parameters(checkpoint, specs[:1], names, mesh, ignored=("w*",))  # compiles the encoder
+    tracemalloc.start()
+    loaded = load_parameters(checkpoint, specs, names, mesh)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    tensor = 4 * shape[0] * shape[1]
+    quantized = sum(array.nbytes for array in jax.tree.leaves(loaded))
+    assert quantized < 0.3 * count * tensor
+    assert peak < quantized + 16 * tensor  # two are read ahead, and encoders need a few times their size

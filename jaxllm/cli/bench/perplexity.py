@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from cyclopts import Parameter
 from jaxllm.cli.bench.flags import LOAD_GROUP, Count, JsonFile
 from jaxllm.cli.bench.report import report
 from jaxllm.cli.settings import takes_settings
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineConfig, make_config
 from jaxllm.errors import ConfigError
 from jaxllm.requests.sampling import SamplingParams
 
@@ -51,9 +52,10 @@ def perplexity(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text is {str(text)!r}, which cannot be read: {error}") from None
     settings = [scheme_config(config, name, window) for name in (EXPANDED, *names)]
-    results = []
+    results: list[dict[str, Any]] = []
     for name, setting in zip((EXPANDED, *names), settings, strict=True):
         result = measure(setting, passage, window, tokens)
+        print(f"{name}: {result['perplexity']:.3f}", file=sys.stderr)
         base = results[0]["perplexity"] if results else result["perplexity"]
         results.append({"weights": name, **result, "difference_percent": 100 * (result["perplexity"] / base - 1)})
     load = {"schemes": names, "window": window, "tokens": tokens, "text": str(text)}
@@ -62,8 +64,6 @@ def perplexity(
 
 def scheme_config(config: EngineConfig, scheme: str, window: int) -> EngineConfig:
     """`config` with the weights kept as `scheme`. Raises ConfigError for one that is unknown."""
-    from jaxllm.config import make_config
-
     isq = None if scheme in (EXPANDED, STORED) else scheme
     fields = config.model_dump(exclude_unset=True) | {
         "isq": isq,

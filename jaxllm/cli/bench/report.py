@@ -12,6 +12,9 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 
+MOST_COLUMNS = 5
+"""Results beside one another; more are shown one below the other."""
+
 _SECRETS = {"api_key"}
 
 
@@ -22,7 +25,7 @@ def report(
     results: Sequence[Mapping[str, Any]],
     file: Path | None,
 ) -> None:
-    """Print one column a result and, with `file`, write everything that is needed to read it later."""
+    """Print one column a result, or one row of many, and with `file` write all that is needed to read it later."""
     _print_table(benchmark, config.model, results)
     if file is not None:
         document = {
@@ -41,13 +44,18 @@ def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{benchmark}: {model}", title_justify="left", show_header=False)
-    table.add_column()
-    for _ in results:
-        table.add_column(justify="right")
-    columns = [flatten(result) for result in results]
-    for name in columns[0]:
-        table.add_row(name.replace("_", " "), *(_number(column.get(name)) for column in columns))
+    flat = [flatten(result) for result in results]
+    names = {name: name.replace("_", " ") for name in flat[0]}
+    rows = [[title, *(_number(result.get(name)) for result in flat)] for name, title in names.items()]
+    if wide := len(results) > MOST_COLUMNS:
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    table = Table(*(rows.pop(0) if wide else ()), title=f"{benchmark}: {model}", title_justify="left", show_header=wide)
+    if not wide:
+        table.add_column()
+        for _ in results:
+            table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
 
 

@@ -22,6 +22,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.pallas_kernels import choose_kernels
+from jaxllm.pallas_kernels.pages import SCALE_BYTES
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
@@ -160,11 +161,17 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     model_config, tp = spec.config, config.tensor_parallel_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
     dtype = DTYPES[config.dtype]
-    native = platform.name == "cpu" and _runs_cpu_kernels(config, dtype)
-    latent = model_config.mla is not None
-    kernels = choose_kernels(config.attention_backend, platform.name, latent=latent, native=native)
+    kernels = choose_kernels(
+        config.attention_backend,
+        platform.name,
+        latent=model_config.mla is not None,
+        kv_cache_dtype=config.kv_cache_dtype,
+        native=platform.name == "cpu" and _runs_cpu_kernels(config, dtype),
+    )
     options = BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
-    kinds = KindChooser(checkpoint, spec.names, tp, keeps_packed(config), config.isq, config.isq_map, kernels.tiles)
+    kinds = KindChooser(
+        checkpoint, spec.names, tp, keeps_packed(config), config.isq, config.isq_map or {}, tiles=kernels.tiles
+    )
     model, params = abstract_model(spec, options, kinds)
 
     on_cpu = platform.memory_limit is None
@@ -179,9 +186,11 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         )
     leaves = [leaf for param in params for leaf in param.leaves()]
     weight_bytes = sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in leaves)
-    page_heads, page_dims = max(model_config.page_heads, tp), model_config.page_dims
+    page_dtype = kernels.page_dtype(dtype)
+    scales = SCALE_BYTES if config.kv_cache_dtype != "auto" else 0
+    page_heads, page_dims = max(model_config.page_heads, tp), tuple(dim + scales for dim in model_config.page_dims)
     itemsize = np.dtype(dtype).itemsize
-    token_bytes = model_config.num_layers * page_heads // tp * sum(page_dims) * itemsize
+    token_bytes = model_config.num_layers * page_heads // tp * sum(page_dims) * page_dtype.itemsize
     workspace = _workspace_bytes(spec, max_num_seqs, batched, tp, itemsize)
     budget = _kv_budget(config, platform, weight_bytes, workspace)
     page = config.block_size
@@ -212,7 +221,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         vocab_size=spec.config.num_outputs,
         hidden_size=model_config.hidden_size,
         dtype=dtype,
-        page_dtype=kernels.page_dtype(dtype),
+        page_dtype=page_dtype,
     )
     plan = EnginePlan(
         model=config.model,

@@ -1,0 +1,39 @@
+"""Products of every kind of weight are the same on any number of devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxllm.quantization.schemes import SCHEMES
+from tests.quantization.blocks import stored
+from tests.quantization.run_sharded import ROWS, values
+
+
+def test_products_over_several_devices(tmp_path):
+    out = tmp_path / "products.npz"
+    subprocess.run(
+        [sys.executable, "-m", "tests.quantization.run_sharded", str(out)],
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "NPROC": "16"},
+        cwd=Path(__file__).parents[2],
+        check=True,
+        timeout=300,
+    )
+    found = np.load(out)
+    *tensors, x = values()
+    for scheme, kind in SCHEMES.items():
+        weight = kind(np.dtype(np.float32)).pack([stored(np.concatenate(tensors))], None)
+        whole = x @ np.asarray(jax.jit(lambda w: w.dequantize())(weight)).T
+        first, second = whole[:, : ROWS[0]], whole[:, ROWS[0] :]
+        for tp in (2, 4):
+            halves = np.repeat(np.split(second, 2, axis=1), tp // 2, axis=0)
+            devices = zip(np.split(first, tp, axis=1), halves, strict=True)
+            expected = np.concatenate([part for device in devices for part in device], axis=1)
+            atol = 1.0 if scheme == "w8a8" else 1e-3  # whose inputs are rounded, each device's with its own scale
+            np.testing.assert_allclose(found[f"{scheme}:{tp}:rows"], expected, atol=atol, err_msg=f"{scheme} {tp}")
+            np.testing.assert_allclose(found[f"{scheme}:{tp}:inputs"], whole, atol=atol, err_msg=f"{scheme} {tp}")
