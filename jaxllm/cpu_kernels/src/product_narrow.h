@@ -46,6 +46,7 @@ template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_
         const Ints d1 = bytes ? _mm256_maddubs_epi16(_mm256_abs_epi8(w1), _mm256_sign_epi8(v, w1)) : _mm256_maddubs_epi16(w1, v);
         pairs[0][r] = decltype(i)::value ? _mm256_add_epi16(pairs[0][r], d0) : d0;
         pairs[1][r] = decltype(i)::value ? _mm256_add_epi16(pairs[1][r], d1) : d1;
+        asm("" : "+x"(pairs[0][r]), "+x"(pairs[1][r]));  // else GCC keeps all products and adds them up in the end
       }
     });
 #pragma GCC unroll 4
