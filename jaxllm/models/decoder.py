@@ -79,17 +79,16 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], Pages]:
-        normed = self.attention_norm(x)
-        attended, pages = self.attention(normed, angles, pages, meta)
-        if self.attention_post_norm is not None:
-            attended = self.attention_post_norm(attended)
-        x = x + attended
-        if self.mlp_norm is not None:
-            normed = self.mlp_norm(x)
-        out = self.mlp(normed, meta)
-        if self.mlp_post_norm is not None:
-            out = self.mlp_post_norm(out)
-        return x + out, pages
+        before, post = x, self.attention_post_norm
+        x, pages = self.attention(
+            x, angles, pages, meta, norm=self.attention_norm.traced, residual=x if post is None else None
+        )
+        if post is not None:
+            x = before + post(x)
+        norm, out = (self.attention_norm, before) if self.mlp_norm is None else (self.mlp_norm, x)
+        post = self.mlp_post_norm
+        out = self.mlp(out, meta, norm=norm.traced, residual=x if post is None else None)
+        return out if post is None else x + post(out), pages
 
 
 @partial(jax.jit, static_argnums=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import reference
+from jaxllm.pallas_kernels import cpu, reference
 from jaxllm.pallas_kernels.grouped_matmul import Matrix, ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.norms import Norm
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
 
 
@@ -61,35 +61,39 @@ class Kernels:
 
     Attributes:
         name: of the attention, for people.
-        linear: `(x [T, i], weight [o, i]) -> [T, o]`, float32.
+        linear: `(x [T, i], weight [o, i], norm, residual) -> [T, o]`: float32 `norm(x) @ weight.T + residual`, of
+            which the last two may be None.
+        segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
+        gated: `(x, weight, activation, norm)` -> `act(gate) * up`, where there is a kernel for that.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
         page_dtype: the type that pages of a float type are kept in.
         tiles: weights go into tiles for the C++ kernels, where those have them.
+        turns_heads: attention takes the heads' norms and angles, and applies them itself.
     """
 
     name: str
     attention: PagedAttention
-    linear: Callable[[jax.Array, Any], jax.Array]
+    linear: Callable[..., jax.Array]
     grouped_matmul: Callable[[jax.Array, Any, jax.Array], jax.Array]
     page_dtype: Callable[[Any], np.dtype]
+    segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
+    gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
     tiles: bool = False
+    turns_heads: bool = False
 
 
-def linear(x: Float[Array, "T i"], weight: Matrix) -> Float[Array, "T o"]:
+def linear(
+    x: Float[Array, "T i"], weight: Matrix, norm: Norm | None = None, residual: Float[Array, "T o"] | None = None
+) -> Float[Array, "T o"]:
     """The weight's own product."""
-    return weight.matmul(x)
+    out = weight.matmul(x if norm is None else norm(x))
+    return out if residual is None else residual + out.astype(residual.dtype)
 
 
 def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
     from jaxllm.pallas_kernels.gpu import paged_attention  # Pallas takes half a second to import
 
     return paged_attention(*args, **options)
-
-
-def _cpu_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array | None, pages: Pages, meta: StepMetadata, **options: Any
-) -> tuple[jax.Array, Pages]:
-    return cpu_kernels.attention(q, k, v, pages, meta.positions, meta.seq_ids, meta.page_table, **options)
 
 
 REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, stored_as_bits)
@@ -101,7 +105,10 @@ COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is
 GPU = replace(COMPILED, name="gpu", attention=_gpu_attention)
 """Pallas, through its Triton lowering."""
 
-CPU = replace(REFERENCE, name="cpu", attention=_cpu_attention, tiles=True)
+CPU = Kernels(
+    "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
+    segments=cpu.segments, gated=cpu.gated, tiles=True, turns_heads=True,
+)  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""
 
 PLATFORM_KERNELS: dict[str, tuple[Kernels, ...]] = {
@@ -143,7 +150,7 @@ def choose_kernels(
         return (
             CPU
             if kv_cache_dtype == "auto"
-            else _with_pages(replace(CPU, attention=REFERENCE.attention), kv_cache_dtype)
+            else _with_pages(replace(CPU, attention=REFERENCE.attention, turns_heads=False), kv_cache_dtype)
         )
     if kv_cache_dtype == "auto":
         return _choose(attention_backend, platform, latent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ class GgufKind:
 
     type: str
     dtype: np.dtype
+    joins: ClassVar[bool] = True
 
     @property
     def block(self) -> int:

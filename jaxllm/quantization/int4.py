@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ class Int4Kind:
     dtype: np.dtype
     block: int = 32
     symmetric: bool = False
+    joins: ClassVar[bool] = True
 
     def abstract(self, shape: tuple[int, ...]) -> Int4:
         groups = (*shape[:-1], shape[-1] // self.block)

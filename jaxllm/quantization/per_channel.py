@@ -80,6 +80,7 @@ class PerChannelKind:
     dtype: np.dtype
     activations: bool = False
     block: ClassVar[int] = 1
+    joins: ClassVar[bool] = True
 
     def abstract(self, shape: tuple[int, ...]) -> PerChannel:
         scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)

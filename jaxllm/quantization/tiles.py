@@ -35,7 +35,7 @@ class Tiled(Weight):
     Attributes:
         tiles: uint8 `[*stack, o / 16, i / block, bytes]`.
         format: one of `cpu_kernels.FORMATS`.
-        dtype: of the numbers that `rows` and `dequantize` give.
+        dtype: of the numbers that `dequantize` gives.
     """
 
     tiles: Any
@@ -48,10 +48,11 @@ class Tiled(Weight):
         return (*stack, groups * GROUP, blocks * cpu_kernels.tile_inputs(self.format))
 
     def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        return cpu_kernels.linear(x, *self.matrix)
+        return cpu_kernels.linears(x, self.matrices)[0]
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
-        return cpu_kernels.embed(ids, self.matrix, self.shape[-1]).astype(self.dtype)
+        """float32, whatever the model computes in: the kernels take and give that."""
+        return cpu_kernels.embed(ids, self.matrices[0], self.shape[-1])
 
     def dequantize(self) -> Float[Array, "*stack o i"]:
         *stack, rows, inputs = self.shape
@@ -59,22 +60,26 @@ class Tiled(Weight):
             Tiled(self.tiles[index], self.format, self.dtype).rows(jnp.arange(rows))
             for index in np.ndindex(tuple(stack))
         ]
-        return jnp.stack(parts).reshape(*stack, rows, inputs)
+        return jnp.stack(parts).reshape(*stack, rows, inputs).astype(self.dtype)
 
     def axes(self, axes: Axes) -> list[Axes]:
         return [(*axes, None)]
 
     @property
-    def matrix(self) -> cpu_kernels.Tiles:
-        """What the kernels take."""
-        return cpu_kernels.Tiles(self.tiles, self.format, self.shape[-2])
+    def matrices(self) -> tuple[cpu_kernels.Tiles, ...]:
+        return (cpu_kernels.Tiles(self.tiles, self.format, self.shape[-2]),)
 
 
 @dataclass(frozen=True)
 class TiledKind:
-    """Tiles of what another kind keeps."""
+    """Tiles of what another kind keeps.
+
+    Segments of one product stay by themselves unless it `joins` them: the kernels take several at once, and give a
+    result for each.
+    """
 
     stored: GgufKind | DenseKind
+    joins: bool = False
 
     @property
     def format(self) -> str:
@@ -99,12 +104,12 @@ class TiledKind:
         return Tiled(tiles, self.format, self.stored.dtype)
 
 
-def tiled(kind: Kind, rows: Sequence[int], inputs: int) -> Kind:
+def tiled(kind: Kind, rows: Sequence[int], inputs: int, *, stack: bool) -> Kind:
     """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
     known = (isinstance(kind, DenseKind) and kind.dtype in FLOATS) or (
         isinstance(kind, GgufKind) and kind.type.lower() in cpu_kernels.FORMATS and kind.dtype in FLOATS
     )
     if not known or any(count % GROUP for count in rows):
         return kind
-    candidate = TiledKind(kind)  # type: ignore[arg-type]
+    candidate = TiledKind(kind, joins=stack)  # type: ignore[arg-type]
     return candidate if inputs % candidate.block == 0 else kind

@@ -47,6 +47,11 @@ class Weight(ABC):
         """The rows `ids` of a matrix: embeddings."""
         return self.dequantize()[ids]
 
+    @property
+    def matrices(self) -> tuple[Any, ...] | None:
+        """What the C++ kernels take, a matrix for each part that was not joined; None if not all lies in tiles."""
+        return None
+
     def select(self, index: Int[Array, ""]) -> Weight:
         """One matrix of a stack; reads no other."""
         return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), self)
@@ -70,10 +75,14 @@ class Kind(Protocol):
 
     Attributes:
         block: how many neighbouring inputs are stored together; a shard must not part them.
+        joins: whether neighbouring segments of this kind become one weight.
     """
 
     @property
     def block(self) -> int: ...
+
+    @property
+    def joins(self) -> bool: ...
 
     def abstract(self, shape: tuple[int, ...]) -> Weight:
         """A weight of `shape` whose arrays are `jax.ShapeDtypeStruct`."""
@@ -120,6 +129,7 @@ class DenseKind:
 
     dtype: np.dtype
     block: ClassVar[int] = 1
+    joins: ClassVar[bool] = True
 
     def abstract(self, shape: tuple[int, ...]) -> Dense:
         return Dense(jax.ShapeDtypeStruct(shape, self.dtype))
@@ -145,6 +155,11 @@ class Fused(Weight):
 
     def axes(self, axes: Axes) -> list[Axes]:
         return [leaf for part in self.parts for leaf in part.axes(axes)]
+
+    @property
+    def matrices(self) -> tuple[Any, ...] | None:
+        found = [part.matrices for part in self.parts]
+        return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 
     def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
         return jnp.concatenate([part.matmul(x) for part in self.parts], axis=-1)

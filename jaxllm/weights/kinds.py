@@ -70,7 +70,7 @@ class KindChooser:
             rows = [s.rows // s.shards for s in layout.segments] if layout else [spec.shape[-2] // divided]
             if layout and layout.pad_to:
                 rows = [layout.pad_to // divided]
-            kinds = tuple(tiled(kind, rows, self._inputs(spec)) for kind in kinds)
+            kinds = tuple(tiled(kind, rows, self._inputs(spec), stack=len(spec.shape) > 2) for kind in kinds)
         return kinds
 
     def _kinds(self, spec: ParamSpec) -> tuple[Kind, ...]:

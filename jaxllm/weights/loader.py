@@ -53,11 +53,16 @@ class ParamSpec:
 
     @property
     def runs(self) -> list[tuple[Kind, Layout | None]]:
-        """Neighbouring segments of one kind, which are one weight."""
-        if len(self.kinds) <= 1 or self.layout is None:
+        """Neighbouring segments of one kind, which are one weight where that kind joins them."""
+        if not self.kinds or self.layout is None or len(self.layout.segments) == 1:
             return [(kind, self.layout) for kind in self.kinds]
-        segments = zip(self.kinds, self.layout.segments, strict=True)
-        runs = [(kind, tuple(s for _, s in run)) for kind, run in groupby(segments, key=lambda pair: pair[0])]
+        segments = self.layout.segments
+        kinds = self.kinds if len(self.kinds) > 1 else self.kinds * len(segments)
+        numbered = enumerate(zip(kinds, segments, strict=True))
+        runs = [
+            (kind, tuple(segment for _, (_, segment) in run))
+            for (kind, _), run in groupby(numbered, key=lambda n: (n[1][0], None if n[1][0].joins else n[0]))
+        ]
         return [(kind, replace(self.layout, segments=found)) for kind, found in runs]
 
     def abstract(self) -> Value:

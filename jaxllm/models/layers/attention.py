@@ -14,10 +14,11 @@ from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Pages, StepMetadata
+from jaxllm.pallas_kernels import Norm, Pages, RootMeanSquare, StepMetadata
 from jaxllm.sharding.layout import Layout, Segment
 
 QKNorm = Literal["rms", "layer", "layer_per_head"]
+OtherNorm = (LayerNorm, HeadLayerNorms)
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,38 @@ class Attention(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
+        self,
+        x: Float[Array, "T E"],
+        angles: Angles | None,
+        pages: Pages,
+        meta: StepMetadata,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
     ) -> tuple[Float[Array, "T E"], Pages]:
-        q, k, v = self._project(x)
+        """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new keys and values."""
+        q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in self.qkv.segments(x, norm))
+        turning: dict[str, Any] = {}
+        if self.kernels.turns_heads and self.query_scaling is None and not isinstance(self.q_norm, OtherNorm):
+            turning = {"angles": angles, "norms": self._head_norms()}
+        else:
+            q, k = self._turned(q, k, angles, meta)
+        with jax.named_scope("paged_attention"):
+            out, pages = self.kernels.attention(
+                q, k, v, pages, meta, scale=self.scale, window=self.window, softcap=self.softcap, **turning
+            )
+        return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
+
+    def _turned(
+        self, q: Float[Array, "T H D"], k: Float[Array, "T K D"], angles: Angles | None, meta: StepMetadata
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"]]:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
-        if self.query_scaling is not None:
-            q = self.query_scaling(q, meta.positions)
-        with jax.named_scope("paged_attention"):
-            out, pages = self.kernels.attention(
-                q, k, v, pages, meta, scale=self.scale, window=self.window, softcap=self.softcap
-            )
-        return self.output(out.reshape(x.shape[0], -1)), pages
+        return q if self.query_scaling is None else self.query_scaling(q, meta.positions), k
 
-    def _project(self, x: Float[Array, "T E"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries `[T, H, D]`, keys and values `[T, K, D]`; H and K are this device's own."""
-        heads = self.qkv(x).reshape(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=1)
-        return q, k, v
+    def _head_norms(self) -> tuple[RootMeanSquare, RootMeanSquare] | None:
+        return None if self.q_norm is None else (self.q_norm.traced, self.k_norm.traced)
 
 
 def _qk_norm(kind: QKNorm | None, heads: int, head_dim: int, eps: float, shards: int, tp: int) -> Any:

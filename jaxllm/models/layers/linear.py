@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
-from jaxllm.sharding.collectives import sum_over_tensor
+from jaxllm.pallas_kernels import Norm
+from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import TENSOR, Axes
 
@@ -30,12 +33,13 @@ class Linear(nnx.Module):
         self.bias = param((out_features,), jnp.float32, axes[:1], layout) if bias else None
         self.kernels = options.kernels
 
-    def __call__(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        return self._with_bias(self.partial(x)).astype(x.dtype)
+    def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
+        """The product with `x`, or with `norm(x)`."""
+        return self._with_bias(self.partial(x, norm)).astype(x.dtype)
 
-    def partial(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+    def partial(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
         """This device's product alone, in float32: without bias or sum over devices."""
-        return self.kernels.linear(x, self.weight.get_value())
+        return self.kernels.linear(x, self.weight.get_value(), norm)
 
     def _with_bias(self, out: Float[Array, "T o"]) -> Float[Array, "T o"]:
         return out if self.bias is None else out + self.bias[...]
@@ -46,6 +50,15 @@ class ColumnLinear(Linear):
 
     def __init__(self, in_features: int, layout: Layout, options: BuildOptions, bias: bool = False):
         super().__init__(in_features, layout.rows, options, bias, axes=(TENSOR, None), layout=layout)
+        self.sizes = tuple(segment.rows // segment.shards for segment in layout.segments)
+
+    def segments(self, x: Float[Array, "T i"], norm: Norm | None = None) -> list[Float[Array, "T o"]]:
+        """The product, a tensor's rows at a time."""
+        if self.bias is None:
+            parts = self.kernels.segments(x, self.weight.get_value(), norm)
+            if parts is not None and len(parts) == len(self.sizes):
+                return [part.astype(x.dtype) for part in parts]
+        return jnp.split(self(x, norm), list(accumulate(self.sizes))[:-1], axis=-1)
 
 
 class RowLinear(Linear):
@@ -54,5 +67,11 @@ class RowLinear(Linear):
     def __init__(self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False):
         super().__init__(in_features, out_features, options, bias, axes=(None, TENSOR))
 
-    def __call__(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        return self._with_bias(sum_over_tensor(self.partial(x))).astype(x.dtype)
+    def __call__(
+        self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Float[Array, "T o"] | None = None
+    ) -> Float[Array, "T o"]:
+        """The sum of the devices' products, added to `residual` if there is one."""
+        if residual is not None and self.bias is None and tensor_size() == 1:
+            return self.kernels.linear(x, self.weight.get_value(), norm, residual).astype(x.dtype)
+        out = self._with_bias(sum_over_tensor(self.partial(x, norm))).astype(x.dtype)
+        return out if residual is None else residual + out

@@ -13,7 +13,7 @@ from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Pages, StepMetadata
+from jaxllm.pallas_kernels import Norm, Pages, StepMetadata
 from jaxllm.sharding.layout import split_rows
 
 
@@ -94,8 +94,17 @@ class MLAttention(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
+        self,
+        x: Float[Array, "T E"],
+        angles: Angles | None,
+        pages: Pages,
+        meta: StepMetadata,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
     ) -> tuple[Float[Array, "T E"], Pages]:
+        """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new latents."""
+        x = x if norm is None else norm(x)
         config = self.config
         kv_b, keys, values = (
             self.kv_b.weight.get_value(),
@@ -116,7 +125,7 @@ class MLAttention(nnx.Module):
                 value_dim=config.kv_lora_rank,
             )
         out = kv_b.expand_heads(out, self.expanded, values)
-        return self.output(out.reshape(x.shape[0], -1)), pages
+        return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
 
     def _queries(self, x: Float[Array, "T E"]) -> Float[Array, "T H D"]:
         """This device's heads, channels without rotation first."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.pallas_kernels import Norm, StepMetadata
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -40,12 +40,27 @@ class GatedMLP(nnx.Module):
         self.down = RowLinear(hidden, size, options, bias)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T E"]:
-        return self.down(gated(self.gate_up(x), self.activation).astype(x.dtype))
+    def __call__(
+        self,
+        x: Float[Array, "T E"],
+        meta: StepMetadata,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
+    ) -> Float[Array, "T E"]:
+        """The block of `norm(x)`, added to `residual` if there is one."""
+        return self.down(self._hidden(x, norm).astype(x.dtype), residual=residual)
 
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """This device's part of the output, in float32."""
-        return self.down.partial(gated(self.gate_up(x), self.activation))
+        return self.down.partial(self._hidden(x))
+
+    def _hidden(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T h"]:
+        if self.gate_up.bias is None:
+            hidden = self.gate_up.kernels.gated(x, self.gate_up.weight.get_value(), self.activation, norm)
+            if hidden is not None:
+                return hidden
+        return gated(self.gate_up(x, norm), self.activation)
 
 
 class MLP(nnx.Module):
@@ -56,6 +71,14 @@ class MLP(nnx.Module):
         self.down = RowLinear(hidden, size, options, bias)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T E"]:
-        up = self.up(x).astype(jnp.float32)
-        return self.down(ACTIVATIONS[self.activation](up).astype(x.dtype))
+    def __call__(
+        self,
+        x: Float[Array, "T E"],
+        meta: StepMetadata,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
+    ) -> Float[Array, "T E"]:
+        """The block of `norm(x)`, added to `residual` if there is one."""
+        up = self.up(x, norm).astype(jnp.float32)
+        return self.down(ACTIVATIONS[self.activation](up).astype(x.dtype), residual=residual)

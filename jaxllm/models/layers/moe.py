@@ -18,7 +18,7 @@ from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.mlp import GatedMLP, gated
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.pallas_kernels import Norm, StepMetadata
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank
 from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.sharding.mesh import TENSOR, Axes
@@ -131,8 +131,16 @@ class MoE(nnx.Module):
         self.shared_gate = Linear(size, 1, options) if config.shared_gate else None
         self.config = config
 
-    def __call__(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T E"]:
-        """The layer's output. Padding visits no expert, so that it costs no weights."""
+    def __call__(
+        self,
+        x: Float[Array, "T E"],
+        meta: StepMetadata,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
+    ) -> Float[Array, "T E"]:
+        """The layer's output, added to `residual` if there is one. Padding visits no expert: it costs no weights."""
+        x = x if norm is None else norm(x)
         with jax.named_scope("router"):
             weights, experts = self.router(x)
         with jax.named_scope("experts"):
@@ -143,7 +151,8 @@ class MoE(nnx.Module):
                 out = out + (
                     shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate.partial(x))
                 )
-        return sum_over_tensor(out).astype(x.dtype)
+        out = sum_over_tensor(out).astype(x.dtype)
+        return out if residual is None else residual + out
 
     def _routed(
         self, x: Float[Array, "T E"], weights: jax.Array, experts: jax.Array, live: jax.Array

@@ -10,12 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.models.layers.params import param
+from jaxllm.pallas_kernels import Norm, RootMeanSquare
 from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.sharding.mesh import TENSOR
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467), in float32.
+    """`RootMeanSquare` with a weight that is loaded.
 
     The weight is the whole factor: families that store `w` and multiply by `1 + w` have 1 added when they are loaded.
     """
@@ -25,9 +26,12 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...]).astype(x.dtype)
+        return self.traced(x)
+
+    @property
+    def traced(self) -> Norm:
+        """The norm with its weight as it is now: what kernels take."""
+        return RootMeanSquare(self.weight[...], self.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -37,6 +41,11 @@ class LayerNorm(nnx.Module):
         self.weight = param((size,), jnp.float32)
         self.bias = param((size,), jnp.float32)
         self.eps = eps
+
+    @property
+    def traced(self) -> Norm:
+        """The norm itself: kernels know no such."""
+        return self.__call__
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
         return (_standardized(x, self.eps) * self.weight[...] + self.bias[...]).astype(x.dtype)
