@@ -34,7 +34,7 @@ def own_compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "enable_compile_cache", redirected)
-        patch.setenv("JAXLLM_COMPILE_CACHE_DIR", str(directory))  # of processes that are started
+        patch.setenv("TESTS_COMPILE_CACHE", str(directory))  # of processes that are started
         yield
 
 

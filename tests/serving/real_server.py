@@ -34,7 +34,7 @@ def served(model: str, **settings: Any) -> Iterator[str]:
     defaults = {
         "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64,
         "kv_cache_memory": "64MiB", "enforce_eager": True, "port": 0,
-        "compile_cache_dir": os.environ["JAXLLM_COMPILE_CACHE_DIR"],
+        "compile_cache_dir": os.environ["TESTS_COMPILE_CACHE"],
     }  # fmt: skip
     arguments = json.dumps(defaults | {"model": model} | settings)
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, arguments], stdout=subprocess.PIPE, text=True)
