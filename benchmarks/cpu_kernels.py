@@ -1,6 +1,6 @@
 """What the CPU kernels reach by themselves: GB/s of weights, GOPS, and the share of the memory's floor, per shape.
 
-    python benchmarks/cpu_kernels.py [--isa avx2] [--threads 2] [--format q4_1 ...] [--peak GOPS] [--attention]
+    python benchmarks/cpu_kernels.py [--isa avx2] [--threads 2] [--format q4_1 ...] [--peak GOPS]
 
 Each figure is the best of many calls: other programs can only slow a call down. `floor` is the time that reading the
 weights once, or (with --peak) the arithmetic, would take, over the time that the call took.

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct
-from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int, Shaped
+
+from jaxllm.cpu_kernels.library import call
 
 Pages = tuple[Shaped[Array, "N K page_size D"], ...]
 
@@ -92,7 +93,7 @@ def attention(
     arguments += [x.astype(jnp.float32) for x in extra]
     epsilon, offset = (0.0, 0.0) if norms is None else (norms.epsilon, norms.weight_offset)
     shapes = (ShapeDtypeStruct((*q.shape[:2], width), q.dtype), *(ShapeDtypeStruct(p.shape, p.dtype) for p in pages))
-    out, *new_pages = ffi_call("jaxllm_attention", shapes, input_output_aliases=aliases)(
+    out, *new_pages = call("jaxllm_attention", shapes, input_output_aliases=aliases)(
         *arguments,
         scale=np.float32(scale),
         softcap=np.float32(softcap or 0),

@@ -24,8 +24,12 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "src"
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi", "-Wno-ignored-attributes")
-"""No contraction: which additions are fused is written down, so that it is the same for every number of rows."""
+FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-Wno-psabi", "-Wno-ignored-attributes"),
+)
+"""No contraction: which additions are fused is written down, so that it is the same for every number of rows. And no
+strict aliasing: pages and scratch are read as floats, as bits and as pairs of them."""
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-DKERNELS_AVX2")
 _AVX512 = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
+import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import psutil
@@ -33,12 +33,23 @@ class Loaded(NamedTuple):
     reason: str
 
 
-@functools.cache
+_loaded: list[Loaded] = []
+_loading = threading.Lock()
+
+
 def load() -> Loaded:
     """Compile if need be, load, and register the FFI targets with JAX; once a process.
 
     `$JAXLLM_CPU_ISA` forces an instruction set. Threads: one a physical core that this process may use.
     """
+    if not _loaded:
+        with _loading:
+            if not _loaded:
+                _loaded.append(_load())
+    return _loaded[0]
+
+
+def _load() -> Loaded:
     try:
         library = ctypes.CDLL(str(library_path()))
     except (BuildError, OSError) as error:
@@ -64,6 +75,12 @@ def library() -> ctypes.CDLL:
     if loaded.library is None:
         raise RuntimeError(f"the CPU kernels are not available: {loaded.reason}")
     return loaded.library
+
+
+def call(target: str, result: Any, **options: Any) -> Any:
+    """`jax.ffi.ffi_call`, with the library loaded."""
+    library()
+    return jax.ffi.ffi_call(target, result, **options)
 
 
 def available() -> bool:

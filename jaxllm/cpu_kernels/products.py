@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct
-from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxllm.cpu_kernels.library import call
 from jaxllm.cpu_kernels.tiles import number
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
@@ -65,7 +65,7 @@ def linears(
     shapes = tuple(ShapeDtypeStruct((*x.shape[:-1], w.rows), jnp.float32) for w in weights)
     more = () if residual is None else (residual.astype(jnp.float32),)
     return tuple(
-        ffi_call("jaxllm_linear", shapes, input_output_aliases={})(
+        call("jaxllm_linear", shapes)(
             x,
             *(w.tiles for w in weights),
             *_norm_arguments(norm),
@@ -85,7 +85,7 @@ def gate_up(
         raise ValueError(
             f"activation {activation!r} of {gate.rows} by {up.rows} rows; there are {', '.join(ACTIVATIONS)}"
         )
-    return ffi_call("jaxllm_gate_up", ShapeDtypeStruct((*x.shape[:-1], gate.rows), jnp.float32))(
+    return call("jaxllm_gate_up", ShapeDtypeStruct((*x.shape[:-1], gate.rows), jnp.float32))(
         x,
         gate.tiles,
         up.tiles,
@@ -101,14 +101,14 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Tiles, group_sizes: Int[Arra
 
     `weights.tiles` is `[X, groups, blocks, bytes]`. Rows past the last group's come out zero.
     """
-    return ffi_call("jaxllm_grouped", ShapeDtypeStruct((len(x), weights.rows), jnp.float32))(
+    return call("jaxllm_grouped", ShapeDtypeStruct((len(x), weights.rows), jnp.float32))(
         x, weights.tiles, group_sizes.astype(jnp.int32), format=np.int64(number(weights.format))
     )
 
 
 def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: Norm | None = None) -> Int[Array, "..."]:
     """The index of each row's greatest product, int32, without the products ever lying in memory; as `jnp.argmax`."""
-    return ffi_call("jaxllm_argmax", ShapeDtypeStruct(x.shape[:-1], jnp.int32))(
+    return call("jaxllm_argmax", ShapeDtypeStruct(x.shape[:-1], jnp.int32))(
         x,
         head.tiles,
         *_norm_arguments(norm),
@@ -120,7 +120,7 @@ def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: Norm | None = None) -
 
 def embed(ids: Int[Array, "..."], table: Tiles, inputs: int) -> Float[Array, "... i"]:
     """Rows of a matrix by their numbers, float32 `[..., inputs]`. A number outside takes the nearest row there is."""
-    return ffi_call("jaxllm_rows", ShapeDtypeStruct((*ids.shape, inputs), jnp.float32))(
+    return call("jaxllm_rows", ShapeDtypeStruct((*ids.shape, inputs), jnp.float32))(
         ids.astype(jnp.int32), table.tiles, format=np.int64(number(table.format)), rows=np.int64(table.rows)
     )
 

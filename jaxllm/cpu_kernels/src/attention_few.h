@@ -148,4 +148,26 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const typenam
   }
 }
 
+template <class E>
+static void attend_decode(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
+  Vectors v;
+  describe(a, u, u.count, room, v);
+  typedef typename E::Query Query;
+  Query* queries = room.take<Query>(int64_t(u.count) * a.dim);
+  for (int r = 0; r < u.count; r++)
+    for (int d = 0; d < a.dim; d++) {
+      const float x = query_channel(a, v.index[r], d);
+      if constexpr (sizeof(Query) == 2) queries[r * a.dim + d] = bf16_of_float(x);
+      else queries[r * a.dim + d] = x;
+    }
+  memset(out, 0, size_t(u.count) * a.value_dim * 4);
+  float* scores = room.take<float>(u.count * KEY_BLOCK);
+  attend_few<E>(a, u, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, out);
+  for (int r = 0; r < u.count; r++) {
+    const float inverse = v.total[r] == 0 ? 0 : 1 / v.total[r];
+    for (int d = 0; d < a.value_dim; d++) out[r * a.value_dim + d] *= inverse;
+    softmax[2 * r] = v.greatest[r], softmax[2 * r + 1] = v.total[r];
+  }
+}
+
 }  // namespace ISA

@@ -1,0 +1,236 @@
+// Attention of a tile of query vectors, as prompts have.
+//
+// Query vectors lie in the lanes: `queries` is [channels][vectors], and a key's channel is a scalar that all lanes take.
+// So keys and values are read as they lie in their pages, maxima and sums need no shuffles, and each lane has its own
+// visible range. With BF16 instructions an element is a pair: of channels in scores, of keys in weighted values.
+#pragma once
+
+namespace ISA {
+
+#if defined(KERNELS_AVX512)
+constexpr int TOGETHER = 4;  // columns of lanes that go together
+#elif defined(KERNELS_AVX2)
+constexpr int TOGETHER = 2;
+#else
+constexpr int TOGETHER = 1;
+#endif
+
+// Scores of R keys: out[r][columns] = sum over i of rows[r][i] * queries[i], for C columns of lanes.
+template <int R, int C, class E>
+static void score_keys(const E* const* rows, const E* queries, int width, int steps, float* out) {
+  Floats acc[R][C];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) acc[r][c] = broadcast(0);
+  for (int i = 0; i < steps; i++, queries += width) {
+    decltype(column(queries)) lanes[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) lanes[c] = column(queries + c * LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const auto scalar = spread(rows[r] + i);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) acc[r][c] = accumulate(acc[r][c], lanes[c], scalar);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store(out + r * width + c * LANES, acc[r][c]);
+}
+
+// Scores [n][width] of n keys (a multiple of 4) whose rows of `steps` elements are given.
+template <int C, class E>
+static void scores(const E* const* rows, int n, const E* queries, int width, int steps, float* out) {
+  for (int j = 0; j < n; j += 4) score_keys<4, C>(rows + j, queries, width, steps, out + j * width);
+}
+
+// The transpose of that: sums [channels][width] over n weights [n][width] of elements [n][channels].
+template <int R, int C, class E>
+static void weigh_channels(const E* const* rows, int channel, const E* weights, int width, int n, const float* factor, float* sums) {
+  Floats acc[R][C];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) acc[r][c] = load(sums + r * width + c * LANES) * load(factor + c * LANES);
+  for (int j = 0; j < n; j++, weights += width) {
+    decltype(column(weights)) lanes[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) lanes[c] = column(weights + c * LANES);
+    const E* value = rows[j] + channel;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const auto scalar = spread(value + r);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) acc[r][c] = accumulate(acc[r][c], lanes[c], scalar);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store(sums + r * width + c * LANES, acc[r][c]);
+}
+
+template <int C, class E>
+static void weigh(const E* const* rows, int n, int channels, const E* weights, int width, const float* factor, float* sums) {
+  int d = 0;
+  for (; d + 4 <= channels; d += 4) weigh_channels<4, C>(rows, d, weights, width, n, factor, sums + d * width);
+  for (; d < channels; d++) weigh_channels<1, C>(rows, d, weights, width, n, factor, sums + d * width);
+}
+
+// Calls f with the number of columns that go together, as a constant, from each such column on.
+template <class F> INLINE void over_columns(int width, F&& f) {
+  int at = 0;
+  for (; at + TOGETHER * LANES <= width; at += TOGETHER * LANES) f(at, Const<TOGETHER>{});
+  if constexpr (TOGETHER > 2)
+    for (; at + 2 * LANES <= width; at += 2 * LANES) f(at, Const<2>{});
+  if constexpr (TOGETHER > 1)
+    for (; at < width; at += LANES) f(at, Const<1>{});
+}
+
+// Everything that one unit works with.
+struct State {
+  int width;                     // vectors, rounded up to whole columns
+  float *lowest, *highest;       // [width] positions that a vector sees
+  float *greatest, *total;       // [width] the softmax so far
+  float *factor;                 // [width] what this block shrinks sums by
+  float *scores;                 // [KEY_BLOCK][width]
+  float *sums;                   // [value_dim][width]
+};
+
+// Scores become weights; `greatest`, `total` and `factor` follow.
+static void soften(const Attention& a, State& s, int key, int count, int padded, bool masked) {
+  for (int at = 0; at < s.width; at += LANES) {
+    float* scores = s.scores + at;
+    Floats most = load(s.greatest + at);
+    for (int j = 0; j < count; j++) {
+      Floats x = load(scores + j * s.width) * broadcast(a.scale);
+      if (a.softcap > 0) x = capped(x, a.softcap);
+      if (masked) {
+        const Floats position = broadcast(float(key + j));
+        x = where_greater(position, load(s.highest + at), broadcast(NEGATIVE), x);
+        x = where_greater(load(s.lowest + at), position, broadcast(NEGATIVE), x);
+      }
+      most = maximum(most, x);
+      store(scores + j * s.width, x);
+    }
+    const Floats factor = exponential(load(s.greatest + at) - most);
+    Floats total = load(s.total + at) * factor;
+    for (int j = 0; j < count; j++) {
+      const Floats x = load(scores + j * s.width);
+      Floats weight = exponential(x - most);
+      if (masked) weight = where_greater(broadcast(MASKED), x, broadcast(0), weight);
+      total = total + weight;
+      store(scores + j * s.width, weight);
+    }
+    for (int j = count; j < padded; j++) store(scores + j * s.width, broadcast(0));
+    store(s.greatest + at, most);
+    store(s.total + at, total);
+    store(s.factor + at, factor);
+  }
+}
+
+// Floats of 16-bit rows, into `out` [count][size].
+static void widen_rows(const float** rows, int count, int size, float* out) {
+  for (int j = 0; j < (count + 3) / 4 * 4; j++, out += size) {
+    const uint16_t* bits = (const uint16_t*)rows[j];
+    for (int i = 0; i < size; i++) out[i] = float_of_bf16(bits[i]);
+    rows[j] = out;
+  }
+}
+
+// One block of keys in float32.
+static void visit_floats(const Attention& a, const AttentionUnit& u, State& s, const float* queries, int key, int count, bool masked, float* room) {
+  const float *keys[KEY_BLOCK], *values[KEY_BLOCK];
+  if (a.bits) {
+    find_rows(a, u, a.keys, a.key_row, key, count, (const uint16_t**)keys);
+    find_rows(a, u, a.values, a.value_row, key, count, (const uint16_t**)values);
+    widen_rows(keys, count, a.dim, room);
+    widen_rows(values, count, a.value_dim, room + KEY_BLOCK * a.dim);
+  } else {
+    find_rows(a, u, a.keys, a.key_row, key, count, keys);
+    find_rows(a, u, a.values, a.value_row, key, count, values);
+  }
+  const int padded = (count + 3) / 4 * 4;
+  over_columns(s.width, [&](int at, auto columns) {
+    scores<columns.value>(keys, padded, queries + at, s.width, a.dim, s.scores + at);
+  });
+  soften(a, s, key, count, padded, masked);
+  over_columns(s.width, [&](int at, auto columns) {
+    weigh<columns.value>(values, count, a.value_dim, (const float*)s.scores + at, s.width, s.factor + at, s.sums + at);
+  });
+}
+
+#if defined(__AVX512BF16__)
+
+// One block of keys with pairs of bf16; `room` takes pairs of weights and of values.
+static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, const uint32_t* queries, int key, int count, bool masked, uint32_t* room) {
+  const uint32_t* keys[KEY_BLOCK];
+  const uint16_t* values[KEY_BLOCK];
+  find_rows(a, u, a.keys, a.key_row, key, count, (const uint16_t**)keys);
+  find_rows(a, u, a.values, a.value_row, key, count, values);
+  const int padded = (count + 3) / 4 * 4, pairs = padded / 2;
+  over_columns(s.width, [&](int at, auto columns) {
+    scores<columns.value>(keys, padded, queries + at, s.width, a.dim / 2, s.scores + at);
+  });
+  soften(a, s, key, count, padded, masked);
+  uint32_t* weights = room;
+  const uint32_t* rows[KEY_BLOCK / 2];
+  room += KEY_BLOCK / 2 * MAX_VECTORS;
+  for (int j = 0; j < pairs; j++, room += a.value_dim) {
+    for (int at = 0; at < s.width; at += LANES) {
+      const float* p = s.scores + 2 * j * s.width + at;
+      const __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(load(p)));
+      const __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(load(p + s.width)));
+      _mm512_storeu_si512(weights + j * s.width + at, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+    }
+    const uint16_t *even = values[2 * j], *odd = values[2 * j + 1];
+    for (int d = 0; d < a.value_dim; d++) room[d] = even[d] | uint32_t(odd[d]) << 16;
+    rows[j] = room;
+  }
+  over_columns(s.width, [&](int at, auto columns) {
+    weigh<columns.value>(rows, pairs, a.value_dim, (const uint32_t*)weights + at, s.width, s.factor + at, s.sums + at);
+  });
+}
+
+#endif
+
+static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
+  const bool pairs = HAS_BF16 && a.bits && a.dim % 2 == 0;
+  const int width = (u.count + LANES - 1) / LANES * LANES;
+  Vectors v;
+  describe(a, u, width, room, v);
+  State s{width, v.lowest, v.highest, v.greatest, v.total, nullptr, nullptr, nullptr};
+  s.factor = room.take<float>(width);
+  s.scores = room.take<float>(KEY_BLOCK * width);
+  s.sums = room.take<float>(int64_t(a.value_dim) * width);
+  float* queries = room.take<float>(int64_t(a.dim) * width);
+  memset(s.sums, 0, size_t(a.value_dim) * width * 4);
+  memset(queries, 0, size_t(a.dim) * width * 4);
+  for (int r = 0; r < u.count; r++)
+    for (int d = 0; d < a.dim; d++) {
+      const float x = query_channel(a, v.index[r], d);
+      if (pairs) ((uint16_t*)queries)[(d / 2 * width + r) * 2 + d % 2] = bf16_of_float(x);
+      else queries[d * width + r] = x;
+    }
+  const int begin = larger(u.key_begin, v.low), end = smaller(u.key_end, v.high + 1);
+  for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
+    const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;
+    const bool masked = u.count < width || from < v.low_by_all || from + count - 1 > v.high_by_all;
+#if defined(__AVX512BF16__)
+    if (pairs) {
+      visit_pairs(a, u, s, (const uint32_t*)queries, from, count, masked, (uint32_t*)room.at);
+      continue;
+    }
+#endif
+    visit_floats(a, u, s, queries, from, count, masked, (float*)room.at);
+  }
+  for (int r = 0; r < u.count; r++) {
+    const float inverse = s.total[r] == 0 ? 0 : 1 / s.total[r];
+    for (int d = 0; d < a.value_dim; d++) out[int64_t(r) * a.value_dim + d] = s.sums[d * width + r] * inverse;
+    softmax[2 * r] = s.greatest[r], softmax[2 * r + 1] = s.total[r];
+  }
+}
+
+}  // namespace ISA
