@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
-from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.quantization.weight import Kind
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 from jaxllm.weights import open_checkpoint
@@ -53,12 +53,14 @@ class Harness:
         expert_parallel: bool = False,
         dtype: Any = jnp.float32,
         max_len: int = 128,
+        kernels: Kernels = REFERENCE,
         kinds: Callable[[ParamSpec], tuple[Kind, ...]] | None = None,
     ):
         checkpoint = open_checkpoint(path)
         spec = model_spec(checkpoint)
         self.config = spec.config
-        model, params = abstract_model(spec, BuildOptions(dtype, tp, expert_parallel=expert_parallel), kinds)
+        options = BuildOptions(dtype, tp, kernels, expert_parallel)
+        model, params = abstract_model(spec, options, kinds)
         mesh = build_mesh(tp)
         loaded = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
         self._weights = tuple(jax.tree.leaves(loaded))
@@ -90,7 +92,8 @@ class Harness:
         heads = max(self.config.page_heads, tp)
         shapes = [(count + 1, heads, PAGE, dim) for dim in self.config.page_dims]
         zeros = jax.jit(
-            lambda: tuple(jnp.zeros(s, dtype) for s in shapes), out_shardings=NamedSharding(mesh, page_spec)
+            lambda: tuple(jnp.zeros(s, kernels.page_dtype(dtype)) for s in shapes),
+            out_shardings=NamedSharding(mesh, page_spec),
         )
         self._pages = tuple(zeros() for _ in range(self.config.num_layers))
 
