@@ -1,7 +1,7 @@
 """GGUF's k-quants: from floats to blocks of 256 weights.
 
 As llama.cpp does it (`quantize_row_*_ref` in ggml-quants.c, https://github.com/ggml-org/ggml): a scale is found for
-each group, those of a block are rounded to integers, and codes are then the nearest under the scales as they are stored.
+each group, those of a block are rounded to integers, and codes are the nearest under the scales as they are stored.
 """
 
 from __future__ import annotations
