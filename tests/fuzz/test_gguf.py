@@ -14,7 +14,7 @@ from jaxllm import EngineConfig
 from jaxllm.engine.start.plan import Platform, make_blueprint
 from jaxllm.errors import CheckpointError
 from jaxllm.models.abstract import abstract_model
-from jaxllm.models.config import BuildOptions
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
 from jaxllm.models.tasks import read_tasks
 from jaxllm.sharding.mesh import build_mesh
