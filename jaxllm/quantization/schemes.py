@@ -38,8 +38,8 @@ AT_THE_ENDS = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "q2k", "q3k", "q4k"
 }
 """What embedding and head take instead of a scheme: every error there meets every token. Others take the scheme."""
 
-SMALLER_BLOCKS = {"q2k": "q4_0", "q3k": "q4_0", "q4k": "q5_0", "q5k": "q5_1", "q6k": "q8_0"}
-"""What stands in where rows are no whole number of blocks of 256 (llama.cpp's choice, but for its IQ4_NL)."""
+SMALLER_BLOCKS = {"q2k": "q4_0", "q3k": "q4_0", "q4k": "q5_1", "q5k": "q5_1", "q6k": "q8_0"}
+"""What stands in where rows are no whole number of blocks of 256."""
 
 RECODED = dict.fromkeys(("IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"), "q2k") | {
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), "q3k"),

@@ -70,11 +70,11 @@ def test_what_is_transposed_on_the_way_is_encoded_anew_and_said():
 
 @pytest.mark.parametrize("inputs", [256, 64, 20])
 def test_a_scheme_whose_blocks_do_not_divide_gives_way(inputs):
-    """Q4_K where rows are whole blocks of 256, Q5_0 where they are of 32, floats where they are neither."""
+    """Q4_K where rows are whole blocks of 256, Q5_1 where they are of 32, floats where they are neither."""
     checkpoint = PackedCheckpoint({}, "F32")
     spec = ParamSpec("layers.0.mlp.down.weight", (8, inputs), FLOAT32, (None, None), None, (DenseKind(FLOAT32),))
     (kind,) = KindChooser(checkpoint, {}, isq="q4k")(spec)
-    assert kind == {256: GgufKind("Q4_K", FLOAT32), 64: GgufKind("Q5_0", FLOAT32), 20: DenseKind(FLOAT32)}[inputs]
+    assert kind == {256: GgufKind("Q4_K", FLOAT32), 64: GgufKind("Q5_1", FLOAT32), 20: DenseKind(FLOAT32)}[inputs]
 
 
 def test_a_scheme_fits_each_devices_part_of_the_inputs():
