@@ -80,8 +80,8 @@ class EngineConfig(BaseModel):
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Longest context, prompt plus generated; default the model's, shrunk to what KV memory holds."""
 
-    dequantize: bool = False
-    """Expand the blocks of a quantized GGUF file to dtype at load, instead of computing on them as they are."""
+    dequantize: bool | None = None
+    """Expand quantized weights to `dtype` at load; by default only where plain XLA runs on a CPU, which is faster so."""
     isq: Isq | None = None
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
     isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
@@ -116,7 +116,7 @@ class EngineConfig(BaseModel):
     attention_backend: Literal["auto", "reference", "gpu"] = "auto"
     """Which paged attention runs: plain XLA, or the Pallas kernel for NVIDIA GPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """C++ kernels on a CPU, compiled at the first start if there is a compiler; off runs plain XLA."""
+    """C++ kernels for bfloat16 on a CPU, compiled at the first start if there is a compiler; off runs plain XLA."""
     enforce_eager: bool = False
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"

@@ -27,7 +27,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 `norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
-from jaxllm.cpu_kernels.attention import DTYPES, HeadNorms, Rotary, attention
+from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
 from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
@@ -44,7 +44,6 @@ from jaxllm.cpu_kernels.tiles import FORMATS, repack, tile_bytes, tile_inputs, u
 
 __all__ = [
     "ACTIVATIONS",
-    "DTYPES",
     "FORMATS",
     "HeadNorms",
     "Norm",

@@ -70,7 +70,7 @@ def test_weights_in_tiles_are_the_references(scheme: str, tmp_path: Path) -> Non
     rounding = replace(REFERENCE, linear=with_rounded_inputs)
     (reference,) = Harness(path, kernels=rounding, kinds=partial(in_tiles, scheme, native=False)).run([ids], whole)
     (native,) = Harness(path, kernels=CPU, kinds=partial(in_tiles, scheme, native=True)).run([ids], whole)
-    assert np.sqrt(np.square(native - reference).mean()) < 0.01 * reference.std()
+    assert np.sqrt(np.square(native - reference).mean()) < 0.02 * reference.std()
 
 
 def test_bfloat16_in_tiles_is_the_references(tmp_path: Path) -> None:

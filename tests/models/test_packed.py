@@ -59,7 +59,7 @@ def test_a_packed_gguf_gives_the_logits_of_its_expansion(name, tmp_path):
 
 def weights(path: Path, **options) -> Mapping[str, object]:
     checkpoint = open_checkpoint(path)
-    config = EngineConfig(model=str(path), dtype="float32", **options)
+    config = EngineConfig(model=str(path), dtype="float32", **({"dequantize": False} | options))
     blueprint = make_blueprint(config, checkpoint, ROOMY)
     return {param.path: param.abstract() for param in blueprint.params}
 
@@ -78,12 +78,14 @@ def test_each_segment_has_the_type_of_its_tensor(tmp_path):
 def test_the_plan_counts_packed_bytes(tmp_path):
     path = write_gguf("llama_gqa", tmp_path / "m.gguf", types=lambda name: "Q4_0")
     plans = [
-        make_blueprint(EngineConfig(model=str(path), dequantize=wide), open_checkpoint(path), ROOMY).plan
+        make_blueprint(
+            EngineConfig(model=str(path), dtype="float32", dequantize=wide), open_checkpoint(path), ROOMY
+        ).plan
         for wide in (False, True)
     ]
     packed, expanded = plans
     assert packed.num_parameters == expanded.num_parameters
-    assert packed.weight_bytes < expanded.weight_bytes * 4.5 / 16 * 1.1
+    assert packed.weight_bytes < expanded.weight_bytes * 4.5 / 32 * 1.1
 
 
 def test_other_types_become_the_nearest_kept_kind(tmp_path):
