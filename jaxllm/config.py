@@ -81,7 +81,7 @@ class EngineConfig(BaseModel):
     """Longest context, prompt plus generated; default the model's, shrunk to what KV memory holds."""
 
     dequantize: bool | None = None
-    """Expand quantized weights to `dtype` at load; by default only where plain XLA runs on a CPU, which is faster so."""
+    """Expand quantized weights to dtype at load; by default only where plain XLA runs on a CPU: faster there."""
     isq: Isq | None = None
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
     isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
@@ -101,8 +101,7 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages, as 4GiB; overrides gpu_memory_utilization (on CPU 2GiB, at most a quarter of free memory).
-    Up to 3% stay unused, so that sizes which differ by less share compiled steps."""
+    """Bytes for KV pages, as 4GiB, up to 3% unused (default on CPU 2GiB, at most a quarter of what is free)."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
     enable_prefix_caching: bool = True

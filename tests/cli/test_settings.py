@@ -49,7 +49,7 @@ SAMPLES: dict[str, Any] = {
     "model": "m", "tokenizer": "t", "revision": "main", "download_dir": "/d", "load_format": "gguf", "dtype": "float32",
     "seed": 7, "skip_tokenizer_init": True, "max_model_len": 100, "max_num_seqs": 5, "max_num_batched_tokens": 64,
     "dequantize": True, "isq": "q4k", "isq_map": "*.v.weight=q6k,*.o.weight=none",
-    "kv_cache_dtype": "fp8", "max_num_waiting": 9,
+    "kv_cache_dtype": "fp8", "max_num_waiting": 9, "decode_steps": 2, "cpu_kernels": "off",
     "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
@@ -60,6 +60,7 @@ SAMPLES: dict[str, Any] = {
     "vllm_metrics": True, "pooling": "mean", "score_method": "cosine", "data_dir": "/data",
     "database_url": "sqlite+aiosqlite:////data/x.db", "max_file_size": "3MB", "max_batch_concurrency": 3,
     "unknown_fields": "warn", "tool_call_parser": "hermes", "reasoning_parser": "none",
+    "serve_any_model_name": True, "enable_force_include_usage": True,
 }  # fmt: skip
 
 

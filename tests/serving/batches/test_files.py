@@ -108,9 +108,9 @@ ANCHOR = ("expires_after[anchor]", (None, "created_at"))
     [
         ([FILE], "purpose is required"),
         ([PURPOSE], "file is required"),
-        ([FILE, ("purpose", (None, "fun"))], "purpose is 'fun': .*'batch'"),
+        ([FILE, ("purpose", (None, "fun"))], "purpose is 'fun'; .*'batch'"),
         ([FILE, PURPOSE, ("expires_after[seconds]", (None, "9999"))], r"expires_after\[anchor\] is required"),
-        ([FILE, PURPOSE, ANCHOR, ("expires_after[seconds]", (None, "1"))], r"expires_after\[seconds\] is '1': .*3600"),
+        ([FILE, PURPOSE, ANCHOR, ("expires_after[seconds]", (None, "1"))], r"expires_after\[seconds\] is '1'; .*3600"),
         ([FILE, PURPOSE, ("porpose", (None, "x"))], "unknown field 'porpose'; did you mean 'purpose'"),
         ([FILE, PURPOSE, PURPOSE], "purpose is given 2 times"),
         ([PURPOSE, ("file", (None, "text"))], "file is 'text'"),
