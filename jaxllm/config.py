@@ -92,7 +92,7 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
-    """Most tokens that one dispatch decodes of each sequence when nobody waits (default 4 on CPU, 1 elsewhere)."""
+    """Most tokens that one dispatch decodes of each sequence when nobody waits (default 4 with CPU kernels, else 1)."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 10_000
     """Longest waiting queue; a request beyond it is refused (HTTP 429)."""
 

@@ -63,6 +63,25 @@ def test_in_a_batch_of_unlike_requests(case):
     assert tokens(outputs) == [alone[kind][i] for i, kind in enumerate(mixed)]
 
 
+def test_several_tokens_a_dispatch(case):
+    """Requests that end in the middle of one among them: by length, and by a token that stops them."""
+    directory, prompts, alone = case
+    kinds = ["greedy", "sampled", "logprobs"]
+    stop = alone["greedy"][0][9]
+    with start(directory, decode_steps=4) as llm:
+        outputs = llm.generate(prompts[:8], [params(kinds[i % 3]) for i in range(8)], use_tqdm=False)
+        assert llm.stats().num_steps < OUTPUT
+        short = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 4, 5, 6, 11)]
+        cut = llm.generate([prompts[3]] * len(short), short, use_tqdm=False)
+        stopped = llm.generate([prompts[0]], params("greedy", stop_token_ids=[stop]), use_tqdm=False)
+    assert tokens(outputs) == [alone[kinds[i % 3]][i] for i in range(8)]
+    assert tokens(cut) == [alone["greedy"][3][: p.max_tokens] for p in short]
+    assert tokens(stopped) == [alone["greedy"][0][: alone["greedy"][0].index(stop) + 1]]
+    logprobs = [output.outputs[0].logprobs for output in outputs[2::3]]
+    assert all(len(entries) == OUTPUT and all(t in e for t, e in zip(out.outputs[0].token_ids, entries, strict=True))
+               for entries, out in zip(logprobs, outputs[2::3], strict=True))  # fmt: skip
+
+
 @pytest.mark.parametrize("budget", [16, 17, 33])
 def test_chunked_at_every_boundary(case, budget):
     directory, prompts, alone = case

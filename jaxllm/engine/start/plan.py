@@ -32,8 +32,8 @@ from jaxllm.weights.source import resolve_model
 logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 2 * 2**30
-CPU_DECODE_STEPS = 4
-"""A small model's step takes a few milliseconds there, on the cores that the host's own work needs as well."""
+NATIVE_DECODE_STEPS = 4
+"""With the C++ kernels a small model's step takes a few milliseconds, on cores that the host needs as well."""
 PAGE_COUNT_BITS = 6
 """A number of pages has so many significant bits: at most 1/32 of the memory is left out for it."""
 DTYPES = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
@@ -188,7 +188,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     on_cpu = platform.memory_limit is None
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     batched = config.max_num_batched_tokens or (512 if on_cpu else 2048)
-    decode_steps = config.decode_steps or (CPU_DECODE_STEPS if on_cpu else 1)
+    decode_steps = config.decode_steps or (NATIVE_DECODE_STEPS if kernels.tiles else 1)
     wanted = config.max_model_len or model_config.max_position_embeddings
     notes = kinds.notes
     if wanted > model_config.max_position_embeddings:
