@@ -57,6 +57,14 @@ def gated(x: Float[Array, "T i"], weight: Any, activation: str, norm: Norm | Non
     return cpu_kernels.gate_up(x, matrices[0], matrices[1], ACTIVATIONS[activation], norm=native)
 
 
+def most_likely(x: Float[Array, "R i"], weight: Any, rows: int) -> Int[Array, "R"] | None:
+    """The greatest of the first `rows` products without any lying in memory; None where the weight is not in tiles."""
+    matrices = weight.matrices
+    if matrices is None or len(matrices) != 1:
+        return None
+    return cpu_kernels.argmax(x, matrices[0]._replace(rows=rows))
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -64,6 +64,7 @@ class Kernels:
         linear: `(x [T, i], weight [o, i], norm, residual) -> [T, o]`: float32 `norm(x) @ weight.T + residual`, of
             which the last two may be None.
         segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
+        most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
         gated: `(x, weight, activation, norm)` -> `act(gate) * up`, where there is a kernel for that.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
         page_dtype: the type that pages of a float type are kept in.
@@ -78,6 +79,7 @@ class Kernels:
     page_dtype: Callable[[Any], np.dtype]
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
     gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
+    most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
     tiles: bool = False
     turns_heads: bool = False
 
@@ -107,7 +109,7 @@ GPU = replace(COMPILED, name="gpu", attention=_gpu_attention)
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
-    segments=cpu.segments, gated=cpu.gated, tiles=True, turns_heads=True,
+    segments=cpu.segments, gated=cpu.gated, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""
 

@@ -33,7 +33,7 @@ from jaxllm.engine.device.packing import (
     pool_packing,
     score_packing,
 )
-from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
+from jaxllm.engine.device.sampler import Logprobs, SamplingRows, sample, token_logprobs
 from jaxllm.engine.device.slots import Adjustments, Slots, adjust, admit, mask_words, settings, slot_shapes
 from jaxllm.models.decoder import Decoder
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
@@ -166,7 +166,7 @@ class StepFunctions:
             model = self._model(weights)
             tokens, meta, slots = decode_batch(x, slots, page_size)
             hidden, pages = model(tokens, pages, meta)
-            slots, out = _choose(model.logits(hidden), x | {"position": meta.positions}, slots, variant)
+            slots, out = _choose(model, hidden, x | {"position": meta.positions}, slots, variant)
             return pages, slots, out
 
         def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array) -> Any:
@@ -211,8 +211,7 @@ class StepFunctions:
 
         def step(weights: Any, slots: Slots, hidden: jax.Array, ints: jax.Array) -> Any:
             x = packing.unpack(ints)
-            logits = self._model(weights).logits(hidden[x["hidden_row"]])
-            return _choose(logits, x, slots, variant)
+            return _choose(self._model(weights), hidden[x["hidden_row"]], x, slots, variant)
 
         state = self.abstract_state()
         args = (self._weights, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
@@ -288,13 +287,13 @@ class StepFunctions:
         return jax.jit(mapped, donate_argnums=donate)
 
 
-def _choose(logits: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:
+def _choose(model: Decoder, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:
     """Sample, and leave the tokens where the next step will look for them."""
     if variant.sampled:
         asked = settings(slots, x["slot"]) | {"slot": x["slot"], "position": x["position"]}
         rows = SamplingRows(**{name: asked[name] for name in SamplingRows._fields})
-        tokens, logprobs = sample(logits, rows, slots, x.get("mask"))
+        tokens, logprobs = sample(model.logits(hidden), rows, slots, x.get("mask"))
     else:
-        tokens, logprobs = greedy(logits), None
+        tokens, logprobs = model.most_likely(hidden), None
     history = slots.history.at[x["slot"], x["position"] + 1].set(tokens)
     return slots._replace(history=history), Sampled(tokens, logprobs)

@@ -34,6 +34,12 @@ class VocabEmbedding(nnx.Module):
         rows = table.rows(jnp.where(mine, local, 0))
         return sum_over_tensor(jnp.where(mine[:, None], rows, 0))
 
+    def most_likely(self, hidden: Float[Array, "R E"]) -> Int[Array, "R"] | None:
+        """The token with the highest score, where the kernels find it without the scores."""
+        if self.bias is not None or tensor_size() > 1:
+            return None
+        return self.kernels.most_likely(hidden, self.weight.get_value(), self.vocab_size)
+
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """float32 scores of every token of the vocabulary, whole on every device."""
         logits = self.kernels.linear(hidden, self.weight.get_value())
