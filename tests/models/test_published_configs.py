@@ -68,7 +68,7 @@ def test_steps_have_the_shapes_of_the_model(blueprint):
     assert [len(layer) for layer in pages] == [len(config.page_dims)] * config.num_layers
     decode, decode_args = functions.decode(2, PLAIN)
     _, _, sampled = jax.eval_shape(decode, *decode_args)
-    assert sampled.tokens.shape == (2,)
+    assert sampled.tokens.shape == (2 * sizes.decode_steps,)
 
 
 def test_settings_are_those_that_transformers_reads(published, blueprint):
