@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -162,6 +163,15 @@ def test_inside_a_running_event_loop(llm):
     assert asyncio.run(notebook_cell())[0].finished
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that starts something in the background has it ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_what_runs_and_leaves_the_rest_usable(llm):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     many = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
