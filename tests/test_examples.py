@@ -24,6 +24,13 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.fixture(autouse=True)
+def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain XLA, which also shows that it runs: some answers hang on two tokens that are nearly as likely, and so, with
+    activations in eight bits, on the processor."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
 @pytest.fixture
 def server_url() -> Iterator[str]:
     """A server on a free port, as `jaxllm serve` starts it."""
