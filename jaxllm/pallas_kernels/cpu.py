@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm import cpu_kernels
+from jaxllm.pallas_kernels import products
 from jaxllm.pallas_kernels.grouped_matmul import tiles as reference_grouped_matmul
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
@@ -30,8 +31,7 @@ def linear(
     """`weight.matmul(norm(x)) + residual` in one pass where the weight lies in tiles."""
     matrices = weight.matrices
     if matrices is None:
-        out = weight.matmul(x if norm is None else norm(x))
-        return out if residual is None else out + residual
+        return products.linear(x, weight, norm, residual)
     x, native = _before(x, norm)
     if len(matrices) == 1:
         return cpu_kernels.linears(x, matrices, norm=native, residual=residual)[0]

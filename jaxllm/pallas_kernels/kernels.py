@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import cpu, reference
-from jaxllm.pallas_kernels.grouped_matmul import Matrix, ragged_dot, tiles
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.norms import Norm
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
+from jaxllm.pallas_kernels.products import linear
 
 
 @runtime_checkable
@@ -82,14 +82,6 @@ class Kernels:
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
     tiles: bool = False
     turns_heads: bool = False
-
-
-def linear(
-    x: Float[Array, "T i"], weight: Matrix, norm: Norm | None = None, residual: Float[Array, "T o"] | None = None
-) -> Float[Array, "T o"]:
-    """The weight's own product."""
-    out = weight.matmul(x if norm is None else norm(x))
-    return out if residual is None else residual + out.astype(residual.dtype)
 
 
 def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:

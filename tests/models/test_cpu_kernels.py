@@ -16,7 +16,8 @@ from jaxllm import cpu_kernels
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
-from jaxllm.pallas_kernels.kernels import CPU, REFERENCE, linear
+from jaxllm.pallas_kernels.kernels import CPU, REFERENCE
+from jaxllm.pallas_kernels.products import linear
 from jaxllm.quantization.schemes import fitting
 from jaxllm.quantization.tiles import Tiled, TiledKind, tiled
 from jaxllm.quantization.weight import Kind
