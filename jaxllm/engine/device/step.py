@@ -33,7 +33,7 @@ from jaxllm.engine.device.packing import (
     pool_packing,
     score_packing,
 )
-from jaxllm.engine.device.sampler import Logprobs, SamplingRows, sample, token_logprobs
+from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
 from jaxllm.engine.device.slots import Adjustments, Slots, adjust, admit, mask_words, settings, slot_shapes
 from jaxllm.models.decoder import Decoder
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
@@ -294,6 +294,7 @@ def _choose(model: Decoder, hidden: jax.Array, x: Fields, slots: Slots, variant:
         rows = SamplingRows(**{name: asked[name] for name in SamplingRows._fields})
         tokens, logprobs = sample(model.logits(hidden), rows, slots, x.get("mask"))
     else:
-        tokens, logprobs = model.most_likely(hidden), None
+        found, logprobs = model.most_likely(hidden), None
+        tokens = greedy(model.logits(hidden)) if found is None else found
     history = slots.history.at[x["slot"], x["position"] + 1].set(tokens)
     return slots._replace(history=history), Sampled(tokens, logprobs)
