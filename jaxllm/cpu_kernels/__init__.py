@@ -40,11 +40,12 @@ from jaxllm.cpu_kernels.products import (
     linear,
     linears,
 )
-from jaxllm.cpu_kernels.tiles import FORMATS, repack, tile_bytes, tile_inputs, unpack
+from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, repack, tile_bytes, tile_inputs, unpack
 
 __all__ = [
     "ACTIVATIONS",
     "FORMATS",
+    "GROUP",
     "HeadNorms",
     "Norm",
     "Rotary",

@@ -12,14 +12,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm import cpu_kernels
+from jaxllm.cpu_kernels import GROUP
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import DenseKind, Kind, Weight
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import Axes
-
-GROUP = 16
-"""Output rows in a tile; a device's part of a weight is a whole number of them."""
 
 FLOATS = {np.dtype(jnp.bfloat16): "bf16"}
 """Dense weights that lie in tiles. Products of float32 are left to XLA: whoever asks for it wants nothing rounded."""

@@ -64,14 +64,10 @@ class KindChooser:
 
     def __call__(self, spec: ParamSpec) -> tuple[Kind, ...]:
         kinds = self._kinds(spec)
-        if self.tiles:
-            layout = spec.layout
-            divided = self.tp if spec.axes[-2] is not None else 1
-            rows = [s.rows // s.shards for s in layout.segments] if layout else [spec.shape[-2] // divided]
-            if layout and layout.pad_to:
-                rows = [layout.pad_to // divided]
-            kinds = tuple(tiled(kind, rows, self._inputs(spec), stack=len(spec.shape) > 2) for kind in kinds)
-        return kinds
+        if not self.tiles:
+            return kinds
+        rows, inputs, stack = self._rows(spec), self._inputs(spec), len(spec.shape) > 2
+        return tuple(tiled(kind, rows, inputs, stack=stack) for kind in kinds)
 
     def _kinds(self, spec: ParamSpec) -> tuple[Kind, ...]:
         if not self.checkpoint.tensors:
@@ -110,6 +106,13 @@ class KindChooser:
         if scheme is None and self.isq and not any(fnmatch.fnmatchcase(spec.path, p) for p in NEVER_QUANTIZED):
             scheme = AT_THE_ENDS.get(self.isq, self.isq) if spec.path in ENDS else self.isq
         return declared if scheme in (None, KEPT) else fitting(scheme, self._inputs(spec), spec.dtype)
+
+    def _rows(self, spec: ParamSpec) -> list[int]:
+        """Of a device, segment by segment."""
+        layout = spec.layout
+        if layout and not layout.pad_to:
+            return [segment.rows // segment.shards for segment in layout.segments]
+        return [spec.shape[-2] // self.tp if spec.axes[-2] is not None else spec.shape[-2]]
 
     def _inputs(self, spec: ParamSpec) -> int:
         """Of a device: what blocks must divide."""

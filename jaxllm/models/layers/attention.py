@@ -18,7 +18,6 @@ from jaxllm.pallas_kernels import Norm, Pages, RootMeanSquare, StepMetadata
 from jaxllm.sharding.layout import Layout, Segment
 
 QKNorm = Literal["rms", "layer", "layer_per_head"]
-OtherNorm = (LayerNorm, HeadLayerNorms)
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,8 @@ class Attention(nnx.Module):
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new keys and values."""
         q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in self.qkv.segments(x, norm))
         turning: dict[str, Any] = {}
-        if self.kernels.turns_heads and self.query_scaling is None and not isinstance(self.q_norm, OtherNorm):
+        knows_norm = self.q_norm is None or isinstance(self.q_norm, RMSNorm)
+        if self.kernels.turns_heads and self.query_scaling is None and knows_norm:
             turning = {"angles": angles, "norms": self._head_norms()}
         else:
             q, k = self._turned(q, k, angles, meta)
