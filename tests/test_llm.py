@@ -165,9 +165,15 @@ def test_inside_a_running_event_loop(llm):
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A shell that starts something in the background has it ignore interrupts."""
+    """Undo what hides an interrupt from this process.
+
+    A shell that starts something in the background has it ignore interrupts; and one that arrives while a
+    callback of the garbage collector runs (Hypothesis installs one) is printed and forgotten.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 
