@@ -46,6 +46,16 @@ Isq = Literal[
 IsqOrNone = Literal[Isq, "none"]
 
 
+def parse_sizes(value: Any) -> Any:
+    """'8,64' -> [8, 64]; anything else is left for pydantic to judge."""
+    if isinstance(value, int):
+        return [value]
+    return value.split(",") if isinstance(value, str) else value
+
+
+Sizes = Annotated[frozenset[Annotated[int, Field(ge=2)]], BeforeValidator(parse_sizes)]
+
+
 def parse_pairs(value: Any) -> Any:
     """'a=1,b=2' -> {'a': '1', 'b': '2'}; anything else is left for pydantic to judge."""
     if not isinstance(value, str):
@@ -93,6 +103,10 @@ class EngineConfig(BaseModel):
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
     """Most tokens that one dispatch decodes of each sequence when nobody waits (default 4 with CPU kernels, else 1)."""
+    decode_buckets: Sizes | None = None
+    """Sequences that decodes are padded to, as 8,32: fewer sizes compile sooner (default: powers of two)."""
+    prefill_buckets: Sizes | None = None
+    """Tokens that prefills are padded to, as 64,512: fewer sizes compile sooner (default: powers of two)."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 10_000
     """Longest waiting queue; a request beyond it is refused (HTTP 429)."""
 

@@ -25,6 +25,8 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 ENV_PREFIX = "JAXLLM_"
 
+_METAVARS = {dict: "PAIRS", frozenset: "NUMBERS"}
+
 COMMAND_GROUP = Group("Command", sort_key=0)
 CONFIG_FLAG = Parameter(help="YAML file whose keys are the settings below.", group=COMMAND_GROUP)
 _SETTINGS_GROUPS = {
@@ -158,7 +160,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     text = f"{field.description}{accepted}"
     if types == [bool]:
         return _keyword(name, field.default, bool | None, Parameter(help=text, group=_SETTINGS_GROUPS[name]))
-    metavar = "CHOICE" if choices else types[0].__name__.upper()
+    metavar = "CHOICE" if choices else _METAVARS.get(types[0], types[0].__name__.upper())
     default = None if field.default is None else str(field.default)
     return _keyword(name, default, str | None, Parameter(help=text, group=_SETTINGS_GROUPS[name], metavar=metavar))
 

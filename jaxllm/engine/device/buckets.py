@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from jaxllm.errors import ConfigError
 
 SMALLEST_ROWS = 2
 """One row would leave XLA:CPU's fast matrix product."""
@@ -18,10 +21,31 @@ class Buckets:
     head: tuple[int, ...]
 
     @classmethod
-    def build(cls, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
-        """Powers of two up to each limit, and the limit itself."""
-        rows = powers_of_two(SMALLEST_ROWS, max(max_num_seqs, SMALLEST_ROWS))
-        return cls(rows, powers_of_two(min(SMALLEST_PREFILL, max_num_batched_tokens), max_num_batched_tokens), rows)
+    def build(
+        cls,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        decode: Collection[int] | None = None,
+        prefill: Collection[int] | None = None,
+    ) -> Buckets:
+        """The sizes asked for up to each limit, by default powers of two, and the limit itself.
+
+        Raises:
+            ConfigError: a size is beyond its limit.
+        """
+        rows = max(max_num_seqs, SMALLEST_ROWS)
+        tokens = max_num_batched_tokens
+        for name, sizes, limit, of in (
+            ("decode_buckets", decode, rows, "max_num_seqs"),
+            ("prefill_buckets", prefill, tokens, "max_num_batched_tokens"),
+        ):
+            if sizes and max(sizes) > limit:
+                raise ConfigError(f"{name} holds {max(sizes)}: at most {of}, which is {limit}")
+        by_rows = powers_of_two(SMALLEST_ROWS, rows) if decode is None else tuple(sorted({*decode, rows}))
+        first = min(SMALLEST_PREFILL, tokens)
+        by_tokens = powers_of_two(first, tokens) if prefill is None else tuple(sorted({*prefill, tokens}))
+        return cls(by_rows, by_tokens, by_rows)
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:

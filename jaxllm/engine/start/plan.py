@@ -188,6 +188,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     on_cpu = platform.memory_limit is None
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     batched = config.max_num_batched_tokens or (512 if on_cpu else 2048)
+    buckets = Buckets.build(max_num_seqs, batched, decode=config.decode_buckets, prefill=config.prefill_buckets)
     decode_steps = config.decode_steps or (NATIVE_DECODE_STEPS if kernels.tiles else 1)
     wanted = config.max_model_len or model_config.max_position_embeddings
     notes = kinds.notes
@@ -252,7 +253,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         decode_steps=decode_steps,
-        buckets=Buckets.build(max_num_seqs, batched),
+        buckets=buckets,
         notes=notes,
     )
     return Blueprint(plan, spec, options, model, params, sizes)

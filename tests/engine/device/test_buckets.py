@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from jaxllm.engine.device.buckets import Buckets, powers_of_two, smallest_covering
+from jaxllm.errors import ConfigError
 
 
 @given(seqs=st.integers(1, 4096), tokens=st.integers(16, 10_000), data=st.data())
@@ -25,6 +26,15 @@ def test_everything_up_to_the_limits_is_covered(seqs, tokens, data):
 def test_no_step_has_a_single_row():
     buckets = Buckets.build(1, 16)
     assert (buckets.decode, buckets.head, buckets.prefill) == ((2,), (2,), (16,))
+
+
+def test_sizes_may_be_chosen_up_to_the_limits():
+    buckets = Buckets.build(8, 64, decode=[4, 2], prefill=[])
+    assert (buckets.decode, buckets.head, buckets.prefill) == ((2, 4, 8), (2, 4, 8), (64,))
+    with pytest.raises(ConfigError, match="decode_buckets holds 16: at most max_num_seqs, which is 8"):
+        Buckets.build(8, 64, decode=[2, 16])
+    with pytest.raises(ConfigError, match="prefill_buckets holds 65: at most max_num_batched_tokens, which is 64"):
+        Buckets.build(8, 64, prefill=[65])
 
 
 @pytest.mark.parametrize(
