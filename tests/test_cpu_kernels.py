@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams, cpu_kernels
+from tests.real_models import SHAPES
 from tests.reference import ModelGolden, load_model_goldens
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
@@ -18,10 +19,7 @@ Case = tuple[LLM, list[ModelGolden]]
 @pytest.fixture(scope="module", params=["smollm2-135m", "gemma3-270m"])
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     """The GGUF files as they are packed: Q4_1 and Q8_0."""
-    with LLM(
-        request.param, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=512, kv_cache_memory="64MiB",
-        enforce_eager=True, enable_prefix_caching=False,
-    ) as llm:  # fmt: skip
+    with LLM(request.param, enable_prefix_caching=False, **SHAPES) as llm:
         yield llm, [g for g in load_model_goldens(request.param).values() if len(g.prompt_token_ids) < 400]
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from tests.real_models import SHAPES
 from tests.reference import load_model_goldens
 
 MODELS = ("smollm2-135m", "gemma3-270m")
@@ -10,17 +11,8 @@ MODELS = ("smollm2-135m", "gemma3-270m")
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    llm = LLM(
-        request.param,
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        kv_cache_memory="1GiB",
-        enforce_eager=True,
-    )
-    yield llm, list(load_model_goldens(request.param).values())
-    llm.shutdown()
+    with LLM(request.param, dtype="float32", **SHAPES) as llm:
+        yield llm, list(load_model_goldens(request.param).values())
 
 
 def test_greedy_tokens(model):

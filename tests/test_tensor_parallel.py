@@ -17,6 +17,7 @@ async def main():
     engine = AsyncLLM(
         model="smollm2-135m", dtype="float32", tensor_parallel_size=3, engine_process=True, enforce_eager=True,
         max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_memory="256MiB",
+        decode_buckets=(4,), prefill_buckets=(64,),
     )
     params = SamplingParams(temperature=0, max_tokens={TOKENS}, ignore_eos=True)
     async def run(ids):

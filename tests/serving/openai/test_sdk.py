@@ -13,7 +13,7 @@ import pytest
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, gauges, served
 
-FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+JAPAN: list[Any] = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_paris(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="smollm2-135m", messages=FRANCE, temperature=0, max_tokens=24)
-    assert whole.choices[0].message.content and "Paris" in whole.choices[0].message.content
+def test_tokyo(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="smollm2-135m", messages=JAPAN, temperature=0, max_tokens=24)
+    assert whole.choices[0].message.content and "Tokyo" in whole.choices[0].message.content
     chunks = list(
         client.chat.completions.create(
             model="smollm2-135m",
-            messages=FRANCE,
+            messages=JAPAN,
             temperature=0,
             max_tokens=24,
             stream=True,
@@ -55,21 +55,6 @@ def test_completion_and_stop(client: openai.OpenAI) -> None:
     stopped = client.completions.create(model="smollm2-135m", prompt=prompt, temperature=0, max_tokens=12, stop="four")
     assert stopped.choices[0].text == text.split("four")[0]
     assert stopped.choices[0].finish_reason == "stop"
-
-
-def test_logprobs_agree_with_greedy_choice_and_echo(client: openai.OpenAI) -> None:
-    made = client.completions.create(model="smollm2-135m", prompt="The sky is", temperature=0, max_tokens=6, logprobs=2)
-    logprobs: Any = made.choices[0].logprobs
-    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert logprob == max(top.values()) and top[token] == logprob
-    scored = client.completions.create(
-        model="smollm2-135m", prompt="The sky is" + made.choices[0].text, max_tokens=1, echo=True, logprobs=0
-    )
-    echoed: Any = scored.choices[0].logprobs
-    start = echoed.text_offset.index(len("The sky is"))
-    assert echoed.tokens[start:-1] == logprobs.tokens
-    assert echoed.token_logprobs[start:-1] == pytest.approx(logprobs.token_logprobs, abs=1e-3)
-    assert echoed.token_logprobs[0] is None
 
 
 def test_seeded_choices_repeat_and_differ_from_each_other(client: openai.OpenAI) -> None:
@@ -103,8 +88,8 @@ def test_second_prompt_alike_is_cached(client: openai.OpenAI) -> None:
 
 
 def test_long_prompt_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"600.*512") as error:
-        client.completions.create(model="smollm2-135m", prompt=[5] * 600)
+    with pytest.raises(openai.BadRequestError, match=r"1100.*1024") as error:
+        client.completions.create(model="smollm2-135m", prompt=[5] * 1100)
     assert error.value.code == "context_length_exceeded"
 
 
