@@ -18,6 +18,7 @@ from tests.reference.tiny import write_checkpoint
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4,
     "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
+    "decode_buckets": (), "prefill_buckets": (),
 }  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 

@@ -12,6 +12,8 @@ from tests.reference.tiny import tiny_config, write_checkpoint
 
 MODELS = ("llama_gqa", "gemma3_small", "deepseek_v3")
 OUTPUT = 24
+LARGEST = {"decode_buckets": (), "prefill_buckets": ()}
+"""Fields for an engine whose steps are all padded to one size: larger than what a request had alone."""
 
 SAMPLED = {
     "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 11,
@@ -68,7 +70,7 @@ def test_several_tokens_a_dispatch(case):
     directory, prompts, alone = case
     kinds = ["greedy", "sampled", "logprobs"]
     stop = alone["greedy"][0][9]
-    with start(directory, decode_steps=4) as llm:
+    with start(directory, decode_steps=4, **LARGEST) as llm:
         outputs = llm.generate(prompts[:8], [params(kinds[i % 3]) for i in range(8)], use_tqdm=False)
         assert llm.stats().num_steps < OUTPUT
         short = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 4, 5, 6, 11)]
@@ -85,14 +87,14 @@ def test_several_tokens_a_dispatch(case):
 @pytest.mark.parametrize("budget", [16, 17, 33])
 def test_chunked_at_every_boundary(case, budget):
     directory, prompts, alone = case
-    with start(directory, max_num_batched_tokens=budget) as llm:
+    with start(directory, max_num_batched_tokens=budget, **LARGEST) as llm:
         outputs = llm.generate(prompts, params("greedy"), use_tqdm=False)
     assert tokens(outputs) == alone["greedy"]
 
 
 def test_after_a_prefix_hit(case):
     directory, prompts, alone = case
-    with start(directory) as llm:
+    with start(directory, **LARGEST) as llm:
         llm.generate(prompts, params("greedy"), use_tqdm=False)
         for kind in ("greedy", "sampled"):
             outputs = llm.generate(prompts, params(kind), use_tqdm=False)
@@ -104,7 +106,7 @@ def test_after_a_prefix_hit(case):
 def test_after_preemption(case):
     directory, prompts, alone = case
     few = bytes_for_pages(directory, 128 // 8 + 4)  # one full context and little more
-    with start(directory, kv_cache_memory=few, enable_prefix_caching=False) as llm:
+    with start(directory, kv_cache_memory=few, enable_prefix_caching=False, **LARGEST) as llm:
         for kind in ("greedy", "sampled"):
             outputs = llm.generate(prompts, params(kind), use_tqdm=False)
             assert tokens(outputs) == alone[kind]
@@ -122,7 +124,7 @@ def bytes_for_pages(directory, pages: int) -> int:
 def test_choices_of_one_prompt_differ_and_repeat(case):
     directory, prompts, alone = case
     many = SamplingParams(n=3, max_tokens=OUTPUT, ignore_eos=True, **SAMPLED)
-    with start(directory) as llm:
+    with start(directory, **LARGEST) as llm:
         first, second = (llm.generate([prompts[4]], many, use_tqdm=False)[0] for _ in range(2))
     texts = [choice.token_ids for choice in first.outputs]
     assert texts == [choice.token_ids for choice in second.outputs]

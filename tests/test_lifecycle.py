@@ -20,7 +20,9 @@ PRELUDE = """
 import gc, json, os, sys, threading, time
 import jax
 from jaxllm import LLM, SamplingParams
+from tests.quick_compile import quick_compile
 
+quick_compile().__enter__()
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 MANY = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "compile_cache_dir": None}
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

@@ -28,6 +28,7 @@ from tests.reference.tiny import tiny_config, write_checkpoint
 FIELDS = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
     "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
+    "decode_buckets": (), "prefill_buckets": (),
 }  # fmt: skip
 VOCAB = tiny_config("llama_gqa")["vocab_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -27,7 +27,7 @@ def oracle(checkpoint) -> Harness:
 def llm(checkpoint):
     engine = LLM(
         str(checkpoint), skip_tokenizer_init=True, dtype="float32", max_model_len=96, max_num_seqs=4,
-        max_num_batched_tokens=32, block_size=8, compile_cache_dir=None,
+        max_num_batched_tokens=32, decode_buckets=(), prefill_buckets=(), block_size=8, compile_cache_dir=None,
     )  # fmt: skip
     yield engine
     engine.shutdown()

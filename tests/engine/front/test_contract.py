@@ -25,6 +25,7 @@ LIMIT = 48
 FIELDS: dict[str, Any] = {
     "dtype": "float32", "enforce_eager": True, "max_model_len": CONTEXT, "max_num_seqs": 8,
     "max_num_waiting": LIMIT - 8, "max_num_batched_tokens": 64, "kv_cache_memory": "16MiB", "block_size": 16,
+    "decode_buckets": (), "prefill_buckets": (),
 }  # fmt: skip
 PATIENCE = 60.0
 PROMPT = [1, 2, 3]

@@ -31,6 +31,7 @@ from tests.reference.tiny import write_checkpoint
 FIELDS: dict[str, Any] = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
     "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "engine_process": True,
+    "decode_buckets": (), "prefill_buckets": (),
 }  # fmt: skip
 PATIENCE = 60.0
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
