@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.serving.conftest import wait_for
-from tests.serving.real_server import assert_idle, engine_process, gauges, served
+from tests.serving.real_server import assert_idle, engine_process, gauges, served, server_process
 
 MODEL = "smollm2-135m"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
@@ -66,14 +66,6 @@ async def run(url: str, sequential: int, concurrent: int, seed: int) -> list[int
         statuses = [await one(client, dice, leaves=0.1) for _ in range(sequential)]
         statuses += await asyncio.gather(*(one(client, dice, leaves=0.3) for _ in range(concurrent)))
     return statuses
-
-
-def server_process(url: str) -> psutil.Process:
-    port = int(url.rsplit(":", 1)[1])
-    owner = next(
-        c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"
-    )
-    return psutil.Process(owner)
 
 
 def server_memory(url: str) -> int:
