@@ -29,7 +29,6 @@ MARKER_TOKENS = 16
 """How many of the last tokens are searched for the text behind which a constraint begins."""
 
 
-
 class GrammarError(InvalidRequestError):
     """A request's grammar cannot go on; the request fails, and no other."""
 
