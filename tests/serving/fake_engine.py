@@ -314,7 +314,7 @@ class FakeEngine(AsyncLLM):
                 request_id=request.request_id,
                 finish_reason="error",
                 error="the pages caught fire",
-                invalid=engine.fail_invalid,
+                invalid=self.fail_invalid,
             )
         if params.logprobs is not None:
             delta.logprobs = [token.candidates]
