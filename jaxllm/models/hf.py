@@ -15,6 +15,10 @@ from jaxllm.weights.names import AnyOf, Pattern, Source
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
+_BIASES = ("qkv_bias", "output_bias", "mlp_bias")
+"""Which some files give as null: none."""
+
+
 def hf_fields(c: dict[str, Any], **differences: Any) -> dict[str, Any]:
     """DecoderConfig's fields from the keys of config.json that most families share, then the family's `differences`.
 
@@ -35,7 +39,10 @@ def hf_fields(c: dict[str, Any], **differences: Any) -> dict[str, Any]:
         fields["norm_eps"] = c.get("rms_norm_eps", 1e-6)
     if "layers" not in differences:
         fields["layers"] = (LayerKind(hf_rope(c, hf_head_dim(c))),) * c["num_hidden_layers"]
-    return fields | differences
+    biases = {
+        name: bool(differences[name]) for name in _BIASES if name in differences
+    }
+    return fields | differences | biases
 
 
 def hf_head_dim(c: dict[str, Any]) -> int:
