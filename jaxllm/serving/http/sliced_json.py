@@ -40,7 +40,8 @@ def from_json(raw: bytes) -> Any:
     then put in the place of a name that nobody can guess in `{"a": [1,"name",4]}`.
     """
     runs: dict[str, list[Any]] = {}
-    pieces, done = [], 0
+    pieces: list[bytes] = []
+    done = 0
     for start, end in _runs_of_numbers(raw):
         name = secrets.token_hex(16)
         runs[name] = _numbers(raw, start, end)
