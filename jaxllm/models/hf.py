@@ -14,7 +14,6 @@ from jaxllm.weights.names import AnyOf, Pattern, Source
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
-
 _BIASES = ("qkv_bias", "output_bias", "mlp_bias")
 """Which some files give as null: none."""
 
@@ -39,9 +38,7 @@ def hf_fields(c: dict[str, Any], **differences: Any) -> dict[str, Any]:
         fields["norm_eps"] = c.get("rms_norm_eps", 1e-6)
     if "layers" not in differences:
         fields["layers"] = (LayerKind(hf_rope(c, hf_head_dim(c))),) * c["num_hidden_layers"]
-    biases = {
-        name: bool(differences[name]) for name in _BIASES if name in differences
-    }
+    biases = {name: bool(differences[name]) for name in _BIASES if name in differences}
     return fields | differences | biases
 
 
