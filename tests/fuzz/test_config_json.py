@@ -84,12 +84,13 @@ def test_the_steps_of_an_embedding_model_are_understood_or_refused(count, tmp_pa
     assert 0 < fuzz(count, attempt) < count
 
 
-def test_a_bias_that_is_null_is_none(tmp_path):
-    """As torch takes it; input 8,046 of 100,000."""
-    null = {"attention_bias": None, "mlp_bias": None}
+def test_a_flag_that_is_null_is_false(tmp_path):
+    """As torch takes it; inputs 8,046 and 8,543 of 100,000."""
+    null = {"attention_bias": None, "mlp_bias": None, "tie_word_embeddings": None}
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama_gqa") | null))
     config = model_spec(open_checkpoint(tmp_path, "dummy")).config
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
+    flags = (config.qkv_bias, config.output_bias, config.mlp_bias, config.tie_word_embeddings)
+    assert flags == (False, False, False, False)
 
 
 def test_a_name_too_long_for_a_file_is_refused_in_short(tmp_path):
