@@ -39,7 +39,7 @@ def read_text(folder: Path, name: str, errors: str = "strict") -> str:
     file = model_file(folder, name)
     try:
         if not file.is_file():
-            raise CheckpointError(f"{folder}: holds no {name}")
+            raise CheckpointError(f"{one_line(folder)}: holds no {one_line(name)}")
         if (size := file.stat().st_size) > MAX_TEXT_BYTES:
             raise CheckpointError(f"{file}: has {size:,} bytes; accepted are {MAX_TEXT_BYTES:,}")
         return file.read_text(encoding="utf-8-sig", errors=errors)
