@@ -9,10 +9,10 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format bench clean
+.PHONY: help serve test test-slow check format bench clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 	@echo
 	@echo "MODEL=gemma3-270m picks another model; ARGS='--port 9000' is passed on to the command."
 
@@ -23,6 +23,11 @@ test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-slow: $(VENV)/.installed-dev ## Run the tests that take hours: fuzzers, soaks, the real models at length
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/jaxllm pull gemma3-270m
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction of imports
 	$(BIN)/ruff check

@@ -12,9 +12,9 @@ from jaxllm.engine.front.async_llm import open_streams
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.front.limits import check_pooling, check_request
 from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
-from jaxllm.engine.front.sequences import Collector, Prompt, pooled_output, prompt_ids
+from jaxllm.engine.front.sequences import Collector, Prompt, failure, pooled_output, prompt_ids
 from jaxllm.engine.front.streams import Stream
-from jaxllm.errors import InvalidRequestError, JaxLLMError
+from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
@@ -242,7 +242,7 @@ def _drive(stream: Stream, take: Callable[[int, TokenDelta], bool], total: int, 
         for events in stream:
             for sequence, delta in events:
                 if delta.error is not None:
-                    raise JaxLLMError(f"request {delta.request_id} failed: {delta.error}")
+                    raise failure(delta)
                 generated += len(delta.token_ids)
                 if take(sequence, delta):
                     if generated:

@@ -25,6 +25,7 @@ from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
+from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingParams
@@ -252,10 +253,12 @@ class EngineCore:
 
     def _fail(self, request: Request, error: BaseException) -> TokenDelta:
         """End one request alone."""
-        logger.error("request %s failed", request.request_id, exc_info=error)
         self._forget(request)
-        message = f"{type(error).__name__}: {error}"
-        return TokenDelta(request_id=request.request_id, finish_reason="error", error=message)
+        invalid = isinstance(error, InvalidRequestError)
+        if not invalid:
+            logger.error("request %s failed", request.request_id, exc_info=error)
+        message = str(error) if invalid else f"{type(error).__name__}: {error}"
+        return TokenDelta(request_id=request.request_id, finish_reason="error", error=message, invalid=invalid)
 
     def _read_pooled(self, handle: Handle) -> list[TokenDelta]:
         deltas = []

@@ -17,7 +17,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
 from jaxllm.engine.device.slots import MASK_BITS
-from jaxllm.errors import JaxLLMError
+from jaxllm.errors import InvalidRequestError, one_line
 from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar, new_matcher
 from jaxllm.threads import call_with_stack
@@ -29,7 +29,7 @@ MARKER_TOKENS = 16
 """How many of the last tokens are searched for the text behind which a constraint begins."""
 
 
-class GrammarError(JaxLLMError):
+class GrammarError(InvalidRequestError):
     """A request's grammar cannot go on; the request fails, and no other."""
 
 
@@ -62,7 +62,7 @@ class Constraint:
             self.active = False
         elif self.active:
             self.matcher.consume_token(token)
-            self.check()
+            self.check(" (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)")
         else:
             self._tail = [*self._tail[1 - MARKER_TOKENS :], token]
             self.active = self._after in self._tokenizer.decode(self._tail, skip_special_tokens=False)
@@ -71,10 +71,10 @@ class Constraint:
         """Tokens that must follow: there is no choice, so they need no sampling."""
         return self.matcher.compute_ff_tokens() if self.active and not self.matcher.is_stopped() else []
 
-    def check(self) -> None:
+    def check(self, hint: str = "") -> None:
         """Raises GrammarError where the matcher has failed: it says so nowhere else, and allows no token."""
         if self.matcher.is_error():
-            raise GrammarError(f"the grammar failed: {' '.join(self.matcher.get_error().split())}")
+            raise GrammarError(f"the grammar failed{hint}: {one_line(self.matcher.get_error())}")
 
 
 class Grammars:

@@ -14,6 +14,9 @@ from jaxllm.weights.names import AnyOf, Pattern, Source
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
+_FLAGS = ("tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias")
+"""Which some files give as null: no."""
+
 
 def hf_fields(c: dict[str, Any], **differences: Any) -> dict[str, Any]:
     """DecoderConfig's fields from the keys of config.json that most families share, then the family's `differences`.
@@ -35,7 +38,8 @@ def hf_fields(c: dict[str, Any], **differences: Any) -> dict[str, Any]:
         fields["norm_eps"] = c.get("rms_norm_eps", 1e-6)
     if "layers" not in differences:
         fields["layers"] = (LayerKind(hf_rope(c, hf_head_dim(c))),) * c["num_hidden_layers"]
-    return fields | differences
+    fields |= differences
+    return fields | {name: bool(fields[name]) for name in _FLAGS if name in fields}
 
 
 def hf_head_dim(c: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
+from starlette.requests import ClientDisconnect
 
 from jaxllm.config import ServeConfig
 from jaxllm.serving import health, llama_cpp, sagemaker, server_info
@@ -83,7 +84,8 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     install_error_handlers(app)
-    app.add_exception_handler(ClientDisconnected, _nobody_listens)
+    for gone in (ClientDisconnected, ClientDisconnect):  # before the answer, and before the body was complete
+        app.add_exception_handler(gone, _nobody_listens)
     install_openapi(app)
     return app
 

@@ -215,8 +215,7 @@ class Generation:
             return []
         for at, (index, delta) in enumerate(gains):
             if delta.error is not None:
-                message = f"the request failed: {delta.error}"
-                self._failure = APIError(500, message, type="server_error", code="request_failed")
+                self._failure = _failure(delta)
                 return gains[:at]
             self.clock.on_delta(delta)
             if self._prompt_only:
@@ -232,6 +231,12 @@ class Generation:
             self._completion_tokens += len(delta.token_ids)
             self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
         return gains
+
+
+def _failure(delta: TokenDelta) -> APIError:
+    if delta.invalid:
+        return APIError(400, f"{delta.error}", code="request_failed")
+    return APIError(500, f"the request failed: {delta.error}", type="server_error", code="request_failed")
 
 
 async def collect(generation: Generation) -> list[Choice]:

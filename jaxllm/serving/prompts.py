@@ -53,7 +53,7 @@ async def render(
     The template is rendered where it can be stopped, whoever wrote it.
     Raises InvalidRequestError where the template or a setting refuses.
     """
-    values = await state.offload(template_values, model, conversation)
+    values = await state.offload(template_values, model, conversation, may_be_cut=may_be_cut)
     came_along = values["template"] == conversation.rendering.chat_template  # and is no name of one of the checkpoint's
     text = await (state.clients_templates if came_along else state.templates).render(values)
     return await state.offload(_rendered, model, conversation, may_be_cut, values["template"], text)
@@ -70,8 +70,13 @@ async def conversation_prompt(
     return await offload(_checked, model, conversation, settings, rendered)
 
 
-def template_values(model: ServedModel, conversation: Conversation) -> dict[str, Any]:
-    """The arguments of `jaxllm.text.chat_template.render`, with the tools where the template wants them."""
+def template_values(model: ServedModel, conversation: Conversation, *, may_be_cut: bool = False) -> dict[str, Any]:
+    """The arguments of `jaxllm.text.chat_template.render`, with the tools where the template wants them.
+
+    Raises ContextLengthError where one message alone is too long.
+    """
+    for message in conversation.messages:
+        model.check_length(message.text, Field("messages"), may_be_cut=may_be_cut)
     tools = conversation.tools
     messages = [message.for_template() for message in conversation.messages]
     arguments = conversation.rendering.template_arguments(model.chat_template)

@@ -35,6 +35,8 @@ class ServerState:
         """For templates that come with requests: those who wait for one hold up nobody else."""
         self.created = int(time.time())
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-bodies")
+        self._reading = asyncio.Lock()
         self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
 
     @property
@@ -89,13 +91,27 @@ class ServerState:
         """The same for work that may compile a grammar, which takes seconds: only others like it wait for that."""
         return await self._call(self._grammar_workers, lambda: function(*args, **kwargs))
 
+    async def read_large(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run on a thread what reads a large body: one at a time, and each after a rest as long as the one before.
+
+        Calls that parse megabytes keep the event loop waiting. It shall not wait for several in a row, nor their
+        values be there at once.
+        """
+        await self._reading.acquire()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            return await self._call(self._readers, lambda: function(*args, **kwargs))
+        finally:
+            loop.call_later(loop.time() - began, self._reading.release)
+
     async def _call(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
 
     async def close(self) -> None:
         await self.templates.close()
         await self.clients_templates.close()
-        for workers in (self._workers, self._grammar_workers):
+        for workers in (self._workers, self._readers, self._grammar_workers):
             workers.shutdown(wait=False, cancel_futures=True)
         end_compiling()  # what runs on them now; the program's end would wait for it
 

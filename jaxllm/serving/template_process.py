@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from typing import Any
+
+import msgspec
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.text.template_process import MAX_PROMPT_CHARACTERS
@@ -82,12 +83,12 @@ async def _ask(process: asyncio.subprocess.Process, values: dict[str, Any]) -> d
     if not _is_there(process):  # uvloop raises no OSError for a pipe that it has found closed
         return None
     try:
-        process.stdin.write(json.dumps(values).encode() + b"\n")
+        process.stdin.write(msgspec.json.encode(values) + b"\n")
         await process.stdin.drain()
         line = await process.stdout.readline()
     except (BrokenPipeError, ConnectionResetError):
         return None
-    return json.loads(line) if line.endswith(b"\n") else None
+    return msgspec.json.decode(line) if line.endswith(b"\n") else None
 
 
 def _is_there(process: asyncio.subprocess.Process) -> bool:

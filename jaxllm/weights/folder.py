@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, one_line
 from jaxllm.weights.fields import shown
 
 MAX_TEXT_BYTES = 2**28
@@ -39,12 +39,13 @@ def read_text(folder: Path, name: str, errors: str = "strict") -> str:
     file = model_file(folder, name)
     try:
         if not file.is_file():
-            raise CheckpointError(f"{folder}: holds no {name}")
+            raise CheckpointError(f"{one_line(folder)}: holds no {one_line(name)}")
         if (size := file.stat().st_size) > MAX_TEXT_BYTES:
             raise CheckpointError(f"{file}: has {size:,} bytes; accepted are {MAX_TEXT_BYTES:,}")
         return file.read_text(encoding="utf-8-sig", errors=errors)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as text: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{one_line(file)}: not readable as text: {one_line(reason)}") from None
 
 
 def read_json(folder: Path, name: str) -> Any:

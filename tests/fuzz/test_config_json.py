@@ -10,6 +10,7 @@ import pytest
 
 from jaxllm import EngineConfig
 from jaxllm.engine.start.plan import Platform, make_blueprint
+from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.rope import inverse_frequencies
 from jaxllm.models.registry import model_spec
 from jaxllm.models.tasks import read_tasks
@@ -81,6 +82,24 @@ def test_the_steps_of_an_embedding_model_are_understood_or_refused(count, tmp_pa
         read_tasks(open_checkpoint(tmp_path, "dummy"))
 
     assert 0 < fuzz(count, attempt) < count
+
+
+def test_a_flag_that_is_null_is_false(tmp_path):
+    """As torch takes it; inputs 8,046 and 8,543 of 100,000."""
+    null = {"attention_bias": None, "mlp_bias": None, "tie_word_embeddings": None}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama_gqa") | null))
+    config = model_spec(open_checkpoint(tmp_path, "dummy")).config
+    flags = (config.qkv_bias, config.output_bias, config.mlp_bias, config.tie_word_embeddings)
+    assert flags == (False, False, False, False)
+
+
+def test_a_name_too_long_for_a_file_is_refused_in_short(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))
+    steps = [{"idx": 0, "path": "x" * 4000, "type": "sentence_transformers.models.Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(steps))
+    with pytest.raises(CheckpointError, match="File name too long") as caught:
+        read_tasks(open_checkpoint(tmp_path, "dummy"))
+    check_message(str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,8 @@ class FakeEngine(AsyncLLM):
         self.delay = delay
         self.reply = reply
         self.fail_after: int | None = None
+        self.fail_invalid = False
+        """Whether the requests that fail are to blame."""
         self.ready = True
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.pooled: list[tuple[list[int], PoolingParams, dict[str, Any]]] = []
@@ -308,7 +310,12 @@ class FakeEngine(AsyncLLM):
             stop_reason=token.stop,
         )
         if self.fail_after == answer.step:
-            return TokenDelta(request_id=request.request_id, finish_reason="error", error="the pages caught fire")
+            return TokenDelta(
+                request_id=request.request_id,
+                finish_reason="error",
+                error="the pages caught fire",
+                invalid=self.fail_invalid,
+            )
         if params.logprobs is not None:
             delta.logprobs = [token.candidates]
         if answer.step == 0:

@@ -47,6 +47,15 @@ def served(model: str, **settings: Any) -> Iterator[str]:
         process.communicate()
 
 
+def server_process(url: str) -> psutil.Process:
+    """Whoever listens at the URL's port."""
+    port = int(url.rsplit(":", 1)[1])
+    owner = next(
+        c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"
+    )
+    return psutil.Process(owner)
+
+
 def engine_process(server: psutil.Process) -> psutil.Process:
     """The one of a server's processes that runs the engine: multiprocessing has spawned it, and no other."""
     (engine,) = (child for child in server.children() if "--multiprocessing-fork" in child.cmdline())

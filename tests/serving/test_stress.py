@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
+from tests.serving import mixed_requests
 from tests.serving.conftest import wait_for
-from tests.serving.real_server import assert_idle, engine_process, gauges, served
+from tests.serving.real_server import assert_idle, engine_process, gauges, served, server_process
 
 MODEL = "smollm2-135m"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
@@ -68,20 +68,6 @@ async def run(url: str, sequential: int, concurrent: int, seed: int) -> list[int
     return statuses
 
 
-def server_process(url: str) -> psutil.Process:
-    port = int(url.rsplit(":", 1)[1])
-    owner = next(
-        c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"
-    )
-    return psutil.Process(owner)
-
-
-def server_memory(url: str) -> int:
-    """Resident bytes of the server and its engine."""
-    process = server_process(url)
-    return sum(p.memory_info().rss for p in (process, *process.children(recursive=True)))
-
-
 def check(url: str, sequential: int, concurrent: int) -> None:
     statuses = asyncio.run(run(url, sequential, concurrent, seed=1))
     assert set(statuses) <= {0, 200, 400}, sorted(set(statuses))
@@ -110,10 +96,19 @@ def test_an_engine_that_dies_comes_back(url: str) -> None:
     assert again.status_code == 200 and again.json()["usage"]["completion_tokens"] == 2
 
 
+def test_a_hundred_tiny_requests_go_right_and_leave_nothing() -> None:
+    found = mixed_requests.run(100, parts=1)
+    assert not found.wrong, found.wrong[:5]
+    assert found.seen["known", 200] and found.seen["completion", 200]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_thousand_and_two_hundred_at_once_leave_memory_flat(url: str) -> None:
-    check(url, sequential=300, concurrent=200)  # caches fill
-    before = server_memory(url)
-    check(url, sequential=1000, concurrent=200)
-    assert server_memory(url) < before + 64 * 2**20
+@pytest.mark.timeout(4 * 3600)
+def test_a_hundred_thousand_leave_memory_and_mappings_flat() -> None:
+    """Caches fill, and every shape is compiled, while the first half is answered."""
+    found = mixed_requests.run(100_000, parts=20)
+    assert not found.wrong, found.wrong[:5]
+    for before, after in zip(found.held[10], found.held[-1], strict=True):
+        assert after.memory < 1.25 * before.memory
+        assert after.mappings < 1.1 * before.mappings
+        assert after.threads <= before.threads and after.files < before.files + 20

@@ -39,7 +39,8 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     `text` holds back anything that may still become a stop string or an unfinished character. `logprobs` has one
     entry a new token, each a list of (token id, Logprob) with the chosen token first. `prompt_logprobs` and
     `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last, and
-    has the `num_preemptions`. `pooled` are float32 values, little-endian, of a request with pooling.
+    has the `num_preemptions`; of one that failed it has the `error`, and is `invalid` where the request itself is to
+    blame. `pooled` are float32 values, little-endian, of a request with pooling.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    invalid: bool = False
     first_scheduled_time: float | None = None
     pooled: bytes | None = None
     num_preemptions: int = 0

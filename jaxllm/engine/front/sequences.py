@@ -58,10 +58,16 @@ def split_request(request: EngineRequest) -> list[EngineRequest]:
     return [msgspec.structs.replace(request, sampling_params=replace(params, n=1, seed=seed)) for seed in seeds]
 
 
+def failure(delta: TokenDelta) -> JaxLLMError:
+    """What to raise for a delta that ends its request before it is complete."""
+    kind = InvalidRequestError if delta.invalid else JaxLLMError
+    return kind(f"request {delta.request_id} failed: {delta.error or delta.finish_reason}")
+
+
 def pooled_output(delta: TokenDelta) -> PooledOutput:
     """The result that the one delta of a request with pooling carries. Raises JaxLLMError when it failed."""
     if delta.pooled is None:
-        raise JaxLLMError(f"request {delta.request_id} failed: {delta.error or delta.finish_reason}")
+        raise failure(delta)
     return PooledOutput.from_bytes(delta.pooled, delta.num_cached_tokens)
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
 from typing import Any
-
-import pydantic_core
 
 from jaxllm.requests.sampling import INT64_MIN
 from jaxllm.serving.http.errors import APIError, dotted
+from jaxllm.serving.http.sliced_json import from_json, outside_strings
 from jaxllm.serving.shown import shown
 
 SMALL_BODY = 64 * 1024
@@ -21,29 +18,35 @@ MAX_STRUCTURE = 100_000
 """Objects, lists and named fields of one body, which cost most to build: twelve for each piece of the longest chat."""
 UINT64_MAX = 2**64 - 1
 
-_SLICE = 64 * 1024
-_LARGE_NUMBER = re.compile(rb"[0-9]{19}|[0-9.][eE]\+?[0-9]{2}")
+_SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
+_LONGEST = 19
+"""Digits from which on an integer may be beyond 64 bits."""
 
 
-def check_structure(raw: bytes) -> None:
+def check_structure(raw: bytes) -> bool:
     """Count what parsing would build, outside strings. In slices, so that other threads get their turn.
 
+    Returns whether a number in it may be beyond 64 bits.
     Raises APIError 400 when it is more than MAX_VALUES or MAX_STRUCTURE.
     """
     values = structure = 0
-    for outside in _outside_strings(raw):
+    overflow, before = False, b""
+    for _, _, outside in outside_strings(raw):
         values += outside.count(b",")
         structure += outside.count(b"{") + outside.count(b"[") + outside.count(b":")
         if structure > MAX_STRUCTURE:
             raise _too_much("objects, lists and named fields", MAX_STRUCTURE)
         if values > MAX_VALUES:
             raise _too_much("values", MAX_VALUES)
+        overflow = overflow or may_overflow(before + outside)
+        before = outside[-_LONGEST:]
+    return overflow
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Raises APIError 400 with line and column where the JSON is malformed, or no object."""
     try:
-        value = pydantic_core.from_json(raw, allow_inf_nan=False)
+        value = from_json(raw)
     except ValueError as error:
         raise APIError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -52,8 +55,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def may_overflow(raw: bytes) -> bool:
-    """Whether a number in it, or what looks like one in a text, may be beyond 64 bits."""
-    return any(_LARGE_NUMBER.search(raw, start, start + _SLICE + 32) for start in range(0, len(raw), _SLICE))
+    """Whether a number in it, or what looks like one in a text, may be beyond 64 bits.
+
+    Worked example: 1.5E+400 becomes 0.0e000.
+    """
+    shape = raw.translate(_SHAPE, b"+")
+    return any(large in shape for large in (b"0" * _LONGEST, b"0e00", b".e00"))
 
 
 def check_numbers(value: Any) -> None:
@@ -72,21 +79,6 @@ def check_numbers(value: Any) -> None:
                 raise _wrong_number(path, value, "a 64-bit integer")
             case float() if not math.isfinite(value):
                 raise _wrong_number(path, value, "a number that a 64-bit float can hold")
-
-
-def _outside_strings(raw: bytes) -> Iterator[bytes]:
-    """The parts of JSON that are not in quotes."""
-    start, in_string = 0, False
-    while start < len(raw):
-        end = start + _SLICE
-        part = raw[start:end]
-        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape is not to be cut in two
-            end += 1
-            part = raw[start:end]
-        start = end
-        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        yield b"".join(pieces[in_string::2])
-        in_string ^= len(pieces) % 2 == 0
 
 
 def _too_much(what: str, limit: int) -> APIError:

@@ -11,13 +11,11 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import OperationalError
-from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from jaxllm.config import did_you_mean
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.route import bearer_key, check_key
-from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.shown import shown
 
 FORM_OVERHEAD = 64 * 1024
@@ -52,8 +50,6 @@ class MultipartRoute(APIRoute):
                 async with limited.form(max_files=1, max_fields=16, max_part_size=MAX_FIELD_SIZE) as form:
                     _check_fields(Counter(name for name, _ in form.multi_items()), fields)
                     return await handler(limited)
-            except ClientDisconnect:
-                raise ClientDisconnected from None
             except (OSError, OperationalError) as error:
                 if not _is_full(error):
                     raise

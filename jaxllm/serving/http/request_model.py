@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidatorFunctionWrapHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.http.sliced_json import Integers
 from jaxllm.serving.shown import shown
 
 MAX_WARNINGS = 32
@@ -42,13 +43,23 @@ def refusing(field: str | None = None) -> Iterator[None]:
 
 def _fail_fast(schema: Any) -> None:
     if isinstance(schema, dict):
-        if schema.get("type") == "list":
-            schema["fail_fast"] = True
+        if schema.get("fail_fast"):
+            return  # it is part of several models
         for part in schema.values():
             _fail_fast(part)
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+            if schema.get("items_schema") == {"type": "int"} and not schema.keys() & {"min_length", "max_length"}:
+                unchecked = core_schema.list_schema(**{name: part for name, part in schema.items() if name != "type"})
+                schema.clear()
+                schema.update(core_schema.no_info_wrap_validator_function(_unless_known, unchecked))
     elif isinstance(schema, list | tuple):
         for part in schema:
             _fail_fast(part)
+
+
+def _unless_known(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, Integers) else validate(value)
 
 
 class RequestModel(BaseModel):
@@ -63,7 +74,10 @@ class RequestModel(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Lists are refused at their first wrong entry: an error for each of a million takes seconds and gigabytes."""
+        """Lists are refused at their first wrong entry: an error for each of a million takes seconds and gigabytes.
+
+        Those that are known to hold integers are not looked through again.
+        """
         schema = handler(source)
         _fail_fast(schema)
         return schema

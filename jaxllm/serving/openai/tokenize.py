@@ -19,6 +19,7 @@ from jaxllm.serving.openai.tokenize_types import (
 )
 from jaxllm.serving.prompts import render
 from jaxllm.serving.state import ServerState
+from jaxllm.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 
@@ -51,13 +52,16 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = request.app.state.server
     _, model = state.find_model(body.model)
-    vocab_size = model.tokenizer.vocab_size
-    for position, token in enumerate(body.tokens):
-        if not 0 <= token < vocab_size:
-            message = f"tokens[{position}] is {token}; token ids of this model are from 0 to {vocab_size - 1}"
+    return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
+
+
+def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Raises InvalidRequestError naming the first id that the tokenizer does not know."""
+    for position, token in enumerate(tokens):
+        if not 0 <= token < tokenizer.vocab_size:
+            message = f"tokens[{position}] is {token}; token ids of this model are from 0 to {tokenizer.vocab_size - 1}"
             raise InvalidRequestError(message, f"tokens[{position}]")
-    text = await state.offload(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeResponse(text))
+    return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 @router.get("/tokenizer_info", responses=returns(TokenizerInfo))

@@ -122,7 +122,7 @@ class EventWriter:
         message, told = str(error), error.body["error"]
         for event in self._finish_items("incomplete"):
             yield self._numbered(event)
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.response.status, self.response.error = "failed", ResponseError(code, message)
         self.response.usage = _usage(usage)
         yield self._numbered(StreamError(code=told["code"], message=message, param=told["param"]))

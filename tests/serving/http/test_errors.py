@@ -330,6 +330,16 @@ def test_a_failed_request_fails_alone(client: TestClient, engine: FakeEngine) ->
     assert client.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
 
 
+def test_a_request_that_is_itself_to_blame_is_told_so(client: TestClient, engine: FakeEngine) -> None:
+    engine.fail_after, engine.fail_invalid = 3, True
+    error = error_of(client.post("/v1/completions", json={"prompt": "Hi"}), 400)
+    assert error["message"] == "the pages caught fire" and error["type"] == "invalid_request_error"
+    stream = client.post("/v1/completions", json={"prompt": "Hi", "stream": True})
+    assert '"type":"invalid_request_error"' in stream.text
+    failed = client.post("/v1/responses", json={"input": "Hi", "stream": True})
+    assert '"code":"invalid_prompt"' in failed.text
+
+
 def test_bug_is_a_500_without_details(client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "check", lambda *_: 1 / 0)
     error = error_of(client.post("/v1/completions", json={"prompt": "Hi"}), 500)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,26 @@ def test_chunks_arrive_as_they_are_made(listen: Callable[..., str], engine: Fake
     stream = sdk(listen(engine)).chat.completions.create(model="fake", messages=HELLO, stream=True, max_tokens=6)
     next(stream), next(stream)
     assert engine.active
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json",
+        "POST /v1/files HTTP/1.1\r\nContent-Type: multipart/form-data; boundary=x",
+    ],
+)
+def test_leaving_before_the_body_is_sent_is_no_error(
+    listen: Callable[..., str], engine: FakeEngine, caplog: pytest.LogCaptureFixture, head: str
+) -> None:
+    url = listen(engine)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}\r\nHost: {host}\r\nContent-Length: 1000\r\n\r\n--x\r\n".encode())
+        httpx.get(f"{url}/health")  # its headers have been read by then
+    httpx.get(f"{url}/health")
+    time.sleep(0.1)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
