@@ -69,7 +69,7 @@ class EngineConfig(BaseModel):
     """Branch, tag or commit of the hub repository."""
     download_dir: Path | None = None
     """Where downloaded models are kept (default ~/.cache/jaxllm/models; hub models stay in the hub's own cache)."""
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "orbax", "dummy"] = "auto"
     """`dummy` fills the right shapes with random weights on the device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute and weight type; auto is bfloat16."""

@@ -87,7 +87,7 @@ def _assemble(
     with load_bar(config.model) as on_progress:
         weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
     clock.lap("load")
-    eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(checkpoint)
+    eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size
     outputs = blueprint.spec.config.num_outputs
     runner = Runner(executables, weights, functions.abstract_state(), blueprint.sizes, outputs, eos)
@@ -158,7 +158,7 @@ def _load(
     )
 
 
-def _eos_token_ids(checkpoint: Checkpoint) -> list[int]:
+def eos_token_ids(checkpoint: Checkpoint) -> list[int]:
     """End-of-sequence ids as the checkpoint's configs give them, where no tokenizer is loaded."""
     sources = (checkpoint.generation_config, checkpoint.config)
     keys = ("eos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")

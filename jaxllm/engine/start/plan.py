@@ -27,6 +27,7 @@ from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec
+from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -145,13 +146,15 @@ def plan_engine(config: EngineConfig, platform: Platform | None = None) -> Engin
         checkpoint.close()
 
 
-def keeps_packed(config: EngineConfig, kernels: Kernels, platform: Platform) -> bool:
+def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, platform: Platform) -> bool:
     """Whether blocks of a quantized checkpoint stay as they are in memory, or are expanded to the model's type.
 
     Plain XLA on a CPU decodes four times faster from expanded weights; everywhere else packed ones are the better deal.
     """
     if config.dequantize is None and (config.isq or config.isq_map):
         return True  # whoever asks for another kind must say that these are to be expanded first
+    if config.dequantize is None and isinstance(checkpoint, SavedCheckpoint) and checkpoint.is_requantized:
+        return True  # as with the flags that it was converted with
     return not config.dequantize if config.dequantize is not None else kernels.tiles or platform.name != "cpu"
 
 
@@ -178,7 +181,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         checkpoint,
         spec.names,
         tp,
-        keeps_packed(config, kernels, platform),
+        keeps_packed(config, checkpoint, kernels, platform),
         config.isq,
         config.isq_map or {},
         tiles=kernels.tiles,
