@@ -86,6 +86,8 @@ class EngineConfig(BaseModel):
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
     isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
     """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
+    imatrix: Path | None = None
+    """An importance matrix of llama.cpp's: isq in GGUF's kinds below eight bits errs least where it matters most."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""

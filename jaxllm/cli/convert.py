@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 
 SETTINGS = (
     "model", "tokenizer", "revision", "download_dir", "load_format", "dtype", "skip_tokenizer_init", "dequantize",
-    "isq", "isq_map", "tensor_parallel_size",
+    "isq", "isq_map", "imatrix", "tensor_parallel_size",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class Stored(NamedTuple):
         shape: `[out, in]`, outermost first.
         scale: of FP8 with one a block: float32 `[ceil(o / rows), ceil(i / columns)]`.
         scale_block: rows and columns that share a scale.
+        importance: `[i]`, or `[experts, i]`: how much an error of each input counts where it is quantized.
         weight: of a kind that is more than one array, the Weight itself, in host memory; `data` is its first array.
         origin: file and name, for errors.
     """
@@ -37,6 +38,7 @@ class Stored(NamedTuple):
     scale: np.ndarray | None = None
     scale_block: tuple[int, int] = (1, 1)
     weight: Any = None
+    importance: np.ndarray | None = None
     origin: str = "a tensor"
 
     @property
@@ -47,7 +49,7 @@ class Stored(NamedTuple):
     def with_rows(self, rows: np.ndarray) -> Stored:
         """A tensor of the same type made of other rows, which are as `by_rows` gives them."""
         if not self.packed:
-            return Stored(rows, self.dtype, rows.shape, origin=self.origin)
+            return Stored(rows, self.dtype, rows.shape, importance=self.importance, origin=self.origin)
         return self._replace(data=rows, shape=(*rows.shape[:-1], self.shape[-1]))
 
     def split(self, rows: Sequence[int], axis: int) -> list[Stored]:

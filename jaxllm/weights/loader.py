@@ -213,14 +213,16 @@ def _read(checkpoint: Checkpoint, source: Source) -> Stored:
     if source.transform is None and not source.stack:
         return tensors[0]
     if not (source.moves_rows and all(t.packed and t.dtype == tensors[0].dtype for t in tensors)):
-        expanded = [(t.expand(), t.origin) for t in tensors]
-        tensors = [Stored(array, "F32", array.shape, origin=origin) for array, origin in expanded]
+        expanded = [(t.expand(), t.importance if source.moves_rows else None, t.origin) for t in tensors]
+        tensors = [Stored(a, "F32", a.shape, importance=weights, origin=origin) for a, weights, origin in expanded]
     if source.stack:
         odd = next((n for n, t in zip(source.tensors, tensors, strict=True) if t.shape != tensors[0].shape), None)
         if odd is not None:
             shape, first = checkpoint.tensors[odd].shape, tensors[0].shape
             raise CheckpointError(f"{checkpoint.path}: tensor {odd!r} is {shape}; expected {first}, as the others have")
-        tensors = [tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))]
+        importance = None if any(t.importance is None for t in tensors) else np.stack([t.importance for t in tensors])
+        stacked = tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))
+        tensors = [stacked._replace(importance=importance)]
     if source.transform is None:
         return tensors[0]
     return tensors[0].with_rows(source.transform(*(tensor.by_rows for tensor in tensors)))

@@ -12,6 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.convert.plan import ConversionPlan, plan_conversion
 from jaxllm.engine.start.progress import Progress
 from jaxllm.errors import ConfigError
+from jaxllm.models.importance import with_importance
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
@@ -40,7 +41,9 @@ def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_pr
             f"`--to gguf` takes a GGUF file, whose metadata it copies; {checkpoint.path} is none: llama.cpp's "
             "convert_hf_to_gguf.py makes one, which can be quantized here"
         )
-    types = _types(checkpoint, plan_conversion(config, checkpoint)) if _changes(config) else {}
+    plan = plan_conversion(config, checkpoint)
+    types = _types(checkpoint, plan) if config.isq or config.isq_map or config.dequantize else {}
+    weighed = with_importance(checkpoint, plan.spec, config.imatrix)
     writer = gguf.GGUFWriter(target, checkpoint.config["general.architecture"])
     try:
         _copy_metadata(checkpoint.path, writer, _file_type(config, checkpoint))
@@ -50,15 +53,11 @@ def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_pr
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for done, (name, info) in enumerate(checkpoint.tensors.items(), 1):
-            writer.write_tensor_data(_data(checkpoint, name, info, types.get(name, info.dtype)))
+            writer.write_tensor_data(_data(weighed, name, info, types.get(name, info.dtype)))
             if on_progress:
                 on_progress(done, len(checkpoint.tensors))
     finally:
         writer.close()
-
-
-def _changes(config: EngineConfig) -> bool:
-    return bool(config.isq or config.isq_map or config.dequantize)
 
 
 def _types(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, str]:
@@ -119,5 +118,5 @@ def _data(checkpoint: Checkpoint, name: str, info: TensorInfo, dtype: str) -> np
     if dtype == info.dtype:
         return stored.data
     if dtype in FORMATS:
-        return encode(stored.finite(), dtype)
+        return encode(stored.finite(), dtype, stored.importance)
     return stored.expand().astype(GGUF_FLOATS[dtype])

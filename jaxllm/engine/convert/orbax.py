@@ -16,6 +16,7 @@ from jaxllm.engine.convert.files import copy_tokenizer
 from jaxllm.engine.convert.plan import plan_conversion
 from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.progress import Progress
+from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.quantization.weight import DenseKind, Fused, Kind, Weight
 from jaxllm.weights.checkpoint import Checkpoint
@@ -30,11 +31,12 @@ def write_orbax(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_p
     plan = plan_conversion(config, checkpoint)
     for note in plan.notes:
         logger.warning(note)
+    weighed = with_importance(checkpoint, plan.spec, config.imatrix)
     described: dict[str, SavedTensor] = {}
     arrays: dict[str, dict[str, np.ndarray]] = {}
     target.mkdir()
     for done, (spec, value) in enumerate(
-        zip(plan.params, read_parameters(checkpoint, plan.params, plan.spec.names, plan.spec.ignored), strict=True), 1
+        zip(plan.params, read_parameters(weighed, plan.params, plan.spec.names, plan.spec.ignored), strict=True), 1
     ):
         for name, kind, part in _parts(spec, value):
             described[name] = SavedTensor(part.shape, describe(kind))

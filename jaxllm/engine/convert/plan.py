@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import DTYPES
+from jaxllm.engine.start.plan import DTYPES, check_imatrix
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec, model_spec
@@ -32,6 +32,7 @@ def plan_conversion(config: EngineConfig, checkpoint: Checkpoint) -> ConversionP
 
     Blocks are of a size that `tensor_parallel_size` devices can share. Raises ConfigError, CheckpointError.
     """
+    check_imatrix(config)
     spec = model_spec(checkpoint)
     kinds = KindChooser(
         checkpoint,

@@ -22,6 +22,7 @@ from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import CheckpointError
+from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.mesh import build_mesh
@@ -153,9 +154,8 @@ def _load(
     if config.load_format == "dummy":
         return dummy_parameters(blueprint.params, mesh, config.seed)
     spec = blueprint.spec
-    return load_parameters(
-        checkpoint, blueprint.params, spec.names, mesh, ignored=spec.ignored, on_progress=on_progress
-    )
+    weighed = with_importance(checkpoint, spec, config.imatrix)
+    return load_parameters(weighed, blueprint.params, spec.names, mesh, ignored=spec.ignored, on_progress=on_progress)
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> list[int]:

@@ -165,6 +165,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         ConfigError: tensor parallelism does not divide the model, or not even one sequence fits.
         CheckpointError: as `model_spec`; a tensor is missing, or a shard would part a block of a quantized one.
     """
+    check_imatrix(config)
     spec = model_spec(checkpoint)
     model_config, tp = spec.config, config.tensor_parallel_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
@@ -259,6 +260,12 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         notes=notes,
     )
     return Blueprint(plan, spec, options, model, params, sizes)
+
+
+def check_imatrix(config: EngineConfig) -> None:
+    """Raises ConfigError where an importance matrix would be ignored."""
+    if config.imatrix and not (config.isq or config.isq_map):
+        raise ConfigError(f"imatrix is {str(config.imatrix)!r}, but nothing is quantized; accepted with isq or isq_map")
 
 
 def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:
