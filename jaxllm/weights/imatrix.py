@@ -6,23 +6,18 @@ https://github.com/ggml-org/llama.cpp).
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
-from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.gguf_file import GGUFCheckpoint
-
-logger = logging.getLogger(__name__)
 
 Importance = Float32[np.ndarray, "*experts i"]
 """The mean square of each input; of experts that saw no token it is 1 everywhere."""
@@ -102,40 +97,18 @@ def _means(path: Path, name: str, sums: np.ndarray, counts: np.ndarray) -> Impor
     return means[0] if len(means) == 1 else means
 
 
-@dataclass(frozen=True)
 class WeighedCheckpoint:
-    """A checkpoint whose tensors come with their importance; see `Checkpoint`.
+    """A checkpoint whose tensors come with their importance, by its own names for them; see `Checkpoint`."""
 
-    `importance` is by the checkpoint's own names.
-    """
-
-    checkpoint: Checkpoint
-    importance: Mapping[str, Importance]
-
-    @property
-    def format(self) -> str:  # type: ignore[override]
-        return self.checkpoint.format
-
-    @property
-    def path(self) -> Path:  # type: ignore[override]
-        return self.checkpoint.path
-
-    @property
-    def config(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.checkpoint.config
-
-    @property
-    def generation_config(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.checkpoint.generation_config
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:  # type: ignore[override]
-        return self.checkpoint.tensors
+    def __init__(self, checkpoint: Checkpoint, importance: Mapping[str, Importance]):
+        self.format, self.path, self.tensors = checkpoint.format, checkpoint.path, checkpoint.tensors
+        self.config, self.generation_config = checkpoint.config, checkpoint.generation_config
+        self._checkpoint, self._importance = checkpoint, importance
 
     def read(self, name: str) -> Stored:
         """One tensor; its importance is `[i]`, or `[experts, i]`."""
-        stored = self.checkpoint.read(name)
-        found = self.importance.get(name)
+        stored = self._checkpoint.read(name)
+        found = self._importance.get(name)
         if found is None:
             return stored
         wanted = stored.shape[-1:] if len(stored.shape) < 3 else (stored.shape[0], stored.shape[-1])
@@ -144,4 +117,5 @@ class WeighedCheckpoint:
         return stored._replace(importance=found.reshape(wanted))
 
     def close(self) -> None:
-        self.checkpoint.close()
+        """Release the files."""
+        self._checkpoint.close()

@@ -220,7 +220,8 @@ def _read(checkpoint: Checkpoint, source: Source) -> Stored:
         if odd is not None:
             shape, first = checkpoint.tensors[odd].shape, tensors[0].shape
             raise CheckpointError(f"{checkpoint.path}: tensor {odd!r} is {shape}; expected {first}, as the others have")
-        importance = None if any(t.importance is None for t in tensors) else np.stack([t.importance for t in tensors])
+        weights = [t.importance for t in tensors if t.importance is not None]
+        importance = np.stack(weights) if len(weights) == len(tensors) else None
         stacked = tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))
         tensors = [stacked._replace(importance=importance)]
     if source.transform is None:
