@@ -71,7 +71,7 @@ def _block_weights(values: np.ndarray, dtype: str, importance: np.ndarray) -> Ca
     top = importance.max(axis=-1, keepdims=True)
     relative = np.where(top > 0, np.maximum(importance / np.where(top > 0, top, 1), LEAST), 1)
     kinds = relative.astype(np.float32).reshape(-1, elements)  # of each stacked matrix in turn
-    squares = np.square(values).mean(-1, dtype=np.float32).reshape(-1)
+    squares = np.einsum("...i,...i->...", values, values).reshape(-1) / inputs
 
     def weights(part: slice) -> np.ndarray:
         numbers = np.arange(len(blocks))[part]
