@@ -11,6 +11,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.convert import convert
+from jaxllm.engine.start.plan import plan_engine
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.importance import with_importance
 from jaxllm.models.registry import model_spec
@@ -127,6 +128,20 @@ def test_what_does_not_fit_is_refused(tmp_path):
     narrow = write_dat(tmp_path / "narrow.dat", random_sums({"blk.0.attn_q.weight": 8}))
     with pytest.raises(CheckpointError, match=r"tensor 'blk\.0\.attn_q\.weight': the imatrix has 8 values for it"):
         with_importance(checkpoint, spec, narrow).read("blk.0.attn_q.weight")
-    config = EngineConfig(model=str(path), dtype="float32", imatrix=narrow)
-    with pytest.raises(ConfigError, match=r"imatrix is .* but nothing is quantized; accepted with isq or isq_map"):
-        convert(config, tmp_path / "out", "orbax")
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({}, "no weight is quantized to a kind it counts for"),
+        ({"isq": "int8", "isq_map": {"*": "q8_0"}}, "no weight is quantized to a kind it counts for"),
+        ({"isq": "q4_0", "load_format": "dummy"}, "weights are random"),
+    ],
+)
+def test_it_is_never_ignored(fields, what, tmp_path):
+    path = write_checkpoint("llama_gqa", tmp_path)
+    config = EngineConfig(model=str(path), imatrix=tmp_path / "i.dat", **fields)
+    with pytest.raises(
+        ConfigError, match=f"imatrix is .*, but {what}; accepted with isq or isq_map of q4_0, q4_1, q5_0"
+    ):
+        plan_engine(config)

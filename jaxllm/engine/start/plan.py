@@ -23,6 +23,9 @@ from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.pallas_kernels import Kernels, choose_kernels
 from jaxllm.pallas_kernels.pages import SCALE_BYTES
+from jaxllm.quantization.gguf_encode import IMPORTANCE
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
@@ -264,8 +267,18 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
 
 def check_imatrix(config: EngineConfig) -> None:
     """Raises ConfigError where an importance matrix would be ignored."""
-    if config.imatrix and not (config.isq or config.isq_map):
-        raise ConfigError(f"imatrix is {str(config.imatrix)!r}, but nothing is quantized; accepted with isq or isq_map")
+    if config.imatrix is None:
+        return
+    asked = {config.isq, *(config.isq_map or {}).values()} - {None}
+    made = {scheme: make(np.dtype(np.float32)) for scheme, make in SCHEMES.items()}
+    weighed = [name for name, kind in made.items() if isinstance(kind, GgufKind) and kind.type in IMPORTANCE]
+    if config.load_format == "dummy" or not asked & set(weighed):
+        what = (
+            "weights are random" if config.load_format == "dummy" else "no weight is quantized to a kind it counts for"
+        )
+        raise ConfigError(
+            f"imatrix is {str(config.imatrix)!r}, but {what}; accepted with isq or isq_map of {', '.join(weighed)}"
+        )
 
 
 def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:
