@@ -79,7 +79,7 @@ class EngineConfig(BaseModel):
     """Branch, tag or commit of the hub repository."""
     download_dir: Path | None = None
     """Where downloaded models are kept (default ~/.cache/jaxllm/models; hub models stay in the hub's own cache)."""
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    load_format: Literal["auto", "safetensors", "gguf", "orbax", "dummy"] = "auto"
     """`dummy` fills the right shapes with random weights on the device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute and weight type; auto is bfloat16."""
@@ -96,6 +96,8 @@ class EngineConfig(BaseModel):
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
     isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
     """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
+    imatrix: Path | None = None
+    """An importance matrix of llama.cpp's: isq in GGUF's kinds below eight bits errs least where it matters most."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""

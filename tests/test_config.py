@@ -48,7 +48,7 @@ def test_an_unknown_setting_is_named_with_the_nearest(name, hint):
     [
         ("dtype", "int8", "'float32', 'bfloat16' or 'float16'"),
         ("block_size", 10, "8, 16, 32, 64 or 128"),
-        ("load_format", "pickle", "'gguf' or 'dummy'"),
+        ("load_format", "pickle", "'gguf', 'orbax' or 'dummy'"),
         ("tensor_parallel_size", 0, "greater than or equal to 1"),
         ("max_num_seqs", 5000, "less than or equal to 4096"),
         ("max_num_batched_tokens", 8, "greater than or equal to 16"),

@@ -10,6 +10,7 @@ from cyclopts import App, CycloptsError
 
 from jaxllm.cli.bench import bench
 from jaxllm.cli.chat import chat
+from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
 from jaxllm.cli.models import models
 from jaxllm.cli.plan import plan
@@ -35,7 +36,7 @@ app = App(
     help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help.",
     version=version,
 )
-for command in (serve, generate, chat, pull, models, plan, bench):
+for command in (serve, generate, chat, pull, convert, models, plan, bench):
     app.command(command)
 
 

@@ -8,25 +8,33 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.config import EngineConfig, format_bytes, parse_bytes
+from jaxllm.errors import ConfigError
 
 
 @takes_settings(EngineConfig)
 def plan(
     config: EngineConfig,
     *,
+    memory_bandwidth: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)] = False,
 ) -> None:
-    """Show what a model would take: weights, KV pages and the tokens they hold, compiled buckets.
+    """Show what a model would take: weights, KV pages and the tokens they hold, compiled buckets; then every --isq.
 
     Args:
-        json_output: Print one JSON object instead of a table.
+        memory_bandwidth: Bytes a second that a device reads of its memory, as 900GB; measured here by default.
+        json_output: Print one JSON object instead of tables.
     """
     from jaxllm.engine.start.plan import plan_engine
+    from jaxllm.engine.start.schemes import compare_schemes, measure_bandwidth, table_rows
 
+    stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)
     sizes = plan_engine(config).as_dict()
+    bandwidth = stated or measure_bandwidth()
+    schemes = compare_schemes(config, bandwidth)
     if json_output:
-        print(json.dumps(sizes, default=str))
+        more = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
+        print(json.dumps(sizes | more, default=str))
         return
     from rich.console import Console
     from rich.table import Table
@@ -34,7 +42,26 @@ def plan(
     table = Table("", "", title=f"Plan for {config.model}", show_header=False, title_justify="left")
     for name, value in sizes.items():
         table.add_row(name.replace("_", " "), readable(name, value))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    how = "stated" if stated else "measured"
+    title = f"By --isq, at {bandwidth / 1e9:,.0f} GB/s ({how}); a decode of one sequence reads all weights once a token"
+    compared = Table(
+        "weights", "memory", "bits", "longest context", "tokens/s at most", title=title, title_justify="left"
+    )
+    for row in table_rows(schemes):
+        compared.add_row(*row)
+    console.print(compared)
+
+
+def _bytes_per_second(text: str) -> int:
+    try:
+        found = parse_bytes(text.strip().removesuffix("/s"))
+    except ValueError:
+        found = 0
+    if not found > 0:
+        raise ConfigError(f"--memory-bandwidth is {text!r}; it must be bytes a second, as 900GB")
+    return int(found)
 
 
 def readable(name: str, value: Any) -> str:

@@ -42,7 +42,8 @@ def takes_settings(
     """Give a command every field of `schema` as a flag, plus --config.
 
     The command's first parameter receives the finished configuration; its other parameters stay its own flags.
-    With `positional_model` the model may also be given as the first bare argument; `only` limits the flags to some
+    With `positional_model` the model may also be given as the first bare argument (and must be, where others that are
+    required follow it); `only` limits the flags to some
     fields, for a command that uses no others.
     """
 
@@ -54,7 +55,9 @@ def takes_settings(
         ]
         if positional_model:
             fields[0] = fields[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = sorted([*own, config_file, *fields], key=lambda parameter: parameter.kind)
+        if positional_model and any(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in own):
+            fields[0] = fields[0].replace(default=inspect.Parameter.empty)  # it comes before them: it must be given
+        parameters = sorted([fields[0], *own, config_file, *fields[1:]], key=lambda parameter: parameter.kind)
         signature = inspect.Signature(parameters)
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxllm.config import did_you_mean
@@ -37,6 +38,7 @@ from jaxllm.models.tasks import GGUF_HEAD, class_labels
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import NameMap, expand
+from jaxllm.weights.saved import SavedCheckpoint
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -91,7 +93,21 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
         CheckpointError: the architecture is unknown (the supported ones are named), its config lacks a key, or it is
             quantized in a way that is not supported.
     """
+    if isinstance(checkpoint, SavedCheckpoint):
+        return _saved_spec(checkpoint)
     return _gguf_spec(checkpoint) if checkpoint.format == "gguf" else _hf_spec(checkpoint)
+
+
+def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
+    """What `jaxllm convert` saved names its family and has the config whole."""
+    c = checkpoint.config
+    family = _find(checkpoint, "family", c["family"], {family.name: family for family in FAMILIES})
+    try:
+        config = msgspec.convert(c["decoder"], DecoderConfig)
+        check_decoder(config)
+    except (msgspec.ValidationError, CheckpointError) as error:
+        raise CheckpointError(f"{checkpoint.path}: decoder: {error}") from None
+    return ModelSpec(family, config, checkpoint.names, ())
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxllm.errors import CheckpointError
 from jaxllm.models.gguf import Metadata, gguf_rows
 from jaxllm.models.hf_fields import COUNT, maybe
@@ -65,6 +67,11 @@ def read_tasks(checkpoint: Checkpoint) -> ModelTasks:
     Raises:
         CheckpointError: it is an embedding model with a step that is not supported.
     """
+    if checkpoint.format == "orbax":
+        try:
+            return msgspec.convert(checkpoint.config["tasks"], ModelTasks)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{checkpoint.path}: tasks: {error}") from None
     labels = class_labels(checkpoint)
     if checkpoint.format == "gguf":
         return _gguf_tasks(checkpoint, labels)

@@ -12,6 +12,8 @@ from jax import lax
 from jaxtyping import Array, Float32, UInt8
 
 from jaxllm.quantization.scale_search import (
+    WEIGHTED,
+    Search,
     Vector,
     fit_affine,
     fit_symmetric,
@@ -35,33 +37,34 @@ def _high(codes: Array) -> UInt8[Array, "n 4"]:
     return bits.sum(2).astype(jnp.uint8)
 
 
-def _symmetric(x: Block, most: int) -> tuple[Vector, Array]:
-    scale = fit_symmetric(members(x, 32), with_average(x), most)
+def _symmetric(x: Block, weights: Block | None, most: int) -> tuple[Vector, Array]:
+    scale = fit_symmetric(members(x, 32), with_average(x) if weights is None else members(weights, 32), most)
     return scale, nearest(x, rounded(scale), None, -most, most - 1)
 
 
-def _affine(x: Block, most: int, start: float, steps: int) -> tuple[Vector, Vector, Array]:
-    scale, minimum = fit_affine(members(x, 32), with_average(x), most, start, steps)
+def _affine(x: Block, weights: Block | None, most: int, search: Search) -> tuple[Vector, Vector, Array]:
+    counted = with_average(x) if weights is None else members(weights, 32)
+    scale, minimum = fit_affine(members(x, 32), counted, most, search if weights is None else WEIGHTED)
     return scale, -minimum, nearest(x, rounded(scale), rounded(minimum), 0, most)
 
 
-def q4_0(x: Block) -> UInt8[Array, "n 18"]:
-    scale, codes = _symmetric(x, 8)
+def q4_0(x: Block, weights: Block | None = None) -> UInt8[Array, "n 18"]:
+    scale, codes = _symmetric(x, weights, 8)
     return jnp.concatenate([half_bytes(scale), _nibbles(codes + 8)], axis=1)
 
 
-def q4_1(x: Block) -> UInt8[Array, "n 20"]:
-    scale, minimum, codes = _affine(x, 15, -1.0, 20)
+def q4_1(x: Block, weights: Block | None = None) -> UInt8[Array, "n 20"]:
+    scale, minimum, codes = _affine(x, weights, 15, Search(-1.0, 20))
     return jnp.concatenate([half_bytes(scale), half_bytes(minimum), _nibbles(codes)], axis=1)
 
 
-def q5_0(x: Block) -> UInt8[Array, "n 22"]:
-    scale, codes = _symmetric(x, 16)
+def q5_0(x: Block, weights: Block | None = None) -> UInt8[Array, "n 22"]:
+    scale, codes = _symmetric(x, weights, 16)
     return jnp.concatenate([half_bytes(scale), _high(codes + 16), _nibbles(codes + 16)], axis=1)
 
 
-def q5_1(x: Block) -> UInt8[Array, "n 24"]:
-    scale, minimum, codes = _affine(x, 31, -0.5, 15)
+def q5_1(x: Block, weights: Block | None = None) -> UInt8[Array, "n 24"]:
+    scale, minimum, codes = _affine(x, weights, 31, Search(-0.5, 15))
     return jnp.concatenate([half_bytes(scale), half_bytes(minimum), _high(codes), _nibbles(codes)], axis=1)
 
 

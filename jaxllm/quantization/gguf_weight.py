@@ -76,4 +76,4 @@ class GgufKind:
                 if not np.isfinite(blocks[..., start : start + 2].copy().view(np.float16)).all():
                     raise CheckpointError(f"{tensor.origin}: not all scales of its {self.type} blocks are finite")
             return blocks
-        return encode(tensor.finite(), self.type)
+        return encode(tensor.finite(), self.type, tensor.importance)

@@ -76,7 +76,10 @@ class Int4Kind:
         zero = None if self.symmetric else place(layout, (part[2] for part in parts), np.dtype(np.uint8))
         return Int4(codes, scale, zero, self.dtype)
 
-    def _encode(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _encode(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, Any]:
+        kept = tensor.weight
+        if isinstance(kept, Int4) and kept.codes.shape[-1] * 2 == self.block and (kept.zero is None) == self.symmetric:
+            return kept.codes, kept.scale, kept.zero
         values = tensor.finite()
         groups = values.reshape(*values.shape[:-1], -1, self.block)
         high, low = np.maximum(groups.max(-1), 0), np.minimum(groups.min(-1), 0)

@@ -94,6 +94,9 @@ class PerChannelKind:
         return PerChannel(codes, scale, self.dtype, self.activations)
 
     def _encode(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray]:
+        kept = tensor.weight
+        if isinstance(kept, PerChannel) and kept.codes.dtype == self.codes:
+            return kept.codes, kept.scale
         values = tensor.finite()
         peak = np.maximum(values.max(axis=-1), -values.min(axis=-1))
         scale = np.where(peak > 0, peak / np.float32(LARGEST[self.codes]), 1).astype(np.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +36,25 @@ def total(terms: Iterable[Vector]) -> Vector:
     return functools.reduce(operator.add, terms)
 
 
+class Search(NamedTuple):
+    """Candidates for a range of codes: `start`, `start + width`, …, up to `steps` widths, more than fit exactly."""
+
+    start: float
+    steps: int
+    width: float = 0.1
+
+
+WEIGHTED = Search(-0.9, 36, 0.05)
+"""Where an importance matrix says what counts."""
+
+
 def fit_affine(
-    x: Members, weights: Members, most: int, start: float, steps: int, *, absolute: bool = False
+    x: Members, weights: Members, most: int, search: Search, *, absolute: bool = False
 ) -> tuple[Vector, Vector]:
     """Scale and minimum (as a positive number) of codes 0 … `most` with the least weighted error in each group.
 
-    Candidates spread the codes over a range from the best minimum so far, `(start + step / 10) / most` wider, and take
-    the scale and minimum that least squares give for the codes that follow.
+    Candidates spread the codes over a range from the best minimum so far, wider by the `search`'s numbers over `most`,
+    and take the scale and minimum that least squares give for the codes that follow.
     """
     low, high = jnp.minimum(functools.reduce(jnp.minimum, x), 0), functools.reduce(jnp.maximum, x)
     flat = high - low < TINY
@@ -57,7 +70,7 @@ def fit_affine(
         return total(w * term for w, term in zip(weights, terms, strict=True))
 
     def attempt(step: jax.Array, best: tuple[Vector, ...]) -> tuple[Vector, ...]:
-        q = codes(start + 0.1 * step + most, best[2])
+        q = codes(search.start + search.width * step + most, best[2])
         weighted = [w * c for w, c in zip(weights, q, strict=True)]
         sum_q, sum_q2 = total(weighted), total(w * c for w, c in zip(weighted, q, strict=True))
         sum_xq = total(w * v for w, v in zip(weighted, x, strict=True))
@@ -72,7 +85,7 @@ def fit_affine(
 
     scale = (high - low) / most
     first = (error(codes(jnp.asarray(most), low), scale, low), scale, low)
-    _, scale, minimum = lax.fori_loop(0, steps + 1, attempt, first)
+    _, scale, minimum = lax.fori_loop(0, search.steps + 1, attempt, first)
     return jnp.where(flat, 0, scale), -minimum
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -24,6 +26,8 @@ class Stored(NamedTuple):
         shape: `[out, in]`, outermost first.
         scale: of FP8 with one a block: float32 `[ceil(o / rows), ceil(i / columns)]`.
         scale_block: rows and columns that share a scale.
+        importance: `[i]`, or `[experts, i]`: how much an error of each input counts where it is quantized.
+        weight: of a kind that is more than one array, the Weight itself, in host memory; `data` is its first array.
         origin: file and name, for errors.
     """
 
@@ -33,6 +37,8 @@ class Stored(NamedTuple):
     packed: bool = False
     scale: np.ndarray | None = None
     scale_block: tuple[int, int] = (1, 1)
+    weight: Any = None
+    importance: np.ndarray | None = None
     origin: str = "a tensor"
 
     @property
@@ -43,8 +49,18 @@ class Stored(NamedTuple):
     def with_rows(self, rows: np.ndarray) -> Stored:
         """A tensor of the same type made of other rows, which are as `by_rows` gives them."""
         if not self.packed:
-            return Stored(rows, self.dtype, rows.shape, origin=self.origin)
+            return Stored(rows, self.dtype, rows.shape, importance=self.importance, origin=self.origin)
         return self._replace(data=rows, shape=(*rows.shape[:-1], self.shape[-1]))
+
+    def split(self, rows: Sequence[int], axis: int) -> list[Stored]:
+        """The tensor cut along `axis` into pieces of so many rows, nothing expanded."""
+        ends = np.cumsum(rows)[:-1]
+        if self.weight is None:
+            return [self.with_rows(part) for part in np.split(self.by_rows, ends, axis)]
+        leaves, tree = jax.tree.flatten(self.weight)
+        pieces = zip(*(np.split(leaf, ends, axis) for leaf in leaves), strict=True)
+        weights = [jax.tree.unflatten(tree, piece) for piece in pieces]
+        return [self._replace(data=jax.tree.leaves(w)[0], shape=w.shape, weight=w) for w in weights]
 
     def expand(self) -> np.ndarray:
         """The tensor's numbers: in their stored type, or as float32 where they were quantized.
@@ -52,6 +68,8 @@ class Stored(NamedTuple):
         Raises:
             CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
         """
+        if self.weight is not None:
+            return np.asarray(self.weight.dequantize())
         if self.scale is not None:
             return dequantize_fp8(self.data, self.scale, self.scale_block)
         if not self.packed:

@@ -188,16 +188,21 @@ def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
     A GGUF's tokenizer is converted once and kept in `cache_dir` (default ~/.cache/jaxllm/tokenizers).
     Raises CheckpointError when there is no tokenizer, it is corrupt, or its kind is unknown.
     """
+    return _from_directory(tokenizer_directory(path, cache_dir=cache_dir))
+
+
+def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
+    """The directory with the tokenizer's files, `path` itself or the one that a GGUF's are kept in. Raises as above."""
     if path.is_dir() and not (path / "tokenizer.json").exists():
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) != 1:
             raise CheckpointError(f"{path}: holds no tokenizer.json")
         path = model_file(path, ggufs[0].name)
-    if path.is_file():
-        from jaxllm.text.gguf_tokenizer import cached_gguf_tokenizer
+    if not path.is_file():
+        return path
+    from jaxllm.text.gguf_tokenizer import cached_gguf_tokenizer
 
-        path = cached_gguf_tokenizer(path, (cache_dir or _CACHE_DIR).expanduser())
-    return _from_directory(path)
+    return cached_gguf_tokenizer(path, (cache_dir or _CACHE_DIR).expanduser())
 
 
 def _from_directory(path: Path) -> Tokenizer:

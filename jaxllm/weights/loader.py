@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -112,18 +112,26 @@ def load_parameters(
     Raises:
         CheckpointError: a tensor is missing, has the wrong shape, or is stored and not used; the message names it.
     """
-    chosen = _choose_sources(checkpoint, specs, names, ignored)
     values = []
+    for spec, value in zip(specs, read_parameters(checkpoint, specs, names, ignored), strict=True):
+        values.append(_put(spec, value, mesh))
+        if on_progress:
+            on_progress(len(values), len(specs))
+    return tuple(values)
+
+
+def read_parameters(
+    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str] = ()
+) -> Iterator[Value]:
+    """Every parameter of `specs` in order, in host memory, a few of them read ahead. Raises as `load_parameters`."""
+    chosen = _choose_sources(checkpoint, specs, names, ignored)
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="load") as pool:
         ahead = iter(zip(specs, chosen, strict=True))
         pending = deque(pool.submit(_assemble, checkpoint, *pair) for pair in islice(ahead, READ_AHEAD))
-        for index, spec in enumerate(specs):
+        while pending:
             value = pending.popleft().result()
             pending.extend(pool.submit(_assemble, checkpoint, *pair) for pair in islice(ahead, 1))
-            values.append(_put(spec, value, mesh))
-            if on_progress:
-                on_progress(index + 1, len(specs))
-    return tuple(values)
+            yield value
 
 
 def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple[Value, ...]:
@@ -195,8 +203,7 @@ def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) ->
             raise CheckpointError(f"{checkpoint.path}: tensor {source.name!r} is {tensor.shape}; expected {expected}")
         tensors.append(tensor)
     if len(spec.runs) > 1 and len(tensors) == 1:
-        parts = np.split(tensors[0].by_rows, np.cumsum(segments)[:-1], axis)
-        return [tensors[0].with_rows(part) for part in parts]
+        return tensors[0].split(segments, axis)
     return tensors
 
 
@@ -206,14 +213,17 @@ def _read(checkpoint: Checkpoint, source: Source) -> Stored:
     if source.transform is None and not source.stack:
         return tensors[0]
     if not (source.moves_rows and all(t.packed and t.dtype == tensors[0].dtype for t in tensors)):
-        expanded = [(t.expand(), t.origin) for t in tensors]
-        tensors = [Stored(array, "F32", array.shape, origin=origin) for array, origin in expanded]
+        expanded = [(t.expand(), t.importance if source.moves_rows else None, t.origin) for t in tensors]
+        tensors = [Stored(a, "F32", a.shape, importance=weights, origin=origin) for a, weights, origin in expanded]
     if source.stack:
         odd = next((n for n, t in zip(source.tensors, tensors, strict=True) if t.shape != tensors[0].shape), None)
         if odd is not None:
             shape, first = checkpoint.tensors[odd].shape, tensors[0].shape
             raise CheckpointError(f"{checkpoint.path}: tensor {odd!r} is {shape}; expected {first}, as the others have")
-        tensors = [tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))]
+        weights = [t.importance for t in tensors if t.importance is not None]
+        importance = np.stack(weights) if len(weights) == len(tensors) else None
+        stacked = tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))
+        tensors = [stacked._replace(importance=importance)]
     if source.transform is None:
         return tensors[0]
     return tensors[0].with_rows(source.transform(*(tensor.by_rows for tensor in tensors)))
@@ -239,7 +249,7 @@ def _choose_sources(
 
 def find_sources(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> Sources:
     """The tensors that a parameter is read from. Raises CheckpointError where one is missing."""
-    options = names[spec.path]
+    options = names.get(spec.path) or ((Source(spec.path),),)
     sources = next((option for option in options if not _missing(checkpoint, option)), None)
     if sources is None:
         name = _missing(checkpoint, max(options, key=lambda option: _found(checkpoint, option)))[0]

@@ -19,6 +19,7 @@ from jaxllm.errors import CheckpointError, ModelNotFoundError
 from jaxllm.weights.folder import NO_PICKLES, PICKLES
 from jaxllm.weights.gguf_file import generation_config_of
 from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
+from jaxllm.weights.saved import is_saved
 from jaxllm.weights.wheels import Wheel, fetch_wheels
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_d
 def _model_directory(path: Path) -> Path:
     from jaxllm.weights import the_gguf_file
 
-    if (path / "config.json").exists():
+    if (path / "config.json").exists() or is_saved(path):
         return path
     try:
         return the_gguf_file(path)

@@ -59,7 +59,7 @@ def test_help_lists_the_accepted_values(cli) -> None:
 
 def test_help_lists_the_commands(cli) -> None:
     out = cli("--help").out
-    assert all(command in out for command in ("serve", "generate", "chat", "pull", "plan", "bench"))
+    assert all(command in out for command in ("serve", "generate", "chat", "pull", "convert", "plan", "bench"))
     assert all(command in cli("bench", "--help").out for command in ("throughput", "latency", "serve", "startup"))
 
 

@@ -39,6 +39,15 @@ class Plan:
         return asdict(self)
 
 
+@dataclass
+class Row:
+    name: str
+    tokens_per_second: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     configs: list[EngineConfig] = []
@@ -48,6 +57,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         return Plan()
 
     stub_module(monkeypatch, "jaxllm.engine.start.plan", plan_engine=plan_engine)
+    stub_module(
+        monkeypatch,
+        "jaxllm.engine.start.schemes",
+        compare_schemes=lambda config, bandwidth: [Row("q4k", bandwidth / 1e6)],
+        measure_bandwidth=lambda: 2e9,
+        table_rows=lambda rows: [(row.name, "", "", "", f"{row.tokens_per_second:g}") for row in rows],
+    )
     return configs
 
 
@@ -59,7 +75,16 @@ def test_plan_prints_a_table(cli, planned) -> None:
 
 def test_plan_prints_json(cli, planned) -> None:
     expected = {"weight_bytes": 270 * 2**20, "kv_tokens": 65536, "buckets": [2, 4, 8], "max_model_len": None}
+    expected |= {"memory_bandwidth": 2e9, "schemes": [{"name": "q4k", "tokens_per_second": 2000.0}]}
     assert json.loads(cli("plan", "--json").out) == expected
+
+
+def test_plan_takes_a_stated_bandwidth(cli, planned) -> None:
+    out = cli("plan", "--memory-bandwidth", "900GB/s").out
+    assert "900 GB/s (stated)" in out and "900000" in out
+    code, _, err = cli("plan", "--memory-bandwidth", "fast")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--memory-bandwidth is 'fast'; it must be bytes a second, as 900GB" in err
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ SAMPLES: dict[str, Any] = {
     "model": "m", "tokenizer": "t", "revision": "main", "download_dir": "/d", "load_format": "gguf", "dtype": "float32",
     "decode_buckets": "2,4", "prefill_buckets": "32",
     "seed": 7, "skip_tokenizer_init": True, "max_model_len": 100, "max_num_seqs": 5, "max_num_batched_tokens": 64,
-    "dequantize": True, "isq": "q4k", "isq_map": "*.v.weight=q6k,*.o.weight=none",
+    "dequantize": True, "isq": "q4k", "isq_map": "*.v.weight=q6k,*.o.weight=none", "imatrix": "/i.dat",
     "kv_cache_dtype": "fp8", "max_num_waiting": 9, "decode_steps": 2, "cpu_kernels": "off",
     "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
     "gpu_memory_utilization": 0.5,

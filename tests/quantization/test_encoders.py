@@ -94,3 +94,31 @@ def test_four_bits_a_group(symmetric, group):
     error = np.abs(expanded(weight).reshape(groups.shape) - groups)
     assert (error <= spread[..., None] * (0.5 if symmetric else 1.01) + 1e-4).all()
     assert weight.shape == values.shape
+
+
+WEIGHTED = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+
+
+@pytest.mark.parametrize("dtype", WEIGHTED)
+def test_errors_are_small_where_an_importance_matrix_says(dtype):
+    """The error that an output sees: each input's by how large that input is."""
+    values = samples("heavy")
+    importance = np.exp(np.random.default_rng(1).normal(0, 1.5, values.shape[-1])).astype(np.float32)
+    plain, weighted = (gguf_dequantize(encode(values, dtype, given), dtype) for given in (None, importance))
+    errors = [float((importance * (found - values) ** 2).sum()) for found in (plain, weighted)]
+    assert errors[1] < 0.93 * errors[0]
+
+
+def test_each_expert_has_an_importance_of_its_own():
+    values = samples("normal")[:8].reshape(2, 4, 2048)
+    importance = np.exp(np.random.default_rng(1).normal(0, 1.5, (2, 2048))).astype(np.float32)
+    together = encode(values, "Q4_K", importance)
+    for expert in range(2):
+        np.testing.assert_array_equal(together[expert], encode(values[expert], "Q4_K", importance[expert]))
+
+
+def test_inputs_that_were_never_used_are_not_lost():
+    values = samples("normal")[:4]
+    for dtype in WEIGHTED:
+        found = gguf_dequantize(encode(values, dtype, np.zeros(2048, np.float32)), dtype)
+        assert rmse(found, values) < 0.4 * rmse(0 * values, values), dtype

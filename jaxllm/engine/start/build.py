@@ -22,6 +22,7 @@ from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import CheckpointError
+from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.mesh import build_mesh
@@ -87,7 +88,7 @@ def _assemble(
     with load_bar(config.model) as on_progress:
         weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
     clock.lap("load")
-    eos = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(checkpoint)
+    eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size
     outputs = blueprint.spec.config.num_outputs
     runner = Runner(executables, weights, functions.abstract_state(), blueprint.sizes, outputs, eos)
@@ -153,12 +154,11 @@ def _load(
     if config.load_format == "dummy":
         return dummy_parameters(blueprint.params, mesh, config.seed)
     spec = blueprint.spec
-    return load_parameters(
-        checkpoint, blueprint.params, spec.names, mesh, ignored=spec.ignored, on_progress=on_progress
-    )
+    weighed = with_importance(checkpoint, spec, config.imatrix)
+    return load_parameters(weighed, blueprint.params, spec.names, mesh, ignored=spec.ignored, on_progress=on_progress)
 
 
-def _eos_token_ids(checkpoint: Checkpoint) -> list[int]:
+def eos_token_ids(checkpoint: Checkpoint) -> list[int]:
     """End-of-sequence ids as the checkpoint's configs give them, where no tokenizer is loaded."""
     sources = (checkpoint.generation_config, checkpoint.config)
     keys = ("eos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")

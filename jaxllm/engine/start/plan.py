@@ -23,10 +23,14 @@ from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.pallas_kernels import Kernels, choose_kernels
 from jaxllm.pallas_kernels.pages import SCALE_BYTES
+from jaxllm.quantization.gguf_encode import IMPORTANCE
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec
+from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -145,13 +149,15 @@ def plan_engine(config: EngineConfig, platform: Platform | None = None) -> Engin
         checkpoint.close()
 
 
-def keeps_packed(config: EngineConfig, kernels: Kernels, platform: Platform) -> bool:
+def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, platform: Platform) -> bool:
     """Whether blocks of a quantized checkpoint stay as they are in memory, or are expanded to the model's type.
 
     Plain XLA on a CPU decodes four times faster from expanded weights; everywhere else packed ones are the better deal.
     """
     if config.dequantize is None and (config.isq or config.isq_map):
         return True  # whoever asks for another kind must say that these are to be expanded first
+    if config.dequantize is None and isinstance(checkpoint, SavedCheckpoint) and checkpoint.is_requantized:
+        return True  # as with the flags that it was converted with
     return not config.dequantize if config.dequantize is not None else kernels.tiles or platform.name != "cpu"
 
 
@@ -162,6 +168,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         ConfigError: tensor parallelism does not divide the model, or not even one sequence fits.
         CheckpointError: as `model_spec`; a tensor is missing, or a shard would part a block of a quantized one.
     """
+    check_imatrix(config)
     spec = model_spec(checkpoint)
     model_config, tp = spec.config, config.tensor_parallel_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
@@ -178,7 +185,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         checkpoint,
         spec.names,
         tp,
-        keeps_packed(config, kernels, platform),
+        keeps_packed(config, checkpoint, kernels, platform),
         config.isq,
         config.isq_map or {},
         tiles=kernels.tiles,
@@ -257,6 +264,22 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         notes=notes,
     )
     return Blueprint(plan, spec, options, model, params, sizes)
+
+
+def check_imatrix(config: EngineConfig) -> None:
+    """Raises ConfigError where an importance matrix would be ignored."""
+    if config.imatrix is None:
+        return
+    asked = {config.isq, *(config.isq_map or {}).values()} - {None}
+    made = {scheme: make(np.dtype(np.float32)) for scheme, make in SCHEMES.items()}
+    weighed = [name for name, kind in made.items() if isinstance(kind, GgufKind) and kind.type in IMPORTANCE]
+    if config.load_format == "dummy" or not asked & set(weighed):
+        what = (
+            "weights are random" if config.load_format == "dummy" else "no weight is quantized to a kind it counts for"
+        )
+        raise ConfigError(
+            f"imatrix is {str(config.imatrix)!r}, but {what}; accepted with isq or isq_map of {', '.join(weighed)}"
+        )
 
 
 def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:

@@ -1,0 +1,37 @@
+"""`jaxllm convert`: a model in another format, quantized or as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
+from jaxllm.config import EngineConfig
+
+SETTINGS = (
+    "model", "tokenizer", "revision", "download_dir", "load_format", "dtype", "skip_tokenizer_init", "dequantize",
+    "isq", "isq_map", "imatrix", "tensor_parallel_size",
+)  # fmt: skip
+
+
+@takes_settings(EngineConfig, only=SETTINGS)
+def convert(
+    config: EngineConfig,
+    destination: Annotated[Path, Parameter(group=COMMAND_GROUP)],
+    *,
+    to: Annotated[Literal["orbax", "safetensors", "gguf"], Parameter(group=COMMAND_GROUP)] = "orbax",
+) -> None:
+    """Write a model anew: for a faster start, quantized once and for all, or for other programs.
+
+    Args:
+        destination: The directory, or .gguf file, to write. It must not exist.
+        to: orbax is read by jaxllm, in any quantization; safetensors holds floats; gguf takes its block types.
+    """
+    from jaxllm.engine import convert as conversion
+    from jaxllm.engine.start.progress import load_bar
+
+    with load_bar(config.model) as on_progress:
+        conversion.convert(config, destination.expanduser(), to, on_progress)
+    print(destination)

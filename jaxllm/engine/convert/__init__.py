@@ -1,0 +1,41 @@
+"""From one checkpoint to another: quantized, laid out for the engine, or in a format that others read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.convert.destination import new_destination
+from jaxllm.engine.start.progress import Progress
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.source import resolve_model
+
+Format = Literal["orbax", "safetensors", "gguf"]
+
+
+def convert(config: EngineConfig, destination: Path, to: Format, on_progress: Progress | None = None) -> None:
+    """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
+
+    Raises:
+        ConfigError: the destination exists or cannot be written, or the format cannot hold what is asked for.
+        ModelNotFoundError, CheckpointError: as `LLM` would.
+    """
+    from jaxllm.engine.convert.gguf import write_gguf
+    from jaxllm.engine.convert.orbax import write_orbax
+    from jaxllm.engine.convert.safetensors import write_safetensors
+
+    writers: dict[Format, Callable[[EngineConfig, Checkpoint, Path, Progress | None], None]] = {
+        "orbax": write_orbax,
+        "safetensors": write_safetensors,
+        "gguf": write_gguf,
+    }
+    source = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
+    with new_destination(destination, source) as target:
+        checkpoint = open_checkpoint(source, config.load_format)
+        try:
+            writers[to](config, checkpoint, target, on_progress)
+        finally:
+            checkpoint.close()

@@ -1,0 +1,47 @@
+"""The files that go with a model's weights: tokenizer, chat template, recommended sampling."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from jaxllm.config import EngineConfig
+from jaxllm.text.tokenizer import tokenizer_directory
+from jaxllm.weights import source
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.folder import model_file
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "additional_chat_templates",
+)  # fmt: skip
+
+
+def copy_tokenizer(config: EngineConfig, checkpoint: Checkpoint, target: Path) -> None:
+    """Put the tokenizer that an engine would take into `target`, and the generation config beside it.
+
+    Raises:
+        ModelNotFoundError, CheckpointError: there is none; `skip_tokenizer_init` says that none is wanted.
+    """
+    generation = dict(checkpoint.generation_config)
+    if not config.skip_tokenizer_init:
+        name = config.tokenizer or config.model
+        found = source.resolve_tokenizer(name, revision=config.revision, download_dir=config.download_dir)
+        folder = tokenizer_directory(found)
+        for file in TOKENIZER_FILES:
+            _copy(folder, file, target)
+        if found != folder and "eos_token_id" not in generation:  # of a GGUF's tokenizer
+            generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")) | generation
+    if generation:
+        (target / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+
+
+def _copy(folder: Path, name: str, target: Path) -> None:
+    file = model_file(folder, name)
+    if file.is_dir():
+        (target / name).mkdir()
+        for inner in sorted(file.glob("*.jinja")):
+            _copy(folder, f"{name}/{inner.name}", target)
+    elif file.exists():
+        shutil.copyfile(file, target / name)

@@ -1,0 +1,122 @@
+"""A GGUF file made of another: its metadata and tokenizer as they are, its weights in other types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.convert.plan import ConversionPlan, plan_conversion
+from jaxllm.engine.start.progress import Progress
+from jaxllm.errors import ConfigError
+from jaxllm.models.importance import with_importance
+from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.gguf_encode import encode
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.quantization.stored import GGUF_FLOATS
+from jaxllm.quantization.weight import DenseKind, Kind
+from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+from jaxllm.weights.loader import find_sources
+
+FILE_TYPES = {
+    "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2k": 10, "q3k": 11, "q4k": 14, "q5k": 16, "q6k": 18,
+}  # fmt: skip
+"""llama.cpp's number of the mix that comes nearest, for programs that show it (`enum llama_ftype`)."""
+
+NOT_COPIED = ("GGUF.", "general.architecture", "general.file_type", "split.")
+
+
+def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
+    """Tensor after tensor, encoded where other kinds are asked for and byte for byte where not.
+
+    Raises:
+        ConfigError: the source is no GGUF file, or a kind is asked for that GGUF does not have.
+    """
+    if checkpoint.format != "gguf":
+        raise ConfigError(
+            f"`--to gguf` takes a GGUF file, whose metadata it copies; {checkpoint.path} is none: llama.cpp's "
+            "convert_hf_to_gguf.py makes one, which can be quantized here"
+        )
+    plan = plan_conversion(config, checkpoint)
+    types = _types(checkpoint, plan) if config.isq or config.isq_map or config.dequantize else {}
+    weighed = with_importance(checkpoint, plan.spec, config.imatrix)
+    writer = gguf.GGUFWriter(target, checkpoint.config["general.architecture"])
+    try:
+        _copy_metadata(checkpoint.path, writer, _file_type(config, checkpoint))
+        for name, info in checkpoint.tensors.items():
+            _announce(writer, name, info.shape, types.get(name, info.dtype))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for done, (name, info) in enumerate(checkpoint.tensors.items(), 1):
+            writer.write_tensor_data(_data(weighed, name, info, types.get(name, info.dtype)))
+            if on_progress:
+                on_progress(done, len(checkpoint.tensors))
+    finally:
+        writer.close()
+
+
+def _types(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, str]:
+    """The GGML type of each tensor that changes."""
+    found = {}
+    for spec in plan.params:
+        sources = find_sources(checkpoint, spec, plan.spec.names)
+        kinds = spec.kinds if len(spec.kinds) != 1 else spec.kinds * len(sources)
+        for source, kind in zip(sources, kinds, strict=False):
+            for name in source.tensors:
+                found[name] = _type(name, checkpoint.tensors[name], kind)
+    return found
+
+
+def _type(name: str, info: TensorInfo, kind: Kind) -> str:
+    if isinstance(kind, GgufKind):
+        return kind.type if info.shape[-1] % kind.block == 0 else info.dtype
+    if not isinstance(kind, DenseKind):
+        made = {scheme: make(np.dtype(np.float32)) for scheme, make in SCHEMES.items()}
+        known = ", ".join(scheme for scheme, other in made.items() if isinstance(other, GgufKind))
+        raise ConfigError(f"{name} would be kept as {type(kind).__name__}, which GGUF does not have; it has {known}")
+    if info.dtype in GGUF_FLOATS:
+        return info.dtype
+    return next(label for label, dtype in GGUF_FLOATS.items() if dtype == kind.dtype)
+
+
+def _file_type(config: EngineConfig, checkpoint: Checkpoint) -> int | None:
+    return FILE_TYPES[config.isq] if config.isq else checkpoint.config.get("general.file_type")
+
+
+def _copy_metadata(source: Path, writer: gguf.GGUFWriter, file_type: int | None) -> None:
+    """Every key, the tokenizer's among them."""
+    for field in gguf.GGUFReader(source).fields.values():
+        if field.name.startswith(NOT_COPIED):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
+    if file_type is not None:
+        writer.add_file_type(file_type)
+    if "general.quantization_version" not in writer.kv_data[0]:
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _announce(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    kind = gguf.GGMLQuantizationType[dtype]
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    in_bytes = (*shape[:-1], shape[-1] // elements * nbytes)
+    size = int(np.prod(in_bytes))
+    if dtype in GGUF_FLOATS:
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+    else:
+        writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), size, raw_dtype=kind)
+
+
+def _data(checkpoint: Checkpoint, name: str, info: TensorInfo, dtype: str) -> np.ndarray[Any, Any]:
+    stored = checkpoint.read(name)
+    if dtype == info.dtype:
+        return stored.data
+    if dtype in FORMATS:
+        return encode(stored.finite(), dtype, stored.importance)
+    return stored.expand().astype(GGUF_FLOATS[dtype])

@@ -1,0 +1,181 @@
+"""A Hugging Face directory of float weights: their names, their layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.convert.files import copy_tokenizer
+from jaxllm.engine.convert.plan import plan_conversion
+from jaxllm.engine.start.build import eos_token_ids
+from jaxllm.engine.start.plan import DTYPES
+from jaxllm.engine.start.progress import Progress
+from jaxllm.errors import ConfigError
+from jaxllm.models.config import DecoderConfig
+from jaxllm.models.family import Family
+from jaxllm.models.hf import hf_names
+from jaxllm.models.hf_config import hf_config
+from jaxllm.quantization.weight import Dense
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.loader import ParamSpec, read_parameters
+from jaxllm.weights.names import NameMap, Source, Transform, expand, plus_one
+
+SHARD_BYTES = 2 * 2**30
+"""Of one file: what is in memory at a time."""
+
+Tensors = Iterator[tuple[str, np.ndarray]]
+
+
+def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
+    """Every tensor as `dtype`; vectors as float32 where that does not hold them.
+
+    Raises:
+        ConfigError: other kinds are asked for, or the model cannot be said in Hugging Face's terms.
+    """
+    if config.isq or config.isq_map:
+        raise ConfigError(
+            "isq and isq_map go with `--to orbax`, which holds every kind, or `--to gguf`, which holds GGUF's; "
+            "safetensors are written as floats"
+        )
+    dtype = np.dtype(DTYPES[config.dtype])
+    target.mkdir()
+    if checkpoint.format == "safetensors":
+        content, tensors = _same_names(checkpoint)
+        total = len(checkpoint.tensors)
+    else:
+        content, tensors, total = _hf_names(config, checkpoint)
+    content = {k: v for k, v in content.items() if k not in ("quantization_config", "torch_dtype")}
+    content["dtype"] = dtype.name
+    _write_shards(target, _watched(((name, _cast(tensor, dtype)) for name, tensor in tensors), total, on_progress))
+    (target / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    copy_tokenizer(config, checkpoint, target)
+    if checkpoint.format == "gguf":
+        _name_tokenizer_class(target)
+
+
+def _same_names(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
+    """Tensors that have their names already: what the model leaves unread, an image tower, goes along."""
+    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, "fp8"):
+        raise ConfigError(
+            f"{checkpoint.path} is quantized by {method!r}; `--to safetensors` expands fp8 only, `--to orbax` keeps it"
+        )
+    names = (name for name in checkpoint.tensors if not name.endswith("_scale_inv"))
+    return dict(checkpoint.config), ((name, checkpoint.read(name).expand()) for name in names)
+
+
+def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors, int]:
+    """From GGUF's names, or the engine's own."""
+    plan = plan_conversion(config.model_copy(update={"dequantize": True}), checkpoint)
+    family, decoder = plan.spec.family, plan.spec.config
+    if decoder.num_labels:
+        raise ConfigError(f"{checkpoint.path} is a classifier; `--to safetensors` writes language models")
+    content = hf_config(family, decoder) | {"eos_token_id": eos_token_ids(checkpoint)}
+    names = _names(family, decoder)
+    for spec in plan.params:
+        _sources(spec, names)
+    values = read_parameters(checkpoint, plan.params, plan.spec.names, plan.spec.ignored)
+    pairs = (
+        pair
+        for spec, value in zip(plan.params, values, strict=True)
+        for pair in _taken_apart(spec, np.asarray(value.array if isinstance(value, Dense) else value), names)
+    )
+    return content, pairs, sum(len(source.tensors) for spec in plan.params for source in _sources(spec, names))
+
+
+def _names(family: Family, config: DecoderConfig) -> NameMap:
+    return expand(hf_names(config) | family.hf_names(config), config.num_layers)
+
+
+UNDONE: dict[Transform | None, Transform] = {None: lambda weight: weight, plus_one: lambda weight: weight - 1}
+"""What takes back what is done to a tensor on its way into the engine."""
+
+
+def _sources(spec: ParamSpec, names: NameMap) -> tuple[Source, ...]:
+    sources = names[spec.path][0]
+    if any(source.transform not in UNDONE or source.also for source in sources):
+        raise ConfigError(f"{spec.path} cannot be taken apart into the tensors that `--to safetensors` would name")
+    return sources
+
+
+def _taken_apart(spec: ParamSpec, value: np.ndarray, names: NameMap) -> Tensors:
+    """The checkpoint tensors that a parameter was made of."""
+    sources, axis = _sources(spec, names), spec.layout.axis if spec.layout else 0
+    rows = [segment.rows for segment in spec.layout.segments] if spec.layout else [value.shape[0]]
+    if len(sources) == 1:
+        rows = [sum(rows)]
+    start = 0
+    for source, size in zip(sources, rows, strict=True):
+        part = np.take(value, range(start, start + size), axis)
+        start += size
+        parts = part if source.stack else [part]
+        yield from zip(source.tensors, map(UNDONE[source.transform], parts), strict=True)
+
+
+def _cast(tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Vectors are few, and layers compute with them in float32: they are rounded where nothing is lost."""
+    if not (np.issubdtype(tensor.dtype, np.floating) or tensor.dtype == ml_dtypes.bfloat16):
+        return np.ascontiguousarray(tensor)
+    cast = tensor.astype(dtype)
+    if tensor.ndim < 2 and not np.array_equal(cast.astype(np.float32), tensor.astype(np.float32)):
+        cast = tensor.astype(np.float32)
+    return np.ascontiguousarray(cast)
+
+
+def _watched(tensors: Tensors, total: int, on_progress: Progress | None) -> Tensors:
+    for done, pair in enumerate(tensors, 1):
+        yield pair
+        if on_progress:
+            on_progress(done, total)
+
+
+def _write_shards(target: Path, tensors: Tensors) -> None:
+    """model.safetensors; where that would be too large, shards and the index that names them."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    files: list[tuple[Path, list[str]]] = []
+    held: dict[str, np.ndarray] = {}
+    nbytes = total = 0
+
+    def flush() -> None:
+        file = target / f"shard-{len(files)}"
+        try:
+            save_file(held, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        files.append((file, list(held)))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and nbytes + tensor.nbytes > SHARD_BYTES:
+            flush()
+            nbytes = 0
+        held[name] = tensor
+        nbytes, total = nbytes + tensor.nbytes, total + tensor.nbytes
+    flush()
+    if len(files) == 1:
+        files[0][0].rename(target / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for (file, names), number in zip(files, count(1), strict=False):
+        shard = f"model-{number:05}-of-{len(files):05}.safetensors"
+        file.rename(target / shard)
+        weight_map |= dict.fromkeys(names, shard)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _name_tokenizer_class(target: Path) -> None:
+    """A GGUF's tokenizer is complete in tokenizer.json: no class of the model's family may build it anew."""
+    file = target / "tokenizer_config.json"
+    if file.exists():
+        content = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        file.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")

@@ -1,0 +1,264 @@
+"""A directory that `jaxllm convert` made: weights as the engine keeps them, in Orbax arrays, as a Checkpoint.
+
+`jaxllm.json` says which model it is and how each weight is kept; `weights/` holds the arrays, of one device and not in
+anybody's tiles, so that every machine can take them; tokenizer and configs lie beside them. Nothing is decoded or
+encoded when they are loaded: rows are laid out for the mesh, and on a CPU moved into the tiles of its kernels.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.int4 import Int4Kind
+from jaxllm.quantization.per_channel import PerChannelKind
+from jaxllm.quantization.stored import GGUF_FLOATS, Stored
+from jaxllm.quantization.weight import DenseKind, Kind, Weight
+from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.fields import FLAG, MAX_RANK, MAX_SIZE, Kinds, check_fields, is_storable, one_of, shown, whole
+from jaxllm.weights.folder import model_file, read_text
+from jaxllm.weights.generation import read_generation_config
+from jaxllm.weights.names import NameMap, Source
+
+MANIFEST, ARRAYS = "jaxllm.json", "weights"
+VERSION = 1
+GROUP_BYTES = 256 * 2**20
+"""Weights that are read together: few calls, and little in memory besides what is on its way to the devices."""
+
+FLOATS = {np.dtype(dtype).name: label for label, dtype in GGUF_FLOATS.items()}
+
+SAVED_KINDS: dict[str, tuple[type[Any], Kinds]] = {
+    "dense": (DenseKind, {"dtype": one_of(*FLOATS)}),
+    "gguf": (GgufKind, {"type": one_of(*FORMATS)}),
+    "per_channel": (PerChannelKind, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
+    "int4": (Int4Kind, {"block": whole(2, 2**20), "symmetric": FLAG}),
+}
+"""What a manifest calls each kind, and the fields that it has of it; the type to compute in is the reader's."""
+
+_SEGMENT = re.compile(r"(.*)\.(\d+)")
+
+
+class SavedTensor(msgspec.Struct, forbid_unknown_fields=True):
+    """A matrix or vector of `shape`, and how it is kept: an entry of `SAVED_KINDS`."""
+
+    shape: tuple[int, ...]
+    kind: dict[str, Any]
+
+
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What `jaxllm.json` holds.
+
+    Attributes:
+        version: of this format.
+        made_by: the jaxllm that wrote it, for people.
+        source: the model argument it was made from, for people.
+        family, decoder, tasks: the model, as `models.registry` and `models.tasks` describe it.
+        isq, isq_map: what the weights were quantized to on the way.
+        tensors: parameters by their paths in the model; `path.0`, `path.1`, … are segments that are kept differently.
+    """
+
+    version: int
+    made_by: str
+    source: str
+    family: str
+    decoder: dict[str, Any]
+    tasks: dict[str, Any]
+    eos_token_id: list[int]
+    isq: str | None
+    isq_map: dict[str, str]
+    tensors: dict[str, SavedTensor]
+
+
+class SavedCheckpoint:
+    """A directory with a manifest and Orbax arrays; see `Checkpoint`. Tensors are parameters, or segments of them.
+
+    `kinds` is how each is kept.
+    """
+
+    format = "orbax"
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.manifest = _read_manifest(path)
+        self.config: dict[str, Any] = msgspec.to_builtins(self.manifest)
+        self.generation_config = read_generation_config(path)
+        self.kinds = _kinds(path, self.manifest)
+        shapes = {name: tensor.shape for name, tensor in self.manifest.tensors.items()}
+        self.tensors = {name: TensorInfo(shape, _label(self.kinds[name])) for name, shape in shapes.items()}
+        self._group_of = {name: group for group in _groups(self.tensors, self.kinds) for name in group}
+        self._held: dict[str, dict[str, np.ndarray]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def is_requantized(self) -> bool:
+        """Whether somebody asked for the kinds that its weights have; otherwise their file had them."""
+        return bool(self.manifest.isq or self.manifest.isq_map)
+
+    @property
+    def names(self) -> NameMap:
+        """Where each parameter is, for a model's `ModelSpec`."""
+        found: dict[str, list[str]] = {}
+        for name in self.tensors:
+            segment = _SEGMENT.fullmatch(name)
+            found.setdefault(segment[1] if segment else name, []).append(name)
+        return {path: (tuple(map(Source, tensors)),) for path, tensors in found.items()}
+
+    def read(self, name: str) -> Stored:
+        """One tensor as it was kept. Its neighbours are read with it, and held until they are asked for."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
+        with self._lock:
+            if self._closed:
+                raise CheckpointError(f"{self.path}: closed")
+            if name not in self._held:
+                self._held |= read_arrays(self.path / ARRAYS, {n: self._abstract(n) for n in self._group_of[name]})
+            arrays = self._held.pop(name)
+        (shape, dtype), kind = self.tensors[name], self.kinds[name]
+        origin = f"{self.path}: tensor {shown(name)}"
+        data = next(iter(arrays.values()))
+        if isinstance(kind, DenseKind | GgufKind):
+            return Stored(data, dtype, shape, packed=isinstance(kind, GgufKind), origin=origin)
+        weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(shape)), arrays.values())
+        return Stored(data, dtype, shape, weight=weight, origin=origin)
+
+    def _abstract(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
+        return arrays_of(self.kinds[name].abstract(self.tensors[name].shape))
+
+    def close(self) -> None:
+        """Let go of what was read ahead."""
+        with self._lock:
+            self._closed = True
+            self._held.clear()
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a directory was made by `jaxllm convert --to orbax`."""
+    return (path / MANIFEST).exists()
+
+
+def describe(kind: Kind) -> dict[str, Any]:
+    """A kind as a manifest has it. Raises ConfigError for one that has no entry."""
+    for name, (cls, known) in SAVED_KINDS.items():
+        if type(kind) is cls:
+            values = {field: getattr(kind, field) for field in known}
+            return {"name": name} | {f: v.name if isinstance(v, np.dtype) else v for f, v in values.items()}
+    known_kinds = ", ".join(SAVED_KINDS)
+    raise ConfigError(f"weights kept as {type(kind).__name__} cannot be saved; those that can are {known_kinds}")
+
+
+def arrays_of(weight: Weight) -> dict[str, Any]:
+    """The arrays of a weight by the names that its kind has for them."""
+    names = [field.name for field in fields(weight) if not field.metadata.get("static")]  # type: ignore[arg-type]
+    return {name: array for name in names if (array := getattr(weight, name)) is not None}
+
+
+def save_arrays(directory: Path, tensors: dict[str, dict[str, np.ndarray]]) -> None:
+    """Write host arrays as an Orbax checkpoint. Raises OSError."""
+    import orbax.checkpoint as ocp
+
+    try:
+        _orbax().save(directory.absolute(), args=ocp.args.PyTreeSave(tensors))
+    except Exception as error:  # tensorstore's and Orbax's own are of many types
+        raise OSError(one_line(error)) from error
+
+
+def read_arrays(
+    directory: Path, wanted: dict[str, dict[str, jax.ShapeDtypeStruct]]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Some arrays of an Orbax checkpoint, in host memory.
+
+    Raises:
+        CheckpointError: one is missing, damaged, or of another type or shape than `wanted` says.
+    """
+    import orbax.checkpoint as ocp
+
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+    arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True)
+    try:
+        found = _orbax().restore(directory.absolute(), args=arguments)
+    except Exception as error:  # as above
+        raise CheckpointError(f"{directory}: damaged or incomplete: {one_line(error)}") from error
+    for name, arrays in wanted.items():
+        for field, array in arrays.items():
+            got = found[name][field]
+            if (got.shape, got.dtype) != (array.shape, array.dtype):
+                raise CheckpointError(
+                    f"{directory}: {name}.{field} is {got.dtype} {got.shape}; expected {array.dtype} {array.shape}"
+                )
+    return found
+
+
+def _orbax() -> Any:
+    """Uncompressed: quantized weights hardly shrink, and are to be read fast."""
+    import orbax.checkpoint as ocp
+
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file, text = model_file(path, MANIFEST), read_text(path, MANIFEST)
+    try:
+        version = msgspec.json.decode(text, type=dict[str, Any]).get("version")
+        if version != VERSION:
+            raise CheckpointError(
+                f"{file}: version is {shown(version)}; this jaxllm reads {VERSION}: convert the model again"
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {one_line(error)}") from None
+
+
+def _kinds(path: Path, manifest: Manifest) -> dict[str, Kind]:
+    found: dict[str, Kind] = {}
+    size = whole(0, MAX_SIZE)
+    for name, tensor in manifest.tensors.items():
+        here = f"{path / MANIFEST}: tensor {shown(name)}: "
+        if not all(map(size.fits, tensor.shape)) or not is_storable(tensor.shape) or not tensor.shape:
+            raise CheckpointError(f"{here}shape is {tensor.shape}; accepted are 1 to {MAX_RANK} sizes")
+        found[name] = kind = _kind(tensor.kind, here)
+        if tensor.shape[-1] % kind.block:
+            raise CheckpointError(f"{here}{tensor.shape[-1]} inputs are no whole blocks of {kind.block}")
+    return found
+
+
+def _kind(given: dict[str, Any], here: str) -> Kind:
+    check_fields({"name": given.get("name")}, {"name": one_of(*SAVED_KINDS)}, f"{here}kind ")
+    cls, known = SAVED_KINDS[given["name"]]
+    if given.keys() != known.keys() | {"name"}:
+        raise CheckpointError(f"{here}kind is {shown(given)}; accepted are {', '.join(known)}")
+    check_fields(given, known, f"{here}kind ")
+    types = {field.name: field.type for field in fields(cls)}
+    values = {name: np.dtype(given[name]) if types[name] == "np.dtype" else given[name] for name in known}
+    return cls(**({"dtype": np.dtype(np.float32)} | values))
+
+
+def _label(kind: Kind) -> str:
+    """The name of a kind that `TensorInfo` has: GGML's, of blocks and of floats."""
+    if isinstance(kind, DenseKind):
+        return FLOATS[kind.dtype.name]
+    return kind.type if isinstance(kind, GgufKind) else describe(kind)["name"]
+
+
+def _groups(tensors: dict[str, TensorInfo], kinds: dict[str, Kind]) -> list[list[str]]:
+    """Neighbouring tensors of about GROUP_BYTES together."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, info in tensors.items():
+        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kinds[name].abstract(info.shape)))
+        if groups[-1] and held + nbytes > GROUP_BYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += nbytes
+    return groups

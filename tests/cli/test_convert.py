@@ -1,0 +1,48 @@
+"""`jaxllm convert`, as it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxllm.config import EngineConfig
+from tests.cli.conftest import stub_module
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Path, str]]:
+    found: list[tuple[EngineConfig, Path, str]] = []
+    stub_module(
+        monkeypatch,
+        "jaxllm.engine.convert",
+        convert=lambda config, destination, to, on_progress: found.append((config, destination, to)),
+    )
+    return found
+
+
+def test_source_and_destination_are_positions(cli, conversions) -> None:
+    assert cli("convert", "m", "out", "--isq", "q4k", "--to", "gguf").out == "out\n"
+    assert conversions == [(EngineConfig(model="m", isq="q4k"), Path("out"), "gguf")]
+
+
+def test_orbax_is_the_default(cli, conversions) -> None:
+    assert cli("convert", "m", "out", "--isq-map", "*.w=int8").code == 0
+    assert conversions == [(EngineConfig(model="m", isq_map={"*.w": "int8"}), Path("out"), "orbax")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("convert",), "--model"),
+        (("convert", "m"), "--destination"),
+        (("convert", "m", "out", "--to", "onnx"), "onnx"),
+        (("convert", "m", "out", "--isq", "q9"), "--isq is 'q9'"),
+        (("convert", "m", "out", "--port", "1"), "--port"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, said, cli, conversions) -> None:
+    code, out, err = cli(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said.lower() in err.lower()
+    assert conversions == []
