@@ -6,10 +6,11 @@ ARGS   ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
+GPU  := $(abspath .venv-gpu)
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow check format bench clean
+.PHONY: help serve test test-slow check check-gpu format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -35,6 +36,9 @@ check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+check-gpu: $(GPU)/.installed ## Compile for an H100, which need not be there, and check what the programs are made of
+	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -m gpu_compile tests/gpu $(ARGS)
+
 format: $(VENV)/.installed-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -43,7 +47,7 @@ bench: $(VENV)/.installed ## Measure prefill and decode at 1, 4, 16 and 32 strea
 	$(BIN)/jaxllm bench throughput $(MODEL) --num-streams 1 4 16 32 $(ARGS)
 
 clean: ## Remove the virtual environment and caches; downloaded models stay in ~/.cache/jaxllm
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -53,6 +57,13 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(PIP) --editable .
+	@touch $@
+
+# Beside the environment and not in it: JAX takes up every plugin that it finds there.
+$(GPU)/.installed: $(VENV)/.installed-dev
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	$(PIP) --no-deps --upgrade --target $(GPU) \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

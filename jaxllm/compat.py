@@ -31,6 +31,7 @@ import jaxllm.threads  # noqa: E402, F401  before jax, so that what it does at e
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it tells of every platform that is not there
 
 import jax  # noqa: E402
+from jax._src import xla_bridge  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 
 
@@ -60,12 +61,28 @@ def enable_compile_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+_MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_DEFAULT_SHARE = 0.75
+_SPARE_SHARE = 0.05
+"""For what XLA's allocator loses between buffers."""
+
+
+def share_device_memory(share: float) -> None:
+    """Let this process take `share` of an accelerator's memory and a little more, where no variable says how much.
+
+    XLA reads it when its backend starts; one that runs already keeps what it took.
+    """
+    if not any(name in os.environ for name in _MEMORY_SHARES) and not xla_bridge.backends_are_initialized():
+        os.environ[_MEMORY_SHARES[0]] = f"{min(share + _SPARE_SHARE, 1):.2f}"
+
+
 def device_memory(device: jax.Device) -> tuple[int, int] | None:
-    """(bytes in use, bytes the process may use) on `device`; None where the platform does not say (CPU)."""
+    """(bytes this process may use, all bytes it could have asked for) of `device`; None if it does not say (CPU)."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
-    return int(stats["bytes_in_use"]), int(stats["bytes_limit"])
+    share = next((float(os.environ[name]) for name in _MEMORY_SHARES if name in os.environ), _DEFAULT_SHARE)
+    return int(stats["bytes_limit"]), int(stats["bytes_limit"] / share)
 
 
 def triton_compiler_params(num_warps: int, num_stages: int) -> Any:

@@ -26,7 +26,7 @@ def build_mesh(tensor_parallel_size: int) -> Mesh:
     if tensor_parallel_size > len(devices):
         hint = (
             f" (set JAX_NUM_CPU_DEVICES={tensor_parallel_size} for virtual ones)"
-            if jax.default_backend() == "cpu"
+            if devices[0].platform == "cpu"
             else ""
         )
         raise ConfigError(

@@ -135,6 +135,11 @@ class StepFunctions:
         self._weights = self._packing.abstract(mesh)
         self._weight_specs = tuple(a.sharding.spec for a in self._weights)
 
+    @property
+    def platform(self) -> str:
+        """Of the devices that steps are compiled for: this host's, or others that are only described."""
+        return self._mesh.devices.flat[0].platform
+
     def pack_weights(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
         """The model's parameters as every step takes them."""
         return self._packing.pack(parameters)

@@ -49,6 +49,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     checkpoint = open_checkpoint(path, config.load_format)
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
+    compat.share_device_memory(config.gpu_memory_utilization)
     mesh = build_mesh(config.tensor_parallel_size)
     blueprint = make_blueprint(config, checkpoint, Platform.of(mesh.devices.flat[0]))
     for line in blueprint.plan.summary().splitlines():

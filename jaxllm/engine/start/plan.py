@@ -50,8 +50,10 @@ class Platform:
     name: str
     num_devices: int
     memory_limit: int | None
-    """What one device may use; None on CPU, where free memory of the host decides."""
+    """What one device lets this process use; None on CPU, where free memory of the host decides."""
     free_host_memory: int
+    memory: int | None = None
+    """What one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
 
     @classmethod
     def current(cls) -> Platform:
@@ -62,8 +64,9 @@ class Platform:
     def of(cls, device: jax.Device) -> Platform:
         """The machine that a mesh's device is one of."""
         memory = compat.device_memory(device)
-        limit = None if memory is None else memory[1]
-        return cls(device.platform, device.client.device_count(), limit, psutil.virtual_memory().available)
+        limit, total = memory or (None, None)
+        host = psutil.virtual_memory().available
+        return cls(device.platform, device.client.device_count(), limit, host, total)
 
 
 @dataclass(frozen=True)
@@ -336,4 +339,5 @@ def _kv_budget(config: EngineConfig, platform: Platform, weight_bytes: int, work
         return config.kv_cache_memory
     if platform.memory_limit is None:
         return min(CPU_KV_BYTES, (platform.free_host_memory - weight_bytes) // 4)
-    return int(platform.memory_limit * config.gpu_memory_utilization) - weight_bytes - workspace
+    wanted = int((platform.memory or platform.memory_limit) * config.gpu_memory_utilization)
+    return min(wanted, platform.memory_limit) - weight_bytes - workspace

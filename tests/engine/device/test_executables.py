@@ -27,8 +27,11 @@ class Compiled(str):
 class FakeFunctions(StepFunctions):
     """Stands in for StepFunctions: a compile begins, and ends when `finish` lets it."""
 
+    platform = "cpu"
+
     def __init__(self):
         self.begun: list[Key] = []
+        self.options: list[dict[str, str] | None] = []
         self._changed = threading.Condition()
         self._finished: set[Key] = set()
         self._open = False
@@ -92,7 +95,8 @@ class FakeFunction:
     def lower(self):
         return self
 
-    def compile(self):
+    def compile(self, compiler_options=None):
+        self._functions.options.append(compiler_options)
         return self._functions.compile(self._key)
 
 
@@ -131,6 +135,15 @@ def test_the_fake_has_the_step_functions_of_the_real_one():
     fake, real = steps(FakeFunctions), steps(StepFunctions)
     names = {"decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust"}
     assert {n: fake[n] for n in names} == {n: real[n] for n in names}
+
+
+@pytest.mark.parametrize(("platform", "graph"), [("cpu", False), ("cuda", True), ("gpu", True), ("tpu", False)])
+def test_on_nvidia_a_step_is_one_graph(functions, executables, platform, graph):
+    functions.platform = platform
+    functions.finish_all()
+    executables.get(Key("adjust"))
+    (options,) = functions.options
+    assert (options is not None and "WHILE" in options["xla_gpu_enable_command_buffer"].split(",")) == graph
 
 
 def test_covering_executables_come_before_all_others(functions, executables):

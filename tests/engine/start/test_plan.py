@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jaxllm import EngineConfig
+from jaxllm import EngineConfig, compat
 from jaxllm.engine.start.plan import EnginePlan, Platform, plan_engine
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights
 
@@ -57,3 +59,35 @@ def test_an_engine_that_is_told_its_memory_plans_the_same_again(directory: Path,
     first = plan(directory, free, max_num_seqs=seqs)
     again = plan(directory, free // 2, max_num_seqs=seqs, kv_cache_memory=first.kv_bytes)
     assert dataclasses.asdict(again) == dataclasses.asdict(first)
+
+
+def gpu(directory: Path, limit: int, total: int, **fields: object) -> EnginePlan:
+    config = EngineConfig(model=str(directory), dtype="float32", attention_backend="reference", **fields)
+    return plan_engine(config, Platform("gpu", 1, limit, 64 * GIB, total))
+
+
+def test_a_share_of_an_accelerators_memory_is_of_all_it_has(directory: Path) -> None:
+    """XLA takes three quarters of it by default: a share of that would be a share of a share."""
+    for limit, total, expected in ((19 * GIB, 20 * GIB, 18 * GIB), (15 * GIB, 20 * GIB, 15 * GIB)):
+        plan = gpu(directory, limit, total, gpu_memory_utilization=0.9)
+        used = plan.num_pages * plan.page_size * plan.kv_bytes_per_token + plan.weight_bytes + plan.workspace_bytes
+        assert 1 - 1 / 32 < used / expected <= 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "running", "share"),
+    [({}, False, "0.95"), ({}, True, None), ({"XLA_CLIENT_MEM_FRACTION": ".5"}, False, ".5"),
+     ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}, False, None)],
+)  # fmt: skip
+def test_xla_is_told_how_much_it_may_take(monkeypatch, environment, running, share) -> None:
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(compat.xla_bridge, "backends_are_initialized", lambda: running)
+    compat.share_device_memory(0.9)
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == share
+    taken = float(share or environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 8 * GIB})
+    assert compat.device_memory(device) == (8 * GIB, int(8 * GIB / taken))
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
