@@ -63,8 +63,10 @@ FAMILIES: tuple[Family, ...] = (
 WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text"}
 """Multimodal `model_type`s whose `text_config` is served, and the type of one that does not say."""
 
-IGNORED_TENSORS: tuple[str, ...] = ("*rotary_emb.inv_freq", "*_scale_inv", "rope_freqs.weight", "rope_factors_*.weight")
-"""Tensors that say nothing the config does not, or that are read together with another."""
+IGNORED_TENSORS: tuple[str, ...] = (
+    "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale",
+)  # fmt: skip
+"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row."""
 
 IMAGE_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*")
 """What a wrapper has besides its language model."""
@@ -88,8 +90,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
 
     Raises:
-        CheckpointError: the architecture is unknown (the supported ones are named), its config lacks a key, or it is
-            quantized in a way that is not supported.
+        CheckpointError: the architecture is unknown (the supported ones are named), or its config lacks a key.
     """
     return _gguf_spec(checkpoint) if checkpoint.format == "gguf" else _hf_spec(checkpoint)
 
@@ -121,7 +122,6 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
         c = {"model_type": WRAPPERS[kind]} | c["text_config"] | tied
-    _check_quantization(checkpoint)
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     try:
@@ -166,17 +166,7 @@ def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family])
     return known[kind]
 
 
-def _check_quantization(checkpoint: Checkpoint) -> None:
-    given = checkpoint.config.get("quantization_config") or {}
-    method = given.get("quant_method")
-    if given and not (method == "fp8" and given.get("weight_block_size")):
-        raise CheckpointError(
-            f"{checkpoint.path}: quantization_config.quant_method is {shown(method)}; "
-            "supported is fp8 with weight_block_size"
-        )
-
-
 def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
     return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(
-        checkpoint.read(a).data.view(np.uint8), checkpoint.read(b).data.view(np.uint8)
+        checkpoint.read(a).expand().view(np.uint8), checkpoint.read(b).expand().view(np.uint8)
     )
