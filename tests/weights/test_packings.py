@@ -16,7 +16,7 @@ from jaxllm.quantization.coded_kinds import coded_kind
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
-from tests.reference import GOLDENS
+from tests.reference import GOLDENS, packings
 
 CASES = sorted(file.stem for file in (GOLDENS / "packings").glob("*.safetensors"))
 ROUNDED = {"bitsandbytes_nf4_nested": 2e-3}
@@ -54,3 +54,27 @@ def test_kept_packed_they_are_the_same_numbers(case, blocks, tmp_path):
     assert shapes[0] == shapes[1]
     found = jax.jit(lambda w: w.dequantize())(jax.tree.map(jnp.asarray, weight))
     np.testing.assert_allclose(found, tensor.expand(), rtol=2e-7)
+
+
+PACKINGS = {
+    "gptq": packings.gptq(4, 128, symmetric=True), "gptq_zeros": packings.gptq(4, 32, symmetric=False, act_order=True),
+    "gptq_8bit": packings.gptq(8, 128, symmetric=False), "gptq_2bit": packings.gptq(2, 64, symmetric=True),
+    "awq": packings.awq(128), "marlin": packings.marlin(128, of_awq=True),
+    "compressed_w4": packings.compressed_packed(4, 128, symmetric=False),
+    "compressed_w8a8": packings.compressed_int8(rounds_inputs=True), "compressed_fp8": packings.compressed_fp8(),
+    "fp8": packings.fp8_tensors(), "fp8_blocks": packings.fp8_blocks(128, 128),
+    "bitsandbytes_nf4": packings.bitsandbytes_nf4(), "bitsandbytes_int8": packings.bitsandbytes_int8(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PACKINGS)
+def test_in_memory_a_matrix_takes_what_it_takes_in_its_file(case, tmp_path):
+    """And what it is made of is hidden: the model sees one tensor."""
+    values = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
+    packed, _ = packings.write(PACKINGS[case], {}, {"a.up_proj.weight": values}, tmp_path)
+    checkpoint = open_checkpoint(packed)
+    ((name, info),) = checkpoint.tensors.items()
+    assert (name, info.shape) == ("a.up_proj.weight", values.shape)
+    kind = coded_kind(info.coding, np.dtype(np.float32), [256], 1024)
+    held = sum(array.nbytes for array in jax.tree.leaves(kind.pack([checkpoint.read(name)], None)))
+    assert held <= 1.03 * (packed / "model.safetensors").stat().st_size
