@@ -79,11 +79,15 @@ class KindChooser:
 
     @property
     def notes(self) -> list[str]:
-        """What is encoded anew, one sentence a type."""
-        return [
+        """What is encoded anew, one sentence a type; and that weights which are drawn are not of the file's type."""
+        anew = [
             f"{count} weights stored as {stored} are kept as {kept}: quantized once more at load"
             for (stored, kept), count in sorted(self.recoded.items())
         ]
+        drawn = not self.checkpoint.tensors and self.checkpoint.config.get("quantization_config")
+        return anew + (
+            ["dummy weights are not quantized as quantization_config says; isq quantizes them"] if drawn else []
+        )
 
     def _is_packed(self, info: TensorInfo) -> bool:
         return info.coding is not None or (self.checkpoint.format == "gguf" and info.dtype not in GGUF_FLOATS)

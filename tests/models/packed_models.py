@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,15 @@ PACKINGS: dict[str, Packing] = {
     "compressed_fp8": packings.compressed_fp8(),
     "fp8": packings.fp8_tensors(),
     "fp8_blocks": packings.fp8_blocks(128, 128),
+    "compressed_w8a16_ends": replace(packings.compressed_int8(rounds_inputs=False), names=lambda name: True),
+    "fp8_blocks_ends": replace(packings.fp8_blocks(64, 64), names=lambda name: True),
+    "gptq_ends": replace(
+        packings.gptq(4, 128, symmetric=False), names=lambda name: "_proj" in name or "lm_head" in name
+    ),
     "bitsandbytes_nf4": packings.bitsandbytes_nf4(),
     "bitsandbytes_int8": packings.bitsandbytes_int8(),
 }
-"""Of a Llama whose sizes every one of them divides."""
+"""Of a Llama whose sizes every one of them divides; `ends` are embedding and head."""
 
 OTHERS: dict[str, tuple[str, Mapping[int, int], Packing]] = {
     "phi3:gptq_sorted": ("phi3", {84: 96, 168: 192}, packings.gptq(4, 32, symmetric=True, act_order=True)),
@@ -64,6 +70,8 @@ def write(case: str, folder: Path) -> tuple[Path, Path]:
     else:
         model, packing = "llama_gqa", PACKINGS[case.split(":")[1]]
         config, sizes = tiny_config(model) | LLAMA, {64: 128, 96: 256}
+    if case.endswith("gptq_ends"):
+        config, sizes = config | {"vocab_size": 256}, {**sizes, 257: 256}
     shapes = {
         name: tuple(sizes.get(size, size) for size in shape)
         for name, shape in load_golden(model).tensor_shapes.items()

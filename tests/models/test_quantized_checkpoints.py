@@ -19,8 +19,10 @@ from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
 from jaxllm.pallas_kernels.kernels import CPU
-from jaxllm.quantization.coded import Coding
+from jaxllm.quantization.coded import Codes, Coding
 from jaxllm.quantization.coded_kinds import coded_kind
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import Dense, DenseKind
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 from jaxllm.weights import open_checkpoint
@@ -79,6 +81,19 @@ def test_the_cpu_kernels_take_what_their_tiles_hold(case, tmp_path):
             assert getattr(value, "weight", value).format == TILED[case]  # type: ignore[attr-defined]
 
 
+@pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
+def test_tiles_of_eight_bits_hold_the_lowest_code(tmp_path):
+    """-128, which no encoder of ours writes."""
+    coding = Coding(8, (1, 64), np.dtype(np.float16))
+    codes = Codes(coding, np.full((16, 1), 0.5, np.float16))
+    tensor = Stored(np.zeros((16, 64), np.uint8), "int8", (16, 64), codes=codes)
+    kind = tiled(coded_kind(coding, np.dtype(jnp.bfloat16), [16], 64, blocks=True), [16], 64, stack=False)
+    x = np.random.default_rng(0).integers(-127, 128, (3, 64)).astype(np.float32)
+    x[:, ::32] = 127  # so that inputs are whole numbers of their scale, which is 1
+    weight = jax.tree.map(jnp.asarray, kind.pack([tensor], None))
+    np.testing.assert_allclose(jax.jit(lambda w, x: w.matmul(x))(weight, x), x @ np.full((64, 16), -64.0), rtol=1e-6)
+
+
 def test_over_several_devices(tmp_path):
     """Rows, inputs and experts divided: shards inside of groups and blocks, and groups that lie across devices."""
     folders = {case: write(case, tmp_path / case.replace(":", "-"))[0] for case in SHARDED}
@@ -128,6 +143,15 @@ def test_what_cannot_be_kept_is_said(tmp_path):
     kinds = chooser(packed, tp=2)
     abstract_model(model_spec(open_checkpoint(packed)), BuildOptions(jnp.float32, 2), kinds)
     assert kinds.notes == ["4 weights stored as GPTQ 4-bit are kept as Q8_0: quantized once more at load"]
+
+
+def test_dummy_weights_are_said_to_be_floats(tmp_path):
+    packed, _ = write("llama:awq", tmp_path)
+    (packed / "model.safetensors").unlink()
+    checkpoint = open_checkpoint(packed, "dummy")
+    assert KindChooser(checkpoint, {}).notes == [
+        "dummy weights are not quantized as quantization_config says; isq quantizes them"
+    ]
 
 
 def test_quantizing_twice_must_be_asked_for(tmp_path):

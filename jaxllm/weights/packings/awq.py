@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.quantization.coded import Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import FLAG, TEXT, check_fields, either, whole
+from jaxllm.weights.fields import FLAG, NULL, TEXT, check_fields, either, whole
 from jaxllm.weights.packings.marlin import marlin
 from jaxllm.weights.packings.module import FLOATS, Packed, Parts, modules, unpack, unsupported
 
@@ -26,7 +26,8 @@ VERSIONS = ("gemm", "marlin")
 FIELDS = {
     "bits": whole(1, 32),
     "group_size": either(whole(1, 2**20), whole(-1, -1)),
-    "version": TEXT,
+    "version": either(TEXT, NULL),
+    "format": either(TEXT, NULL),
     "zero_point": FLAG,
 }
 
@@ -36,7 +37,7 @@ def find(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     names = {"w_bit": "bits", "q_group_size": "group_size"}  # as AutoAWQ calls them in a file of its own
     config = {names.get(key, key): value for key, value in config.items()}
     check_fields(config, FIELDS, "quantization_config.")
-    version = config.get("version", "gemm").lower()
+    version = (config.get("version") or config.get("format") or "gemm").lower()
     if config.get("bits", BITS) != BITS:
         raise unsupported("AWQ", "bits", config["bits"], "4")
     if version not in VERSIONS:

@@ -27,6 +27,7 @@ FIELDS = {
     "group_size": either(whole(1, 2**20), whole(-1, -1)),
     "sym": FLAG,
     "checkpoint_format": either(TEXT, NULL),
+    "format": either(TEXT, NULL),
     "is_marlin_format": FLAG,
     "dynamic": either(OBJECT, NULL),
     "pack_dtype": one_of("int32"),
@@ -36,7 +37,7 @@ FIELDS = {
 def find(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every matrix of a GPTQ checkpoint by its name."""
     check_fields(config, FIELDS, "quantization_config.")
-    bits, form = config.get("bits"), config.get("checkpoint_format") or "gptq"
+    bits, form = config.get("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
     if bits not in BITS:
         raise unsupported("GPTQ", "bits", bits, "2, 3, 4 or 8")
     if form not in FORMATS:
