@@ -37,6 +37,7 @@ from jaxllm.models.tasks import GGUF_HEAD, class_labels
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import NameMap, expand
+from jaxllm.weights.packed_file import PackedCheckpoint
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -133,6 +134,8 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         raise CheckpointError(f"{checkpoint.path}: its config.json has no {shown(error.args[0])}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
+    if isinstance(checkpoint, PackedCheckpoint):
+        ignored += checkpoint.zero_biases
     rename = hf_renaming(checkpoint.tensors)
     patterns = hf_names(config) | family.hf_names(config)
     if labels:

@@ -29,6 +29,9 @@ METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = 
 class PackedCheckpoint:
     """A quantized checkpoint; see `Checkpoint`. Tensors that only together are a matrix are seen as that matrix.
 
+    Attributes:
+        zero_biases: of its matrices. AutoGPTQ writes them for layers that have none, so a model need not use them.
+
     Raises:
         CheckpointError: the method, or this variant of it, is not read; or what a matrix is made of does not fit.
     """
@@ -52,6 +55,8 @@ class PackedCheckpoint:
         hidden = {name for packed in self._packed.values() for name in packed.tensors}
         self.tensors: dict[str, TensorInfo] = {n: info for n, info in whole.tensors.items() if n not in hidden}
         self.tensors |= {name: packed.info for name, packed in self._packed.items()}
+        biases = (f"{name.removesuffix('.weight')}.bias" for name in self._packed)
+        self.zero_biases = tuple(b for b in biases if b in whole.tensors and not whole.read(b).data.any())
         self._whole = whole
 
     def read(self, name: str) -> Stored:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import CheckpointError, ConfigError
@@ -143,6 +144,20 @@ def test_what_cannot_be_kept_is_said(tmp_path):
     kinds = chooser(packed, tp=2)
     abstract_model(model_spec(open_checkpoint(packed)), BuildOptions(jnp.float32, 2), kinds)
     assert kinds.notes == ["4 weights stored as GPTQ 4-bit are kept as Q8_0: quantized once more at load"]
+
+
+def test_biases_of_zeros_that_a_model_has_not_are_passed_over(tmp_path):
+    """AutoGPTQ writes them for every layer; others than zeros would be missed."""
+    packed, _ = write("llama:gptq", tmp_path)
+    file, name = packed / "model.safetensors", "model.layers.1.mlp.down_proj.bias"
+    tensors = load_file(file)
+    for bias in (np.zeros(128, np.float16), np.ones(128, np.float16)):
+        save_file(tensors | {name: bias}, file)
+        if bias.any():
+            with pytest.raises(CheckpointError, match=f"tensor '{name}' is stored there, but this model does not use"):
+                loaded(packed)
+        else:
+            assert "layers.1.mlp.down.weight" in loaded(packed)
 
 
 def test_dummy_weights_are_said_to_be_floats(tmp_path):
