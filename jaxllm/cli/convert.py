@@ -29,9 +29,9 @@ def convert(
         destination: The directory, or .gguf file, to write. It must not exist.
         to: orbax is read by jaxllm, in any quantization; safetensors holds floats; gguf takes its block types.
     """
-    from jaxllm.engine import convert as conversion
+    from jaxllm.engine.convert import convert as write
     from jaxllm.engine.start.progress import load_bar
 
     with load_bar(config.model) as on_progress:
-        conversion.convert(config, destination.expanduser(), to, on_progress)
+        write(config, destination.expanduser(), to, on_progress)
     print(destination)

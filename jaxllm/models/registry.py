@@ -38,6 +38,7 @@ from jaxllm.models.tasks import GGUF_HEAD, class_labels
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import NameMap, expand
+from jaxllm.weights.packed_file import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 
 FAMILIES: tuple[Family, ...] = (
@@ -65,8 +66,10 @@ FAMILIES: tuple[Family, ...] = (
 WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text"}
 """Multimodal `model_type`s whose `text_config` is served, and the type of one that does not say."""
 
-IGNORED_TENSORS: tuple[str, ...] = ("*rotary_emb.inv_freq", "*_scale_inv", "rope_freqs.weight", "rope_factors_*.weight")
-"""Tensors that say nothing the config does not, or that are read together with another."""
+IGNORED_TENSORS: tuple[str, ...] = (
+    "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale",
+)  # fmt: skip
+"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row."""
 
 IMAGE_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*")
 """What a wrapper has besides its language model."""
@@ -90,8 +93,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
 
     Raises:
-        CheckpointError: the architecture is unknown (the supported ones are named), its config lacks a key, or it is
-            quantized in a way that is not supported.
+        CheckpointError: the architecture is unknown (the supported ones are named), or its config lacks a key.
     """
     if isinstance(checkpoint, SavedCheckpoint):
         return _saved_spec(checkpoint)
@@ -137,7 +139,6 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
         c = {"model_type": WRAPPERS[kind]} | c["text_config"] | tied
-    _check_quantization(checkpoint)
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     try:
@@ -149,6 +150,8 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         raise CheckpointError(f"{checkpoint.path}: its config.json has no {shown(error.args[0])}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
+    if isinstance(checkpoint, PackedCheckpoint):
+        ignored += checkpoint.zero_biases
     rename = hf_renaming(checkpoint.tensors)
     patterns = hf_names(config) | family.hf_names(config)
     if labels:
@@ -182,17 +185,7 @@ def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family])
     return known[kind]
 
 
-def _check_quantization(checkpoint: Checkpoint) -> None:
-    given = checkpoint.config.get("quantization_config") or {}
-    method = given.get("quant_method")
-    if given and not (method == "fp8" and given.get("weight_block_size")):
-        raise CheckpointError(
-            f"{checkpoint.path}: quantization_config.quant_method is {shown(method)}; "
-            "supported is fp8 with weight_block_size"
-        )
-
-
 def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
     return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(
-        checkpoint.read(a).data.view(np.uint8), checkpoint.read(b).data.view(np.uint8)
+        checkpoint.read(a).expand().view(np.uint8), checkpoint.read(b).expand().view(np.uint8)
     )

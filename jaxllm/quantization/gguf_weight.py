@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.errors import CheckpointError
+from jaxllm.quantization.coded_blocks import block_type, coded_blocks
 from jaxllm.quantization.gguf_decode import FORMATS, decode
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.quantized import Quantized
@@ -65,7 +66,7 @@ class GgufKind:
         return GgufBlocks(blocks, self.type, self.dtype)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GgufBlocks:
-        """The file's own blocks where they are of this type; others are encoded."""
+        """The file's own blocks where they are of this type, or its codes as such blocks; others are encoded."""
         blocks = place(layout, (self._blocks(tensor) for tensor in tensors), np.dtype(np.uint8))
         return GgufBlocks(blocks, self.type, self.dtype)
 
@@ -76,4 +77,6 @@ class GgufKind:
                 if not np.isfinite(blocks[..., start : start + 2].copy().view(np.float16)).all():
                     raise CheckpointError(f"{tensor.origin}: not all scales of its {self.type} blocks are finite")
             return blocks
+        if tensor.codes is not None and block_type(tensor.codes.coding) == self.type and tensor.codes.order is None:
+            return coded_blocks(tensor.data, tensor.codes, self.type, tensor.origin)
         return encode(tensor.finite(), self.type, tensor.importance)

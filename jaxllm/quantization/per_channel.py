@@ -13,13 +13,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
+from jaxllm.quantization.coded import FP8, UINT8
 from jaxllm.quantization.quantized import Quantized
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import product
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes
 
-INT8, FP8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+INT8 = np.dtype(np.int8)
 LARGEST = {INT8: 127.0, FP8: float(ml_dtypes.finfo(FP8).max)}
 """The largest code of each type: it stands for the largest weight of a channel."""
 
@@ -87,11 +88,24 @@ class PerChannelKind:
         return PerChannel(jax.ShapeDtypeStruct(shape, self.codes), scale, self.dtype, self.activations)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> PerChannel:
-        """Each row's largest weight becomes the largest code."""
-        pairs = [self._encode(tensor) for tensor in tensors]
+        """A checkpoint's own codes where they fit; else each row's largest weight becomes the largest code."""
+        pairs = [self._taken(tensor) if self._holds(tensor) else self._encode(tensor) for tensor in tensors]
         codes = place(layout, (codes for codes, _ in pairs), self.codes)
         scale = place(layout, (scale for _, scale in pairs), np.dtype(np.float32))
         return PerChannel(codes, scale, self.dtype, self.activations)
+
+    def _holds(self, tensor: Stored) -> bool:
+        if tensor.codes is None or tensor.codes.order is not None:
+            return False
+        own = tensor.codes.coding
+        integers = own.codes == UINT8 and own.bits == 8 and own.symmetric and not own.levels
+        return own.block[1] >= tensor.shape[-1] and (integers if self.codes == INT8 else own.codes == FP8)
+
+    def _taken(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray]:
+        assert tensor.codes is not None
+        scale = tensor.codes.scales(tensor.shape, (1, tensor.shape[-1]))[..., 0]
+        codes = (tensor.data ^ np.uint8(128)).view(np.int8) if self.codes == INT8 else tensor.data
+        return codes, scale
 
     def _encode(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray]:
         kept = tensor.weight

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.int4 import Int4Kind
-from jaxllm.quantization.per_channel import FP8, INT8, PerChannelKind
+from jaxllm.quantization.groups import GroupsKind
+from jaxllm.quantization.per_channel import INT8, PerChannelKind
 from jaxllm.quantization.weight import DenseKind, Kind
 
 SCHEMES: dict[str, Callable[[np.dtype], Kind]] = {
@@ -23,7 +24,7 @@ SCHEMES: dict[str, Callable[[np.dtype], Kind]] = {
     "q5k": lambda dtype: GgufKind("Q5_K", dtype),
     "q6k": lambda dtype: GgufKind("Q6_K", dtype),
     "int8": lambda dtype: PerChannelKind(INT8, dtype),
-    "int4": lambda dtype: Int4Kind(dtype),
+    "int4": lambda dtype: GroupsKind(dtype),
     "fp8": lambda dtype: PerChannelKind(FP8, dtype),
     "w8a8": lambda dtype: PerChannelKind(INT8, dtype, activations=True),
 }

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels import GROUP
 from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import DenseKind, Kind, Weight
 from jaxllm.sharding.layout import Layout
@@ -104,6 +105,8 @@ class TiledKind:
 
 def tiled(kind: Kind, rows: Sequence[int], inputs: int, *, stack: bool) -> Kind:
     """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
+    if isinstance(kind, OrderedKind):
+        return OrderedKind(tiled(kind.kind, rows, inputs, stack=stack))
     known = (isinstance(kind, DenseKind) and kind.dtype in FLOATS) or (
         isinstance(kind, GgufKind) and kind.type.lower() in cpu_kernels.FORMATS and kind.dtype in FLOATS
     )

@@ -12,7 +12,7 @@ __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
-    """Open a directory of safetensors or of Orbax arrays, a .gguf file, or a directory with exactly one .gguf file.
+    """Open a directory of safetensors, quantized or not, or of Orbax arrays; a .gguf file, or a directory with one.
 
     `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF), `orbax`,
     `safetensors` and `gguf` insist, `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
@@ -20,6 +20,7 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated.
     """
     from jaxllm.weights.gguf_file import GGUFCheckpoint
+    from jaxllm.weights.packed_file import PackedCheckpoint, quantization_config
     from jaxllm.weights.safetensors_file import SafetensorsCheckpoint
     from jaxllm.weights.saved import MANIFEST, SavedCheckpoint, is_saved
 
@@ -34,7 +35,9 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     if load_format in ("auto", "safetensors", "dummy") and path.is_dir() and (path / "config.json").exists():
         has_weights = any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists()
         if has_weights or load_format != "auto" or not any(path.glob("*.gguf")):
-            return SafetensorsCheckpoint(path, weights=load_format != "dummy")
+            checkpoint = SafetensorsCheckpoint(path, weights=load_format != "dummy")
+            config = quantization_config(checkpoint)
+            return PackedCheckpoint(checkpoint, config) if config else checkpoint
     if load_format == "safetensors":
         raise CheckpointError(f"{path}: load_format is 'safetensors', but there is no directory with config.json")
     return GGUFCheckpoint(the_gguf_file(path))

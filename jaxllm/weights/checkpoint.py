@@ -5,14 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from jaxllm.quantization.coded import Coding
 from jaxllm.quantization.stored import Stored
 
 
 class TensorInfo(NamedTuple):
-    """Shape as `[out, in]` (NumPy order, outermost first), and the format's own type name (`F32`, `Q4_K`, …)."""
+    """What a header says of a tensor.
+
+    Attributes:
+        shape: as `[out, in]` (NumPy order, outermost first).
+        dtype: the format's own name of the type: `F32`, `Q4_K`, `GPTQ 4-bit`, …
+        coding: of a matrix that is stored as codes for its numbers.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    coding: Coding | None = None
 
 
 @runtime_checkable

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxllm.errors import ConfigError
+from jaxllm.quantization.coded import Coding
+from jaxllm.quantization.coded_kinds import coded_kind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, fitting
@@ -35,7 +37,7 @@ class KindChooser:
         checkpoint: what is read; without tensors (dummy weights) only `isq` decides.
         names: where parameters come from.
         tp: devices that a matrix's inputs may be divided over.
-        packed: whether the blocks of a GGUF, or what `jaxllm convert` quantized, are kept as they are.
+        packed: whether a GGUF's blocks, a checkpoint's codes, or what `jaxllm convert` quantized are kept as they are.
         isq: what weights are quantized to; None for nothing.
         tiles: whether weights go into the tiles of the C++ kernels for CPUs, where those have them.
         isq_map: patterns of tensor names -> schemes that go before `isq`; the first that fits counts.
@@ -78,24 +80,31 @@ class KindChooser:
 
     @property
     def notes(self) -> list[str]:
-        """What is encoded anew, one sentence a type."""
-        return [
+        """What is encoded anew, one sentence a type; and that weights which are drawn are not of the file's type."""
+        anew = [
             f"{count} weights stored as {stored} are kept as {kept}: quantized once more at load"
             for (stored, kept), count in sorted(self.recoded.items())
         ]
+        drawn = not self.checkpoint.tensors and self.checkpoint.config.get("quantization_config")
+        return anew + (
+            ["dummy weights are not quantized as quantization_config says; isq quantizes them"] if drawn else []
+        )
 
     def _is_packed(self, info: TensorInfo) -> bool:
-        if self.checkpoint.format == "safetensors":
-            return info.dtype == "F8_E4M3"
-        return info.dtype not in GGUF_FLOATS
+        if info.coding is not None:
+            return True
+        return self.checkpoint.format != "safetensors" and info.dtype not in GGUF_FLOATS
 
     def _of(self, spec: ParamSpec, source: Source) -> Kind:
         infos = [self.checkpoint.tensors[name] for name in source.tensors]
-        types = sorted({info.dtype for info in infos})
-        if not self.packed or self.checkpoint.format == "safetensors" or not any(map(self._is_packed, infos)):
+        if not (self.packed and any(map(self._is_packed, infos))):
             return self._scheme_kind(spec, source.name)
         if isinstance(self.checkpoint, SavedCheckpoint):
             return replace(self.checkpoint.kinds[source.name], dtype=spec.dtype)  # type: ignore[type-var]
+        types, codings = sorted({info.dtype for info in infos}), {info.coding for info in infos}
+        if source.transform is None and (coding := _common(codings)) and not self._parts_order(spec, coding):
+            rows, inputs, devices = self._row_counts(spec), spec.shape[-1], self._input_parts(spec)
+            return coded_kind(coding, spec.dtype, rows, inputs, devices=devices, blocks=self.tiles)
         if len(types) == 1 and types[0] in FORMATS and source.moves_rows:
             return GgufKind(types[0], spec.dtype)
         scheme = RECODED.get(types[0], RECODED_OTHERS) if source.moves_rows else RECODED_OTHERS
@@ -113,6 +122,15 @@ class KindChooser:
             scheme = AT_THE_ENDS.get(self.isq, self.isq) if spec.path in ENDS else self.isq
         return declared if scheme in (None, KEPT) else fitting(scheme, self._inputs(spec), spec.dtype)
 
+    def _parts_order(self, spec: ParamSpec, coding: Coding) -> bool:
+        """Whether devices would each need inputs of the others: sorted ones lie anywhere."""
+        return coding.ordered and self._input_parts(spec) > 1
+
+    def _row_counts(self, spec: ParamSpec) -> list[int]:
+        """Numbers of rows that are moved as one: blocks of rows must divide them."""
+        stored = [segment.rows for segment in spec.layout.segments] if spec.layout else []
+        return [*self._rows(spec), *stored]
+
     def _rows(self, spec: ParamSpec) -> list[int]:
         """Of a device, segment by segment."""
         layout = spec.layout
@@ -122,4 +140,14 @@ class KindChooser:
 
     def _inputs(self, spec: ParamSpec) -> int:
         """Of a device: what blocks must divide."""
-        return spec.shape[-1] // self.tp if spec.axes[-1] is not None else spec.shape[-1]
+        return spec.shape[-1] // self._input_parts(spec)
+
+    def _input_parts(self, spec: ParamSpec) -> int:
+        return self.tp if spec.axes[-1] is not None else 1
+
+
+def _common(codings: set[Coding | None]) -> Coding | None:
+    """The one coding of tensors that are stacked, of which some may be sorted and others not; else None."""
+    if len(codings) > 1:
+        codings = {coding and replace(coding, ordered=True) for coding in codings}
+    return codings.pop() if len(codings) == 1 else None

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import Stored, stack, transformed
 from jaxllm.quantization.weight import DenseKind, Kind, Weight, fuse
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes, named_sharding
@@ -210,23 +210,15 @@ def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) ->
 def _read(checkpoint: Checkpoint, source: Source) -> Stored:
     """A segment, still packed where nothing but whole rows were moved on the way."""
     tensors = [checkpoint.read(name) for name in source.tensors]
-    if source.transform is None and not source.stack:
-        return tensors[0]
-    if not (source.moves_rows and all(t.packed and t.dtype == tensors[0].dtype for t in tensors)):
-        expanded = [(t.expand(), t.importance if source.moves_rows else None, t.origin) for t in tensors]
-        tensors = [Stored(a, "F32", a.shape, importance=weights, origin=origin) for a, weights, origin in expanded]
     if source.stack:
         odd = next((n for n, t in zip(source.tensors, tensors, strict=True) if t.shape != tensors[0].shape), None)
         if odd is not None:
             shape, first = checkpoint.tensors[odd].shape, tensors[0].shape
             raise CheckpointError(f"{checkpoint.path}: tensor {odd!r} is {shape}; expected {first}, as the others have")
-        weights = [t.importance for t in tensors if t.importance is not None]
-        importance = np.stack(weights) if len(weights) == len(tensors) else None
-        stacked = tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))
-        tensors = [stacked._replace(importance=importance)]
+        tensors = [stack(tensors)]
     if source.transform is None:
         return tensors[0]
-    return tensors[0].with_rows(source.transform(*(tensor.by_rows for tensor in tensors)))
+    return transformed(tensors, source.transform, by_rows=source.by_rows)
 
 
 def _choose_sources(

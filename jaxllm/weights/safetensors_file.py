@@ -21,10 +21,7 @@ from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.fields import (
     MAX_RANK,
     MAX_SIZE,
-    NULL,
-    OBJECT,
     check_fields,
-    either,
     is_storable,
     many,
     one_of,
@@ -44,10 +41,6 @@ _DTYPES = {
 _MAX_HEADER = 100_000_000
 _SIZE = whole(0, MAX_SIZE)
 _ENTRY_FIELDS = {"dtype": one_of(*_DTYPES), "shape": many(_SIZE, MAX_RANK), "data_offsets": several(_SIZE, 2)}
-_QUANTIZATION = {
-    "quantization_config": either(OBJECT, NULL),
-    "quantization_config.weight_block_size": either(several(whole(1, 2**20), 2), NULL),
-}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -60,7 +53,7 @@ class _Place(NamedTuple):
 class SafetensorsCheckpoint:
     """A directory with config.json and safetensors files, whole or sharded; see `Checkpoint`.
 
-    FP8 tensors come with their scales where they have one a block. With `weights=False` only config.json must be there.
+    With `weights=False` only config.json must be there.
     """
 
     format = "safetensors"
@@ -69,7 +62,6 @@ class SafetensorsCheckpoint:
         self.path = path
         self.config: dict[str, Any] = read_object(path, "config.json")
         self.generation_config: dict[str, Any] = read_generation_config(path)
-        self._fp8_block = _fp8_block(path, self.config)
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, _Place] = {}
         self._maps: dict[Path, np.ndarray] | None = {}
@@ -102,42 +94,14 @@ class SafetensorsCheckpoint:
         file, offset, nbytes = self._places[name]
         if file not in self._maps:
             self._maps[file] = np.memmap(file, np.uint8, mode="r")
-        shape, dtype = self.tensors[name]
+        shape, dtype, _ = self.tensors[name]
         tensor = self._maps[file][offset : offset + nbytes].view(np.ndarray).view(_DTYPES[dtype]).reshape(shape)
         origin = f"{self.path}: tensor {shown(name)}"
-        if self._fp8_block is None or dtype != "F8_E4M3":
-            return Stored(tensor, dtype, shape, origin=origin)
-        scale = self.read(self._scales_of(name, self._fp8_block)).data
-        return Stored(tensor, dtype, shape, scale=scale, scale_block=self._fp8_block, origin=origin)
-
-    def _scales_of(self, name: str, block: tuple[int, int]) -> str:
-        """The tensor with a scale for each block of an FP8 tensor."""
-        scales, shape = f"{name}_scale_inv", self.tensors[name].shape
-        if scales not in self.tensors:
-            raise CheckpointError(f"{self.path}: tensor {shown(name)} is FP8, and {shown(scales)} is missing")
-        expected = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
-        found = self.tensors[scales]
-        if len(shape) != 2 or found.shape != expected or found.dtype not in ("F32", "F16", "BF16"):
-            raise CheckpointError(
-                f"{self.path}: tensor {shown(scales)} is {found.dtype} of shape {found.shape}; "
-                f"accepted is F32 of shape {expected}, for {shown(name)} of shape {shape} in blocks of {block}"
-            )
-        return scales
+        return Stored(tensor, dtype, shape, origin=origin)
 
     def close(self) -> None:
         """Let go of the maps; arrays already read keep theirs alive."""
         self._maps = None
-
-
-def _fp8_block(path: Path, config: dict[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, of a checkpoint that is quantized so."""
-    given = config.get("quantization_config")
-    block = given.get("weight_block_size") if isinstance(given, dict) else None
-    try:
-        check_fields({"quantization_config": given, "quantization_config.weight_block_size": block}, _QUANTIZATION)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
-    return (block[0], block[1]) if block else None
 
 
 def _weight_files(path: Path) -> list[Path]:

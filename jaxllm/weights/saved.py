@@ -18,14 +18,29 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.quantization.fp8_blocks import Fp8BlocksKind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.int4 import Int4Kind
+from jaxllm.quantization.groups import GroupsKind
 from jaxllm.quantization.per_channel import PerChannelKind
 from jaxllm.quantization.stored import GGUF_FLOATS, Stored
-from jaxllm.quantization.weight import DenseKind, Kind, Weight
+from jaxllm.quantization.weight import DenseKind, Weight
+from jaxllm.quantization.weight import Kind as WeightKind
 from jaxllm.weights.checkpoint import TensorInfo
-from jaxllm.weights.fields import FLAG, MAX_RANK, MAX_SIZE, Kinds, check_fields, is_storable, one_of, shown, whole
+from jaxllm.weights.fields import (
+    FLAG,
+    MAX_RANK,
+    MAX_SIZE,
+    Kind,
+    Kinds,
+    check_fields,
+    is_storable,
+    many,
+    one_of,
+    real,
+    shown,
+    whole,
+)
 from jaxllm.weights.folder import model_file, read_text
 from jaxllm.weights.generation import read_generation_config
 from jaxllm.weights.names import NameMap, Source
@@ -37,11 +52,23 @@ GROUP_BYTES = 256 * 2**20
 
 FLOATS = {np.dtype(dtype).name: label for label, dtype in GGUF_FLOATS.items()}
 
+SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
+
 SAVED_KINDS: dict[str, tuple[type[Any], Kinds]] = {
     "dense": (DenseKind, {"dtype": one_of(*FLOATS)}),
     "gguf": (GgufKind, {"type": one_of(*FORMATS)}),
     "per_channel": (PerChannelKind, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
-    "int4": (Int4Kind, {"block": whole(2, 2**20), "symmetric": FLAG}),
+    "groups": (
+        GroupsKind,
+        {
+            "bits": Kind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
+            "block": whole(2, 2**20),
+            "symmetric": FLAG,
+            "scale": one_of(*SCALES),
+            "levels": many(real(-1e6, 1e6), 256),
+        },
+    ),
+    "fp8_blocks": (Fp8BlocksKind, {"rows": whole(1, 2**20), "block": whole(1, 2**20)}),
 }
 """What a manifest calls each kind, and the fields that it has of it; the type to compute in is the reader's."""
 
@@ -124,13 +151,13 @@ class SavedCheckpoint:
             if name not in self._held:
                 self._held |= read_arrays(self.path / ARRAYS, {n: self._abstract(n) for n in self._group_of[name]})
             arrays = self._held.pop(name)
-        (shape, dtype), kind = self.tensors[name], self.kinds[name]
+        info, kind = self.tensors[name], self.kinds[name]
         origin = f"{self.path}: tensor {shown(name)}"
         data = next(iter(arrays.values()))
         if isinstance(kind, DenseKind | GgufKind):
-            return Stored(data, dtype, shape, packed=isinstance(kind, GgufKind), origin=origin)
-        weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(shape)), arrays.values())
-        return Stored(data, dtype, shape, weight=weight, origin=origin)
+            return Stored(data, info.dtype, info.shape, packed=isinstance(kind, GgufKind), origin=origin)
+        weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(info.shape)), arrays.values())
+        return Stored(data, info.dtype, info.shape, weight=weight, origin=origin)
 
     def _abstract(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
         return arrays_of(self.kinds[name].abstract(self.tensors[name].shape))
@@ -147,7 +174,7 @@ def is_saved(path: Path) -> bool:
     return (path / MANIFEST).exists()
 
 
-def describe(kind: Kind) -> dict[str, Any]:
+def describe(kind: WeightKind) -> dict[str, Any]:
     """A kind as a manifest has it. Raises ConfigError for one that has no entry."""
     for name, (cls, known) in SAVED_KINDS.items():
         if type(kind) is cls:
@@ -219,8 +246,8 @@ def _read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file}: {one_line(error)}") from None
 
 
-def _kinds(path: Path, manifest: Manifest) -> dict[str, Kind]:
-    found: dict[str, Kind] = {}
+def _kinds(path: Path, manifest: Manifest) -> dict[str, WeightKind]:
+    found: dict[str, WeightKind] = {}
     size = whole(0, MAX_SIZE)
     for name, tensor in manifest.tensors.items():
         here = f"{path / MANIFEST}: tensor {shown(name)}: "
@@ -232,7 +259,7 @@ def _kinds(path: Path, manifest: Manifest) -> dict[str, Kind]:
     return found
 
 
-def _kind(given: dict[str, Any], here: str) -> Kind:
+def _kind(given: dict[str, Any], here: str) -> WeightKind:
     check_fields({"name": given.get("name")}, {"name": one_of(*SAVED_KINDS)}, f"{here}kind ")
     cls, known = SAVED_KINDS[given["name"]]
     if given.keys() != known.keys() | {"name"}:
@@ -240,17 +267,18 @@ def _kind(given: dict[str, Any], here: str) -> Kind:
     check_fields(given, known, f"{here}kind ")
     types = {field.name: field.type for field in fields(cls)}
     values = {name: np.dtype(given[name]) if types[name] == "np.dtype" else given[name] for name in known}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return cls(**({"dtype": np.dtype(np.float32)} | values))
 
 
-def _label(kind: Kind) -> str:
+def _label(kind: WeightKind) -> str:
     """The name of a kind that `TensorInfo` has: GGML's, of blocks and of floats."""
     if isinstance(kind, DenseKind):
         return FLOATS[kind.dtype.name]
     return kind.type if isinstance(kind, GgufKind) else describe(kind)["name"]
 
 
-def _groups(tensors: dict[str, TensorInfo], kinds: dict[str, Kind]) -> list[list[str]]:
+def _groups(tensors: dict[str, TensorInfo], kinds: dict[str, WeightKind]) -> list[list[str]]:
     """Neighbouring tensors of about GROUP_BYTES together."""
     groups: list[list[str]] = [[]]
     held = 0

@@ -55,7 +55,7 @@ def test_the_whole_context_is_planned(published, blueprint):
     config = published["config"].get("text_config", published["config"])
     longest = config.get("max_position_embeddings", 131_072)  # Gemma 3's multimodal files leave it to the family
     assert blueprint.plan.max_model_len == longest
-    assert blueprint.plan.notes == []
+    assert not [note for note in blueprint.plan.notes if not note.startswith("dummy weights are not quantized")]
     assert blueprint.plan.weight_bytes >= 2 * published["parameters"]
 
 

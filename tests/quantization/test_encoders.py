@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode
-from jaxllm.quantization.int4 import Int4Kind
-from jaxllm.quantization.per_channel import FP8, INT8, PerChannelKind
+from jaxllm.quantization.groups import GroupsKind
+from jaxllm.quantization.per_channel import INT8, PerChannelKind
 from jaxllm.quantization.weight import Weight
 from tests.quantization.blocks import gguf_dequantize, stored
 
@@ -85,7 +86,7 @@ def test_eight_bits_a_channel(codes, step):
 @pytest.mark.parametrize("group", [32, 128])
 def test_four_bits_a_group(symmetric, group):
     values = samples("normal")
-    weight = Int4Kind(FLOAT32, group, symmetric).pack([stored(values)], None)
+    weight = GroupsKind(FLOAT32, 4, group, symmetric).pack([stored(values)], None)
     groups = values.reshape(64, -1, group)
     spread = (
         np.maximum(groups.max(-1) / 7, -groups.min(-1) / 8) if symmetric else (groups.max(-1) - groups.min(-1)) / 15

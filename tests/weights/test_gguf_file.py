@@ -5,7 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights import open_checkpoint
+from jaxllm.weights import TensorInfo, open_checkpoint
 from tests.weights.models import real_model
 
 
@@ -49,7 +49,7 @@ def test_metadata_are_plain_values_without_the_vocabulary(small):
 
 def test_tensors_come_in_numpy_order_and_their_own_type(small, values):
     checkpoint = open_checkpoint(small)
-    assert checkpoint.tensors["Q4_0"] == ((6, 64), "Q4_0")
+    assert checkpoint.tensors["Q4_0"] == TensorInfo((6, 64), "Q4_0")
     np.testing.assert_array_equal(checkpoint.read("plain").expand(), values)
     np.testing.assert_array_equal(checkpoint.read("half").expand(), values.astype(np.float16), strict=True)
     np.testing.assert_array_equal(checkpoint.read("brain").expand(), values.astype(ml_dtypes.bfloat16), strict=True)

@@ -39,7 +39,7 @@ class PackedCheckpoint:
         self.blocks = {name: encode(array, dtype) for name, array in arrays.items()}
 
     def read(self, name: str) -> Stored:
-        shape, dtype = self.tensors[name]
+        shape, dtype, _ = self.tensors[name]
         return Stored(self.blocks[name].reshape(-1), dtype, shape, packed=True)
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class LazyCheckpoint:
         self.tensors = {f"w{i}": TensorInfo(shape, "F32") for i in range(count)}
 
     def read(self, name: str) -> Stored:
-        shape, dtype = self.tensors[name]
+        shape, dtype, _ = self.tensors[name]
         return Stored(np.random.default_rng(0).standard_normal(shape, np.float32), dtype, shape)
 
     def close(self) -> None:

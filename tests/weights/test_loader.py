@@ -35,7 +35,8 @@ class WatchedCheckpoint:
     def read(self, name: str) -> Stored:
         with self._lock:
             self.reads.append(name)
-        return Stored(self.arrays[name], *reversed(self.tensors[name]))
+        shape, dtype, _ = self.tensors[name]
+        return Stored(self.arrays[name], dtype, shape)
 
     def close(self) -> None:
         pass

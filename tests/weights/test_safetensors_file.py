@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights import open_checkpoint
+from jaxllm.weights import TensorInfo, open_checkpoint
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_reads_what_safetensors_wrote(layout, arrays, request):
     assert checkpoint.format == "safetensors"
     assert checkpoint.config == {"model_type": "llama"}
     assert checkpoint.generation_config == {"eos_token_id": [1, 2]}
-    assert checkpoint.tensors["bf16"] == ((3, 4), "BF16")
+    assert checkpoint.tensors["bf16"] == TensorInfo((3, 4), "BF16")
     assert set(checkpoint.tensors) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(checkpoint.read(name).expand(), array, strict=True)

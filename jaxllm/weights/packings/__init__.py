@@ -1,0 +1,1 @@
+"""How published quantized checkpoints lay out their codes, a module a method."""

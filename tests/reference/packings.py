@@ -1,0 +1,323 @@
+"""Tiny quantized checkpoints: what the published packings do, transcribed to NumPy from their side, the packing.
+
+Each packer takes a float matrix `[o, i]` and gives the tensors of one module, by what their names add to its own, and
+the float32 matrix that those stand for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+DTYPES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "int64": "I64", "int32": "I32",
+    "int8": "I8", "uint8": "U8",
+}  # fmt: skip
+
+Module = tuple[dict[str, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A way to write a checkpoint: its quantization_config, and what each matrix becomes."""
+
+    config: dict[str, Any]
+    pack: Callable[[np.ndarray], Module]
+    names: Callable[[str], bool] = field(default=lambda name: "_proj" in name or ".w" in name)
+    """Which modules are packed."""
+
+
+def grid(
+    values: np.ndarray, bits: int, group: int, symmetric: bool, order: np.ndarray | None = None, dtype: Any = np.float16
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Codes `[o, i]`, zero points and scales `[o, i / group]`, and what they stand for; `order` sorts inputs first."""
+    outputs, inputs = values.shape
+    order = np.arange(inputs) if order is None else order
+    groups = values[:, order].reshape(outputs, -1, group)
+    largest = (1 << bits) - 1
+    if symmetric:
+        scale = (2 * np.abs(groups).max(-1) / largest).astype(dtype).astype(np.float32)
+        zero = np.full(scale.shape, 1 << (bits - 1))
+    else:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        scale = ((high - low) / largest).astype(dtype).astype(np.float32)
+        zero = np.clip(np.rint(-low / scale), 1, largest).astype(int)
+    codes = np.clip(np.rint(groups / scale[..., None]) + zero[..., None], 0, largest)
+    meant = ((codes - zero[..., None]) * scale[..., None]).reshape(outputs, inputs)
+    natural = np.argsort(order)
+    return (
+        codes.reshape(outputs, inputs)[:, natural].astype(np.uint32),
+        zero,
+        scale,
+        meant[:, natural].astype(np.float32),
+    )
+
+
+def words(codes: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> np.ndarray:
+    """Codes `[n, m]` as int32 `[n, m * bits / 32]`; `places[k]` is which of a word's codes its `k`-th bits hold."""
+    count = 32 // bits
+    packed = np.zeros((codes.shape[0], codes.shape[1] // count), np.uint32)
+    for place, source in enumerate(places or range(count)):
+        packed |= codes[:, source::count].astype(np.uint32) << np.uint32(bits * place)
+    return packed.view(np.int32)
+
+
+def gptq(bits: int, group: int, *, symmetric: bool, v2: bool = False, act_order: bool = False) -> Packing:
+    """AutoGPTQ's and GPTQModel's."""
+
+    def pack(values: np.ndarray) -> Module:
+        inputs = values.shape[1]
+        size = inputs if group == -1 else group
+        order = np.random.default_rng(inputs).permutation(inputs) if act_order else None
+        codes, zero, scale, meant = grid(values, bits, size, symmetric, order)
+        group_of = np.arange(inputs) // size
+        g_idx = np.empty(inputs, np.int32)
+        g_idx[np.arange(inputs) if order is None else order] = group_of
+        tensors = {
+            ".qweight": words(codes, bits).T,  # neighbouring inputs share a word
+            ".qzeros": words((zero - (0 if v2 else 1)).T, bits),
+            ".scales": scale.T.astype(np.float16),
+            ".g_idx": g_idx,
+        }
+        return tensors, meant
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order}
+    return Packing(config | ({"checkpoint_format": "gptq_v2"} if v2 else {}), pack)
+
+
+def awq(group: int) -> Packing:
+    """AutoAWQ's GEMM."""
+    evens_first = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def pack(values: np.ndarray) -> Module:
+        codes, zero, scale, meant = grid(values, 4, group, False)
+        tensors = {
+            ".qweight": words(codes.T, 4, evens_first),
+            ".qzeros": words(zero.T, 4, evens_first),
+            ".scales": scale.T.astype(np.float16),
+        }
+        return tensors, meant
+
+    return Packing({"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}, pack)
+
+
+def marlin_order(array: np.ndarray) -> np.ndarray:
+    """A 16 x 64 tile's 1,024 codes as a warp's lanes take them: four 16 x 16 parts, eight codes each."""
+    taken = []
+    for lane in range(32):
+        for part in range(4):
+            eight = [
+                array[2 * (lane % 4) + row, 16 * part + lane // 4 + column] for column in (0, 8) for row in (0, 1, 8, 9)
+            ]
+            taken += [eight[place] for place in (0, 2, 4, 6, 1, 3, 5, 7)]
+    return np.array(taken)
+
+
+def marlin(group: int, *, of_awq: bool) -> Packing:
+    """Symmetric four bits in Marlin's order."""
+
+    def pack(values: np.ndarray) -> Module:
+        codes, _, scale, meant = grid(values, 4, group, True)
+        outputs, inputs = values.shape
+        tiles = [
+            [marlin_order(codes.T[i : i + 16, o : o + 64]) for o in range(0, outputs, 64)] for i in range(0, inputs, 16)
+        ]
+        scales = scale.T.reshape(-1, 8, 8).swapaxes(1, 2).reshape(-1, outputs).astype(np.float16)
+        names = (".qweight", ".scales") if of_awq else (".B", ".s")
+        flat = np.array(tiles).reshape(inputs // 16, -1)
+        return {names[0]: words(flat, 4), names[1]: scales, ".workspace": np.zeros(16, np.int32)}, meant
+
+    if of_awq:
+        return Packing({"quant_method": "awq", "bits": 4, "group_size": group, "version": "marlin"}, pack)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "is_marlin_format": True}
+    return Packing(config | {"checkpoint_format": "marlin"}, pack)
+
+
+def _compressed(form: str, weights: dict[str, Any], pack: Callable[[np.ndarray], Module], **group: Any) -> Packing:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights} | group}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    return Packing(config, pack)
+
+
+def compressed_packed(bits: int, group: int, *, symmetric: bool, act_order: bool = False) -> Packing:
+    """compressed-tensors' pack-quantized; scales in bfloat16."""
+
+    def pack(values: np.ndarray) -> Module:
+        inputs = values.shape[1]
+        order = np.random.default_rng(inputs).permutation(inputs) if act_order else None
+        size = inputs if group == -1 else group
+        codes, zero, scale, meant = grid(values, bits, size, symmetric, order, BF16)
+        tensors = {
+            ".weight_packed": words(codes, bits),
+            ".weight_scale": scale.astype(BF16),
+            ".weight_shape": np.array(values.shape, np.int64),
+        }
+        if not symmetric:
+            tensors[".weight_zero_point"] = words(zero.T, bits).T
+        if act_order:
+            g_idx = np.empty(inputs, np.int32)
+            g_idx[order] = np.arange(inputs) // size
+            tensors[".weight_g_idx"] = g_idx
+        return tensors, meant
+
+    return _compressed("pack-quantized", {"num_bits": bits, "type": "int", "symmetric": symmetric}, pack)
+
+
+def compressed_int8(*, rounds_inputs: bool) -> Packing:
+    """compressed-tensors' int-quantized, a scale a row."""
+
+    def pack(values: np.ndarray) -> Module:
+        scale = (np.abs(values).max(1, keepdims=True) / 127).astype(BF16)
+        codes = np.clip(np.rint(values / scale.astype(np.float32)), -128, 127).astype(np.int8)
+        return {".weight": codes, ".weight_scale": scale}, codes * scale.astype(np.float32)
+
+    inputs = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"} if rounds_inputs else None
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    return _compressed("int-quantized", weights, pack, input_activations=inputs)
+
+
+def compressed_fp8() -> Packing:
+    """compressed-tensors' float-quantized, a scale a row, and one for inputs that is not used."""
+
+    def pack(values: np.ndarray) -> Module:
+        scale = (np.abs(values).max(1, keepdims=True) / 448).astype(np.float32)
+        codes = (values / scale).astype(FP8)
+        tensors = {".weight": codes, ".weight_scale": scale, ".input_scale": np.ones(1, np.float32)}
+        return tensors, codes.astype(np.float32) * scale
+
+    return _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, pack)
+
+
+def fp8_tensors() -> Packing:
+    """Mistral's: a scale a tensor, and one for inputs that is not used."""
+
+    def pack(values: np.ndarray) -> Module:
+        scale = (np.abs(values).max() / 448).astype(BF16)
+        codes = (values / np.float32(scale)).astype(FP8)
+        tensors = {".weight": codes, ".weight_scale_inv": np.array(scale), ".activation_scale": np.array(0.5, BF16)}
+        return tensors, codes.astype(np.float32) * np.float32(scale)
+
+    return Packing({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, pack)
+
+
+def fp8_blocks(rows: int, columns: int) -> Packing:
+    """DeepSeek's; blocks at the edges are smaller."""
+
+    def pack(values: np.ndarray) -> Module:
+        outputs, inputs = values.shape
+        scale = np.empty((-(-outputs // rows), -(-inputs // columns)), np.float32)
+        codes, meant = np.empty(values.shape, FP8), np.empty(values.shape, np.float32)
+        for r, c in np.ndindex(scale.shape):
+            block = np.s_[r * rows : (r + 1) * rows, c * columns : (c + 1) * columns]
+            scale[r, c] = np.abs(values[block]).max() / 448
+            codes[block] = (values[block] / scale[r, c]).astype(FP8)
+            meant[block] = codes[block].astype(np.float32) * scale[r, c]
+        return {".weight": codes, ".weight_scale_inv": scale}, meant
+
+    return Packing({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}, pack)
+
+
+def bitsandbytes_int8() -> Packing:
+    """LLM.int8's."""
+
+    def pack(values: np.ndarray) -> Module:
+        largest = np.abs(values).max(1)
+        codes = np.rint(values * (127 / largest)[:, None]).astype(np.int8)
+        tensors = {".weight": codes, ".SCB": largest, ".weight_format": np.array(0, np.uint8)}
+        return tensors, (codes * (largest / 127)[:, None]).astype(np.float32)
+
+    return Packing({"quant_method": "bitsandbytes", "load_in_8bit": True}, pack)
+
+
+NF4 = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+"""The quantiles of a normal distribution (QLoRA, appendix E)."""
+
+
+def bitsandbytes_nf4(block: int = 64) -> Packing:
+    """Blocks of the flattened matrix, higher bits first."""
+
+    def pack(values: np.ndarray) -> Module:
+        flat = values.reshape(-1, block)
+        largest = np.abs(flat).max(1)
+        codes = np.abs((flat / largest[:, None])[..., None] - NF4).argmin(-1).astype(np.uint8).reshape(-1)
+        state = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(values.shape)}
+        tensors = {
+            ".weight": (codes[::2] << 4 | codes[1::2])[:, None],
+            ".weight.absmax": largest,
+            ".weight.quant_map": NF4,
+            ".weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        }
+        return tensors, (NF4[codes].reshape(flat.shape) * largest[:, None]).reshape(values.shape)
+
+    return Packing({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, pack)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def mxfp4() -> Packing:
+    """gpt-oss's; a stack of matrices at a time, whose name stands for itself."""
+
+    def pack(values: np.ndarray) -> Module:
+        groups = values.reshape(*values.shape[:-1], -1, 32)
+        exponent = np.ceil(np.log2(np.abs(groups).max(-1) / 6)).astype(int)
+        scaled = groups / 2.0 ** exponent[..., None]
+        codes = (
+            np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1).astype(np.uint8) | (scaled < 0).astype(np.uint8) << 3
+        )
+        meant = np.where(codes & 8, -1, 1) * E2M1[codes & 7] * 2.0 ** exponent[..., None]
+        tensors = {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": (exponent + 127).astype(np.uint8)}
+        return tensors, meant.reshape(values.shape).astype(np.float32)
+
+    return Packing(
+        {"quant_method": "mxfp4"}, pack, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    )
+
+
+def write(
+    packing: Packing, config: Mapping[str, Any], weights: Mapping[str, np.ndarray], folder: Path
+) -> tuple[Path, Path]:
+    """The checkpoint packed, and the one of the numbers it stands for, in two directories of `folder`."""
+    packed, plain = {}, {}
+    for name, values in weights.items():
+        module = name.removesuffix(".weight")
+        if values.ndim < 2 or not packing.names(module):
+            packed[name] = plain[name] = values
+            continue
+        tensors, plain[name] = packing.pack(values)
+        packed |= {module + suffix: tensor for suffix, tensor in tensors.items()}
+    paths = folder / "packed", folder / "plain"
+    save(dict(config) | {"quantization_config": packing.config}, packed, paths[0])
+    save(config, plain, paths[1])
+    return paths
+
+
+def save(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], folder: Path) -> None:
+    """A directory of config.json and model.safetensors; safetensors' own writer knows no FP8 of NumPy's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header, data = {}, b""
+    for name, array in tensors.items():
+        stored = np.ascontiguousarray(array).tobytes()
+        header[name] = {
+            "dtype": DTYPES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(stored)],
+        }
+        data += stored
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (folder / "config.json").write_text(json.dumps(config))

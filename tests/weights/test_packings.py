@@ -1,0 +1,80 @@
+"""Quantized checkpoints are read as the packages that wrote them meant it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jaxllm.quantization.coded_kinds import coded_kind
+from jaxllm.quantization.stored import Stored
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.checkpoint import Checkpoint
+from tests.reference import GOLDENS, packings
+
+CASES = sorted(file.stem for file in (GOLDENS / "packings").glob("*.safetensors"))
+ROUNDED = {"bitsandbytes_nf4_nested": 2e-3}
+"""Relative errors: float16 holds scales that were quantized themselves."""
+
+
+def opened(case: str, folder: Path) -> tuple[Checkpoint, Stored, np.ndarray]:
+    """The checkpoint of a golden, its matrix, and what that stands for."""
+    file = GOLDENS / "packings" / f"{case}.safetensors"
+    shutil.copy(file, folder / "model.safetensors")
+    with safe_open(file, "np") as reader:
+        config, expected = reader.metadata()["quantization_config"], reader.get_tensor("expected")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": json.loads(config)}))
+    checkpoint = open_checkpoint(folder)
+    (name,) = set(checkpoint.tensors) - {"expected"}
+    return checkpoint, checkpoint.read(name), expected
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_of_the_package_that_packed_them(case, tmp_path):
+    checkpoint, tensor, expected = opened(case, tmp_path)
+    assert tensor.shape == expected.shape
+    assert all(info.shape == expected.shape for info in checkpoint.tensors.values())
+    np.testing.assert_allclose(tensor.expand(), expected, rtol=ROUNDED.get(case, 2e-6), atol=1e-7)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_kept_packed_they_are_the_same_numbers(case, blocks, tmp_path):
+    _, tensor, _ = opened(case, tmp_path)
+    coding = tensor.codes.coding
+    kind = coded_kind(coding, np.dtype(np.float32), tensor.shape[-2:-1], tensor.shape[-1], blocks=blocks)
+    weight = kind.pack([tensor], None)
+    shapes = jax.tree.map(lambda array: (array.shape, array.dtype), (weight, kind.abstract(tensor.shape)))
+    assert shapes[0] == shapes[1]
+    found = jax.jit(lambda w: w.dequantize())(jax.tree.map(jnp.asarray, weight))
+    np.testing.assert_allclose(found, tensor.expand(), rtol=2e-7)
+
+
+PACKINGS = {
+    "gptq": packings.gptq(4, 128, symmetric=True), "gptq_zeros": packings.gptq(4, 32, symmetric=False, act_order=True),
+    "gptq_8bit": packings.gptq(8, 128, symmetric=False), "gptq_2bit": packings.gptq(2, 64, symmetric=True),
+    "awq": packings.awq(128), "marlin": packings.marlin(128, of_awq=True),
+    "compressed_w4": packings.compressed_packed(4, 128, symmetric=False),
+    "compressed_w8a8": packings.compressed_int8(rounds_inputs=True), "compressed_fp8": packings.compressed_fp8(),
+    "fp8": packings.fp8_tensors(), "fp8_blocks": packings.fp8_blocks(128, 128),
+    "bitsandbytes_nf4": packings.bitsandbytes_nf4(), "bitsandbytes_int8": packings.bitsandbytes_int8(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PACKINGS)
+def test_in_memory_a_matrix_takes_what_it_takes_in_its_file(case, tmp_path):
+    """And what it is made of is hidden: the model sees one tensor."""
+    values = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
+    packed, _ = packings.write(PACKINGS[case], {}, {"a.up_proj.weight": values}, tmp_path)
+    checkpoint = open_checkpoint(packed)
+    ((name, info),) = checkpoint.tensors.items()
+    assert (name, info.shape) == ("a.up_proj.weight", values.shape)
+    kind = coded_kind(info.coding, np.dtype(np.float32), [256], 1024)
+    held = sum(array.nbytes for array in jax.tree.leaves(kind.pack([checkpoint.read(name)], None)))
+    assert held <= 1.03 * (packed / "model.safetensors").stat().st_size
