@@ -18,9 +18,6 @@ QUICK_COMPILE = {
 }
 """The arithmetic is the same."""
 
-FULL_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-"""XLA's own defaults, which `jax_disable_most_optimizations` takes away."""
-
 TINY = 32 * 2**20
 """Numbers that a step takes, pages and all: the real models' weights alone are four times as many."""
 
@@ -29,18 +26,24 @@ _compile = jax.stages.Lowered.compile
 
 def _quickly(lowered: jax.stages.Lowered, compiler_options: Any = None, **more: Any) -> jax.stages.Compiled:
     """What `lowered.compile()` does in the tests."""
-    size = sum(math.prod(argument.shape) for argument in jax.tree.leaves(lowered.args_info))
-    options = QUICK_COMPILE if size < TINY else FULL_COMPILE
-    return _compile(lowered, options | (compiler_options or {}), **more)
+    if sum(math.prod(argument.shape) for argument in jax.tree.leaves(lowered.args_info)) < TINY:
+        compiler_options = QUICK_COMPILE | (compiler_options or {})
+    return _compile(lowered, compiler_options, **more)
 
 
 @contextmanager
 def quick_compile() -> Iterator[None]:
-    """Few passes for steps of tiny models, and for whatever is called without being compiled ahead."""
+    """Few passes for steps of tiny models, which are compiled ahead of time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", _quickly)
+        yield
+
+
+@contextmanager
+def quick_jit() -> Iterator[None]:
+    """Few passes for all that is compiled when it is called: not where it takes long to run, as encoders do."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax.stages.Lowered, "compile", _quickly)
-            yield
+        yield
     finally:
         jax.config.update("jax_disable_most_optimizations", False)

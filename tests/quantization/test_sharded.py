@@ -14,9 +14,6 @@ from jaxllm.quantization.schemes import SCHEMES
 from tests.quantization.blocks import stored
 from tests.quantization.run_sharded import ROWS, values
 
-OPTIMIZED = True
-"""As the other process compiles: where two scales are nearly as good, how the compiler rounds decides."""
-
 
 def test_products_over_several_devices(tmp_path):
     out = tmp_path / "products.npz"
