@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxllm.models.registry import model_spec
@@ -18,7 +19,7 @@ from tests.models.packed_models import prompt
 
 
 def main(out: str, *cases: str) -> None:
-    logits, ids = {}, prompt()
+    logits, ids = {"devices": np.array(jax.device_count())}, prompt()
     for case in cases:
         path, tp, ep = case.split(":")
         checkpoint = open_checkpoint(Path(path))

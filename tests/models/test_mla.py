@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.devices import over_devices
 from tests.models.mla_layer import CASES, hidden_states, oracle, run
 
 SHARDED = {
@@ -22,17 +18,8 @@ SHARDED = {
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> dict[str, np.ndarray]:
-    """Outputs of every case, from a process of its own: it has 4 devices."""
-    out = tmp_path_factory.mktemp("mla") / "outputs.npz"
-    subprocess.run(
-        [sys.executable, "-m", "tests.models.mla_layer", str(out), *SHARDED],
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-    )
-    with np.load(out) as stored:
-        return dict(stored)
+    """Outputs of every case."""
+    return over_devices(4, "tests.models.mla_layer", tmp_path_factory.mktemp("mla") / "outputs.npz", *SHARDED)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,6 +37,5 @@ def test_bfloat16_stays_close():
 
 @pytest.mark.parametrize("case", SHARDED)
 def test_outputs_do_not_depend_on_the_degree(sharded, case):
-    assert sharded["devices"] == 4
     expected = np.concatenate([oracle(CASES[case.split(":")[0]], x) for x in hidden_states()])
     np.testing.assert_allclose(sharded[case], expected, rtol=2e-5, atol=2e-5)

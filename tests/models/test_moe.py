@@ -6,12 +6,9 @@ JAX_NUM_CPU_DEVICES=8 NPROC=16 python -m tests.models.test_moe OUT.npz
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +23,7 @@ from jaxllm.models.layers.moe import MoE, MoEConfig, route
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.sharding.mesh import build_mesh
+from tests.devices import over_devices
 
 SIZE, EXPERTS, HIDDEN, TOKENS = 16, 16, 24, 13
 
@@ -212,11 +210,11 @@ def build(
 
     specs = [P(*variable.get_metadata()["axes"]) for variable in variables.values()]
 
-    def over_devices(values: list[Any], x: jax.Array, meta: StepMetadata) -> jax.Array:
+    def sharded_layer(values: list[Any], x: jax.Array, meta: StepMetadata) -> jax.Array:
         mapped = jax.shard_map(forward, mesh=build_mesh(tp), in_specs=(specs, P(), P()), out_specs=P(), check_vma=False)
         return mapped(values, x, meta)
 
-    return jax.jit(over_devices), variables
+    return jax.jit(sharded_layer), variables
 
 
 def run(
@@ -339,17 +337,7 @@ def main(out: str) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> dict[str, np.ndarray]:
-    out = tmp_path_factory.mktemp("moe") / "outputs.npz"
-    subprocess.run(
-        [sys.executable, "-m", "tests.models.test_moe", str(out)],
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-    )
-    with np.load(out) as stored:
-        assert stored["devices"] == 8
-        return dict(stored)
+    return over_devices(8, "tests.models.test_moe", tmp_path_factory.mktemp("moe") / "outputs.npz")
 
 
 @pytest.mark.parametrize("case", SHARDED, ids=sharded_id)

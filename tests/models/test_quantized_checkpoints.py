@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +26,7 @@ from jaxllm.sharding.mesh import TENSOR, build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec, load_parameters
+from tests.devices import over_devices
 from tests.models.harness import Chunk, Harness
 from tests.models.packed_models import CASES, prompt, write
 
@@ -99,16 +97,7 @@ def test_over_several_devices(tmp_path):
     """Rows, inputs and experts divided: shards inside of groups and blocks, and groups that lie across devices."""
     folders = {case: write(case, tmp_path / case.replace(":", "-"))[0] for case in SHARDED}
     runs = [f"{folder}:{tp}:{ep}" for case, folder in folders.items() for tp, ep in ((1, ""), *SHARDED[case])]
-    out = tmp_path / "logits.npz"
-    subprocess.run(
-        [sys.executable, "-m", "tests.models.run_packed", str(out), *runs],
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=600,
-    )
-    with np.load(out) as stored:
-        found = dict(stored)
+    found = over_devices(4, "tests.models.run_packed", tmp_path / "logits.npz", *runs)
     for case, folder in folders.items():
         alone = found[f"{folder}:1:"]
         for tp, ep in SHARDED[case]:

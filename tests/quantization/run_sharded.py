@@ -27,7 +27,7 @@ def values() -> tuple[np.ndarray, ...]:
 
 def main(out: str) -> None:
     *tensors, x = values()
-    found = {}
+    found = {"devices": np.array(jax.device_count())}
     for tp in (2, 4):
         mesh = build_mesh(tp)
         layout = Layout((Segment(ROWS[0], tp), Segment(ROWS[1], 2)), tp)  # on 4 devices two hold each of the second's

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 
 from jaxllm.quantization.schemes import SCHEMES
+from tests.devices import over_devices
 from tests.quantization.blocks import stored
 from tests.quantization.run_sharded import ROWS, values
 
 
 def test_products_over_several_devices(tmp_path):
-    out = tmp_path / "products.npz"
-    subprocess.run(
-        [sys.executable, "-m", "tests.quantization.run_sharded", str(out)],
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-    )
-    found = np.load(out)
+    found = over_devices(4, "tests.quantization.run_sharded", tmp_path / "products.npz")
     *tensors, x = values()
     for scheme, kind in SCHEMES.items():
         weight = kind(np.dtype(np.float32)).pack([stored(np.concatenate(tensors))], None)
