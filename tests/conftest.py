@@ -18,7 +18,9 @@ install_import_hook([f"jaxllm.{name}" for name in CHECKED], "tests.typecheck.che
 from jaxllm import compat  # noqa: E402
 from tests.quick_compile import quick_compile  # noqa: E402
 
-gc.set_threshold(50_000, 50, 1000)  # tracing makes many objects that live; looking through them again and again takes time
+gc.set_threshold(
+    50_000, 50, 1000
+)  # tracing makes many objects that live; looking through them again and again takes time
 
 hypothesis.settings.register_profile("jaxllm", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("jaxllm")

@@ -84,7 +84,7 @@ void settle(const ffi::AnyBuffer& in, ffi::Result<ffi::AnyBuffer>& out) {
 
 // q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks], [cos, sin], [q norm, k norm]
 // -> out, key pages, [value pages]
-ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t window, bool latent, bool has_sinks, bool rotary,
+ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bool has_sinks, bool rotary,
                      bool interleaved, bool norms, float epsilon, float weight_offset, ffi::AnyBuffer q, ffi::AnyBuffer k, Ints32 positions, Ints32 seq_ids, Ints32 page_table, ffi::AnyBuffer keys,
                      ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
                      ffi::RemainingRets more) {
@@ -197,7 +197,7 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t w
     scratch.clear();
     scratch.reserve(attention_scratch_bytes(a));
     const int t = count - 1 - unit;  // the last tiles of a prompt have most to do
-    kernel.attend(a, tasks[t].unit, result(t), softmax(t), scratch.take<uint8_t>(0));
+    kernel.attend(a, tasks[t].unit, t ? &tasks[t - 1].unit : nullptr, result(t), softmax(t), scratch.take<uint8_t>(0));
     if (tasks[t].pieces == 1) deliver(t);
   }};
   const Phase merging = {split ? count : 0, [&](int t) {
@@ -208,7 +208,7 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t w
     merge(parts.data(), shares.data(), pieces, tasks[t].unit.count, a.value_dim);
     deliver(t);
   }};
-  run_phases(pool, threads(), {writing, attending, merging});
+  run_phases(threads(), {writing, attending, merging});
   return ffi::Error::Success();
 }
 
@@ -216,7 +216,6 @@ ffi::Error attention(ffi::ThreadPool pool, float scale, float softcap, int64_t w
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attention, attention,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window")

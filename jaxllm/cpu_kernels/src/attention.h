@@ -38,15 +38,16 @@ INLINE Floats capped(Floats x, float cap) {  // cap tanh(x / cap)
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1));
 }
 
-// Where the rows of keys [begin, begin + count) lie, in elements of T; repeated up to a multiple of 16.
+// Where the rows of keys [begin, begin + count) lie, in elements of T; the last is repeated up to a multiple of 16.
 template <class T>
 static void find_rows(const Attention& a, const AttentionUnit& u, const void* pages, int row, int begin, int count, const T** rows) {
-  const int32_t* table = a.page_table + int64_t(u.sequence) * a.columns;
-  for (int j = 0; j < (count + 15) / 16 * 16; j++) {
-    const int key = begin + smaller(j, count - 1);
-    const int64_t page = int64_t(table[key / a.page_size]) * a.kv_heads + u.kv_head;
-    rows[j] = (const T*)pages + (page * a.page_size + key % a.page_size) * row;
+  const int32_t* page = a.page_table + int64_t(u.sequence) * a.columns + begin / a.page_size;
+  int at = begin % a.page_size;
+  for (int j = 0; j < count; page++, at = 0) {
+    const T* p = (const T*)pages + ((int64_t(*page) * a.kv_heads + u.kv_head) * a.page_size + at) * row;
+    for (const int end = smaller(count, j + a.page_size - at); j < end; j++, p += row) rows[j] = p;
   }
+  for (int j = count; j % 16; j++) rows[j] = rows[count - 1];
 }
 
 static float query_channel(const Attention& a, int64_t vector, int d) {
@@ -100,15 +101,15 @@ static void describe(const Attention& a, const AttentionUnit& u, int width, Room
 
 namespace ISA {
 
-static void attend(const Attention& a, const AttentionUnit& u, float* out, float* softmax, uint8_t* scratch) {
+static void attend(const Attention& a, const AttentionUnit& u, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch) {
   const auto whole = [&](int chunk) { return a.dim % chunk == 0 && a.value_dim % chunk == 0; };
   const Room room{scratch};
   if (u.decode && u.count <= FEW_VECTORS) {
 #if defined(__AVX512BF16__)
-    if (a.bits && whole(Paired::chunk)) return attend_decode<Paired>(a, u, room, out, softmax);
+    if (a.bits && whole(Paired::chunk)) return attend_decode<Paired>(a, u, next, room, out, softmax);
 #endif
-    if (a.bits && whole(Widened::chunk)) return attend_decode<Widened>(a, u, room, out, softmax);
-    if (!a.bits && whole(Plain::chunk)) return attend_decode<Plain>(a, u, room, out, softmax);
+    if (a.bits && whole(Widened::chunk)) return attend_decode<Widened>(a, u, next, room, out, softmax);
+    if (!a.bits && whole(Plain::chunk)) return attend_decode<Plain>(a, u, next, room, out, softmax);
   }
   attend_tile(a, u, room, out, softmax);
 }

@@ -117,39 +117,56 @@ template <class T> INLINE void prefetch_rows(const T* const* rows, int count, in
     for (int at = 0; at < size; at += 64 / int(sizeof(T))) prefetch(rows[j] + at);
 }
 
+// Where a unit of one token begins to read.
+static int first_key(const Attention& a, const AttentionUnit& u) {
+  return larger(u.key_begin, a.window ? larger(0, u.position - a.window + 1) / KEY_BLOCK * KEY_BLOCK : 0);
+}
+
 // `queries` [count][dim] and `sums` [count][value_dim], zero at first; one softmax a vector.
 template <class E>
-static void attend_few(const Attention& a, const AttentionUnit& u, const typename E::Query* queries, const float* lowest, const float* highest,
+static void attend_few(const Attention& a, const AttentionUnit& u, const AttentionUnit* after, const typename E::Query* queries, const float* lowest, const float* highest,
                        int begin, int end, float* greatest, float* total, float* scores, float* sums) {
   typedef typename E::Stored T;
-  const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
+  struct Rows {
+    const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
+  } rooms[2];
+  Rows *now = &rooms[0], *next = &rooms[1];
+  const auto find = [&](int from, int count, Rows& rows) {
+    find_rows(a, u, a.keys, a.key_row, from, count, rows.keys);
+    find_rows(a, u, a.values, a.value_row, from, count, rows.values);
+  };
+  const int after_begin = after ? first_key(a, *after) : 0, after_count = after ? smaller(KEY_BLOCK, after->key_end - after_begin) : 0;
   float factor[FEW_VECTORS];
-  for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
+  const int first = begin / KEY_BLOCK * KEY_BLOCK;
+  for (int key = first; key < end; key += KEY_BLOCK) {
     const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;
-    const int padded = (count + 15) / 16 * 16, next = key + KEY_BLOCK, ahead = smaller(KEY_BLOCK, end - next);
-    if (ahead > 0) {
-      find_rows(a, u, a.keys, a.key_row, next, ahead, keys);
-      prefetch_rows(keys, ahead, a.dim);
-      find_rows(a, u, a.values, a.value_row, next, ahead, values);
-      prefetch_rows(values, ahead, a.value_dim);
-    }
-    find_rows(a, u, a.keys, a.key_row, from, count, keys);
-    find_rows(a, u, a.values, a.value_row, from, count, values);
+    const int padded = (count + 15) / 16 * 16, left = end - (key + KEY_BLOCK), ahead = left > 0 ? smaller(KEY_BLOCK, left) : larger(after_count, 0);
+    if (key == first) find(from, count, *now);
+    if (left > 0) find(key + KEY_BLOCK, ahead, *next);
+    else if (ahead) find_rows(a, *after, a.keys, a.key_row, after_begin, ahead, next->keys);
+    const T *const *keys = now->keys, *const *values = now->values;
     for (int r = 0; r < u.count; r++) {
       float* row = scores + r * KEY_BLOCK;
-      for (int j = 0; j < padded; j += LANES) store(row + j, score_lanes<E>(keys + j, queries + r * a.dim, a.dim));
+      for (int j = 0; j < padded; j += LANES) {
+        if (r == 0) prefetch_rows(values + j, smaller(LANES, count - j), a.value_dim);  // a few at a time: for use below
+        store(row + j, score_lanes<E>(keys + j, queries + r * a.dim, a.dim));
+      }
+      if (ahead) prefetch_rows(next->keys + ahead * r / u.count, ahead * (r + 1) / u.count - ahead * r / u.count, a.dim);
       factor[r] = soften_few(a, row, from, count, padded, lowest[r], highest[r], greatest[r], total[r]);
     }
     const int n = (count + 1) / 2 * 2;
     int r = 0;
     for (; r + 4 <= u.count; r += 4) weigh_vectors<E, 4>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
+    for (; r + 3 <= u.count; r += 3) weigh_vectors<E, 3>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
     for (; r + 2 <= u.count; r += 2) weigh_vectors<E, 2>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
     for (; r < u.count; r++) weigh_vectors<E, 1>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
+    Rows* const done = now;
+    now = next, next = done;
   }
 }
 
 template <class E>
-static void attend_decode(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
+static void attend_decode(const Attention& a, const AttentionUnit& u, const AttentionUnit* next, Room room, float* out, float* softmax) {
   Vectors v;
   describe(a, u, u.count, room, v);
   typedef typename E::Query Query;
@@ -162,7 +179,7 @@ static void attend_decode(const Attention& a, const AttentionUnit& u, Room room,
     }
   memset(out, 0, size_t(u.count) * a.value_dim * 4);
   float* scores = room.take<float>(u.count * KEY_BLOCK);
-  attend_few<E>(a, u, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, out);
+  attend_few<E>(a, u, next, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, out);
   for (int r = 0; r < u.count; r++) {
     const float inverse = v.total[r] == 0 ? 0 : 1 / v.total[r];
     for (int d = 0; d < a.value_dim; d++) out[r * a.value_dim + d] *= inverse;

@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "team.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 

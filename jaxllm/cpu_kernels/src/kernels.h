@@ -90,7 +90,8 @@ struct Kernels {
   // Stores `count` channels, floats or bf16 bits, into a row of a page; zero for what is not finite.
   void (*keep)(const void* x, bool is_bf16, int count, void* row, bool bits);
   // out [count][value_dim] is normalised; `softmax` [count][2] gets the greatest logit and the sum of exponentials.
-  void (*attend)(const Attention&, const AttentionUnit&, float* out, float* softmax, uint8_t* scratch);  // of attention_scratch_bytes
+  // What the `next` unit reads first is fetched ahead of it; null for none. `scratch` has attention_scratch_bytes.
+  void (*attend)(const Attention&, const AttentionUnit&, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch);
 };
 
 const Kernels* kernels_portable();

@@ -20,7 +20,7 @@ void write_panel(const float* panel, int row, int count, int column, int groups,
 }
 
 // x, tiles..., [norm weight], [residual] -> one result a matrix.
-ffi::Error linear(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool norm, bool residual, float epsilon, float offset,
+ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, float epsilon, float offset,
                   ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
   const size_t count = formats.size();
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
@@ -42,7 +42,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool n
   Prepared prepared(x, weight, epsilon, offset, matrices);
   const Units units(groups, prepared.panels());
   const Kernels& k = kernels();
-  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+  run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
     units.visit(unit, [&](int p, int matrix, int group, int width) {
       const Matrix& w = matrices[matrix];
@@ -55,7 +55,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool n
 }
 
 // x, gate tiles, up tiles, [norm weight] -> activation(x gate) * (x up)
-ffi::Error gate_up(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool norm, float epsilon, float offset, int64_t activation,
+ffi::Error gate_up(ffi::Span<const int64_t> formats, bool norm, float epsilon, float offset, int64_t activation,
                    ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::RemainingArgs rest, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   if (activation < 0 || activation >= int64_t(Activation::count)) return wrong("no activation " + std::to_string(activation));
@@ -71,7 +71,7 @@ ffi::Error gate_up(ffi::ThreadPool pool, ffi::Span<const int64_t> formats, bool 
   const int columns = matrices[0].rows;
   const Units units({(columns + ROWS - 1) / ROWS}, prepared.panels());
   const Kernels& k = kernels();
-  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+  run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float gates[PANEL_ROWS * PANEL_COLUMNS] = {}, ups[PANEL_ROWS * PANEL_COLUMNS] = {};
     units.visit(unit, [&](int p, int, int group, int width) {
       const auto [row, rows] = prepared.panel(p);
@@ -98,7 +98,7 @@ bool better(const Best& a, const Best& b) {
 }
 
 // x, tiles, [norm weight] -> index of each row's greatest product
-ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm, float epsilon, float offset,
+ffi::Error argmax(int64_t format, int64_t rows, bool norm, float epsilon, float offset,
                   ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::RemainingArgs rest, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   std::vector<Matrix> matrices(1);
@@ -113,16 +113,19 @@ ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm,
   found.assign(size_t(units.count()) * step, {0, -1});
   Best* const best = found.data();
   const Kernels& k = kernels();
-  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+  run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
     units.visit(unit, [&](int p, int, int group, int width) {
       const int count = prepared.panel(p).count, columns = std::min(width * ROWS, int(rows) - group * ROWS);
       k.product(matrices[0], prepared.get(), p * step, count, group, width, panel);
-      for (int m = 0; m < count; m++)
-        for (int c = 0; c < columns; c++) {
-          const Best candidate{panel[m * PANEL_COLUMNS + c], group * ROWS + c};
-          if (better(candidate, best[unit * step + m])) best[unit * step + m] = candidate;
-        }
+      for (int m = 0; m < count; m++) {
+        const float* values = panel + m * PANEL_COLUMNS;
+        Best& top = best[unit * step + m];
+        bool better_ones = top.index < 0;  // seldom, after the first: that is seen without looking at each
+        for (int c = 0; c < columns; c++) better_ones |= !(values[c] <= top.value);
+        for (int c = 0; better_ones && c < columns; c++)
+          if (const Best candidate{values[c], group * ROWS + c}; better(candidate, top)) top = candidate;
+      }
     });
   }}});
   const int per_panel = prepared.panels() ? units.count() / prepared.panels() : 0;
@@ -139,7 +142,7 @@ ffi::Error argmax(ffi::ThreadPool pool, int64_t format, int64_t rows, bool norm,
 
 // x [N, i] sorted by expert, tiles [X, groups, blocks, bytes], sizes [X] -> each row by its own expert's matrix; zero for
 // rows past the last expert's
-ffi::Error grouped(ffi::ThreadPool pool, int64_t format, ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::Buffer<ffi::S32> sizes, Result out) {
+ffi::Error grouped(int64_t format, ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::Buffer<ffi::S32> sizes, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   if (tiles.dimensions().size() != 4 || tiles.dimensions()[0] != int64_t(sizes.element_count()))
     return wrong("tiles must be [experts, groups, blocks, bytes], with a size for each expert");
@@ -166,7 +169,7 @@ ffi::Error grouped(ffi::ThreadPool pool, int64_t format, ffi::AnyBuffer x, ffi::
   Prepared prepared(x, nullptr, 0, 0, matrices, panels);
   const Units units({(columns + ROWS - 1) / ROWS}, prepared.panels());
   const Kernels& k = kernels();
-  run_phases(pool, threads(), {prepared.phase(), {units.count(), [&](int unit) {
+  run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
     units.visit(unit, [&](int p, int, int group, int width) {
       Matrix w = matrices[0];
@@ -195,7 +198,6 @@ ffi::Error rows_by_id(int64_t format, int64_t rows, ffi::Buffer<ffi::S32> ids, f
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, linear,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Attr<ffi::Span<const int64_t>>("formats")
                                   .Attr<bool>("norm")
                                   .Attr<bool>("residual")
@@ -207,7 +209,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, linear,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gate_up, gate_up,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Attr<ffi::Span<const int64_t>>("formats")
                                   .Attr<bool>("norm")
                                   .Attr<float>("epsilon")
@@ -221,7 +222,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gate_up, gate_up,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_argmax, argmax,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Attr<int64_t>("format")
                                   .Attr<int64_t>("rows")
                                   .Attr<bool>("norm")
@@ -234,7 +234,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_argmax, argmax,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_grouped, grouped,
                               ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Attr<int64_t>("format")
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

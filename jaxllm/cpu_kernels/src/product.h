@@ -73,7 +73,7 @@ struct Panel {
   const RowBlock& scale(int block, int row) const { return blocks[int64_t(block) * stride + row]; }
 };
 
-static constexpr int AHEAD = 2048;  // bytes of weights fetched ahead of their use
+static constexpr int AHEAD = 4096;  // bytes of weights fetched ahead of their use
 
 INLINE void prefetch_block(const uint8_t* p, int bytes) {
   for (int i = 0; i < bytes; i += 64) prefetch(p + AHEAD + i);

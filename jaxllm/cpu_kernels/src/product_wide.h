@@ -8,7 +8,7 @@ constexpr int FEW_ROWS = 8;
 #else
 constexpr int FEW_ROWS = 1;
 #endif
-constexpr int MANY_ROWS = 12;  // from here on weights are unpacked once for all rows of a panel
+constexpr int MANY_ROWS = 48;  // from here on it pays to unpack weights once for all rows of a panel
 
 template <Format F> INLINE void load_quads(const uint8_t* codes, Bytes (&w)[8]) {
   unroll<0, 8>([&](auto p) __attribute__((always_inline)) { w[p.value] = quad<F, p.value>(codes, 0); });

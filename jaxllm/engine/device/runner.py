@@ -52,6 +52,11 @@ class Runner:
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
 
+    @property
+    def pages(self) -> Sequence[Sequence[jax.Array]]:
+        """The pages of every layer, as they are now: the next step takes them."""
+        return self._pages
+
     def prepare(self, request: Request) -> None:
         """Lay out what the request's slot will be told. What raises here concerns nobody else."""
         request.settings = settings_of(request, self.vocab_size, self._eos)

@@ -6,11 +6,13 @@ import logging
 import time
 from typing import Any
 
+import jax
 import msgspec
 from jax.sharding import Mesh
 
 from jaxllm import compat
 from jaxllm.config import EngineConfig
+from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.runner import Runner
@@ -93,6 +95,9 @@ def _assemble(
     vocab = blueprint.spec.config.vocab_size
     outputs = blueprint.spec.config.num_outputs
     runner = Runner(executables, weights, functions.abstract_state(), blueprint.sizes, outputs, eos)
+    if mesh.devices.flat[0].platform == "cpu":
+        use_huge_pages(jax.tree.leaves((weights, runner.pages)))
+        clock.lap("memory")
     executables.wait_until_covered()
     clock.lap("compile")
     plan = blueprint.plan
