@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 from typing import Any
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.config import ServeConfig
+from jaxllm.serving.served_model import ServedModel
 from tests.serving.fake_engine import CONTEXT, FakeEngine
 from tests.serving.openai.test_chat import HELLO, PROMPT
 
@@ -78,3 +81,13 @@ class TestOwnTemplates:
 
         seconds, statuses = asyncio.run(run())
         assert seconds < 1.5 and statuses == [400] * 4
+
+
+def test_long_ones_are_not_kept(engine: FakeEngine) -> None:
+    model = ServedModel(ServeConfig(model="fake"), engine, "fake")  # type: ignore[arg-type]
+    tracemalloc.start()
+    for number in range(20):
+        model.formats(f"{number}" + "a" * 2**20)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 4 * 2**20
