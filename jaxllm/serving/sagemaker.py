@@ -9,6 +9,7 @@ from pydantic import Discriminator, Tag
 
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.openapi import DONE, returns
+from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion
 from jaxllm.serving.openai.chat_request import ChatRequest
@@ -30,7 +31,7 @@ KINDS = {
 
 
 def _kind(body: Any) -> str | None:
-    fields = body if isinstance(body, dict) else {}
+    fields = vars(body) if isinstance(body, RequestModel) else body if isinstance(body, dict) else {}
     return next((kind for name, kind in KINDS.items() if fields.get(name) is not None), None)
 
 

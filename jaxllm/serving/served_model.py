@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT_TOKENS = 2**18
 """Of a text that need not fit the context: one that is cut or only tokenized. The context's length if that is more."""
+MAX_KEPT_TEMPLATE = 64 * 1024
+"""Characters of a template whose formats are remembered: a stranger's may have megabytes."""
 
 
 class Running(Protocol):
@@ -92,7 +94,8 @@ class ServedModel:
 
     def formats(self, chat_template: str) -> OutputFormats:
         """How tool calls and reasoning look in answers to prompts of this template."""
-        return _detect(chat_template, self.config.tool_call_parser, self.config.reasoning_parser)
+        detect = _detect if len(chat_template) <= MAX_KEPT_TEMPLATE else detect_formats
+        return detect(chat_template, self.config.tool_call_parser, self.config.reasoning_parser)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
 from jaxllm.config import ServeConfig
 from jaxllm.requests.grammar_process import MAX_PROCESSES
 from jaxllm.requests.structured_outputs import end_compiling
+from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.served_model import Running, ServedModel
 from jaxllm.serving.template_process import TemplateProcesses
@@ -33,10 +35,10 @@ class ServerState:
         self.templates = TemplateProcesses()
         self.clients_templates = TemplateProcesses()
         """For templates that come with requests: those who wait for one hold up nobody else."""
+        self.bodies = BodyProcess(config.max_body_size)
         self.created = int(time.time())
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-bodies")
-        self._reading = asyncio.Lock()
         self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
 
     @property
@@ -92,18 +94,9 @@ class ServerState:
         return await self._call(self._grammar_workers, lambda: function(*args, **kwargs))
 
     async def read_large(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run on a thread what reads a large body: one at a time, and each after a rest as long as the one before.
-
-        Calls that parse megabytes keep the event loop waiting. It shall not wait for several in a row, nor their
-        values be there at once.
-        """
-        await self._reading.acquire()
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            return await self._call(self._readers, lambda: function(*args, **kwargs))
-        finally:
-            loop.call_later(loop.time() - began, self._reading.release)
+        """The same for what reads a large body, one at a time."""
+        context = copy_context()
+        return await self._call(self._readers, lambda: context.run(function, *args, **kwargs))
 
     async def _call(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
@@ -111,6 +104,7 @@ class ServerState:
     async def close(self) -> None:
         await self.templates.close()
         await self.clients_templates.close()
+        self.bodies.close()
         for workers in (self._workers, self._readers, self._grammar_workers):
             workers.shutdown(wait=False, cancel_futures=True)
         end_compiling()  # what runs on them now; the program's end would wait for it

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
+
+import pydantic_core
 
 from jaxllm.requests.sampling import INT64_MIN
 from jaxllm.serving.http.errors import APIError, dotted
-from jaxllm.serving.http.sliced_json import from_json, outside_strings
 from jaxllm.serving.shown import shown
 
 SMALL_BODY = 64 * 1024
@@ -19,19 +21,20 @@ MAX_STRUCTURE = 100_000
 UINT64_MAX = 2**64 - 1
 
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
+_SLICE = 64 * 1024
 _LONGEST = 19
 """Digits from which on an integer may be beyond 64 bits."""
 
 
 def check_structure(raw: bytes) -> bool:
-    """Count what parsing would build, outside strings. In slices, so that other threads get their turn.
+    """Count what parsing would build, outside strings.
 
     Returns whether a number in it may be beyond 64 bits.
     Raises APIError 400 when it is more than MAX_VALUES or MAX_STRUCTURE.
     """
     values = structure = 0
     overflow, before = False, b""
-    for _, _, outside in outside_strings(raw):
+    for outside in _outside_strings(raw):
         values += outside.count(b",")
         structure += outside.count(b"{") + outside.count(b"[") + outside.count(b":")
         if structure > MAX_STRUCTURE:
@@ -46,7 +49,7 @@ def check_structure(raw: bytes) -> bool:
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Raises APIError 400 with line and column where the JSON is malformed, or no object."""
     try:
-        value = from_json(raw)
+        value = pydantic_core.from_json(raw, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise APIError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -79,6 +82,21 @@ def check_numbers(value: Any) -> None:
                 raise _wrong_number(path, value, "a 64-bit integer")
             case float() if not math.isfinite(value):
                 raise _wrong_number(path, value, "a number that a 64-bit float can hold")
+
+
+def _outside_strings(raw: bytes) -> Iterator[bytes]:
+    """What of it is not in quotes, of one slice after the other: of all at once the pieces would take gigabytes."""
+    start, in_string = 0, False
+    while start < len(raw):
+        end = min(start + _SLICE, len(raw))
+        part = raw[start:end]
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # an escape is not to be cut in two
+            end += 1
+            part = raw[start:end]
+        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        yield b"".join(pieces[in_string::2])
+        in_string ^= len(pieces) % 2 == 0
+        start = end
 
 
 def _too_much(what: str, limit: int) -> APIError:

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.config import did_you_mean
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.http.sliced_json import Integers
+from jaxllm.serving.http.packed import Integers
 from jaxllm.serving.shown import shown
 
 MAX_WARNINGS = 32
@@ -39,6 +39,11 @@ def refusing(field: str | None = None) -> Iterator[None]:
         yield
     except InvalidRequestError as error:
         raise refuse(str(error), field) from None
+
+
+def are_integers(values: list[Any]) -> bool:
+    """Whether all of them are, without looking at each where that is known."""
+    return isinstance(values, Integers) or all(type(value) is int for value in values)
 
 
 def _fail_fast(schema: Any) -> None:

@@ -7,16 +7,18 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from jaxllm.serving.http.body import SMALL_BODY, check_numbers, check_structure, may_overflow, parse_object
+from jaxllm.serving.http.body import SMALL_BODY, check_numbers, may_overflow, parse_object
+from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.request_model import ignored_fields
 
 
 class ParsedRequest(Request):
-    """A request whose body has been read and parsed."""
+    """A request whose body has been read and parsed; one that has been validated too is an instance of its model."""
 
     def __init__(self, scope: Scope, receive: Receive, value: Any):
         super().__init__(scope, receive)
@@ -48,26 +50,30 @@ class JSONRoute(APIRoute):
             check_key(self.sent_key(request), state.api_keys)
             if self.body_field is None:
                 return await handler(request)
-            raw = await read_body(request, state.config.max_body_size)
+            pieces = await read_body(request, state.config.max_body_size)
             ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
-            value = _parsed(raw) if len(raw) <= SMALL_BODY else await state.read_large(_parsed_in_slices, raw)
-            del raw
+            if sum(map(len, pieces)) <= SMALL_BODY:
+                value = _parsed(b"".join(pieces))
+            else:
+                value = await state.read_large(self._read_large, state.bodies, pieces)
+            del pieces
             return await handler(ParsedRequest(request.scope, request.receive, value))
 
         return handle
+
+    def _read_large(self, bodies: BodyProcess, pieces: list[bytes]) -> Any:
+        """The validated body: what takes long is not left to the event loop."""
+        assert self.body_field is not None
+        value = bodies.read(pieces)
+        validated, errors = self.body_field.validate(value, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors, body=value)
+        return validated
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
     value = parse_object(raw)
     if may_overflow(raw):
-        check_numbers(value)
-    return value
-
-
-def _parsed_in_slices(raw: bytes) -> dict[str, Any]:
-    overflow = check_structure(raw)
-    value = parse_object(raw)
-    if overflow:
         check_numbers(value)
     return value
 
@@ -88,20 +94,21 @@ def check_key(sent: str, api_keys: list[bytes]) -> None:
         raise APIError(401, problem, type="authentication_error", code="invalid_api_key", headers=headers)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> list[bytes]:
+    """The body in the pieces that it came in."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise APIError(415, f"Content-Type is {content_type!r}; it must be application/json")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
-    chunks, size = [], 0
+    pieces, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
             raise _too_large(limit)
-        chunks.append(chunk)
-    return b"".join(chunks)
+        pieces.append(chunk)
+    return pieces
 
 
 def _too_large(limit: int) -> APIError:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation_settings import GenerationSettings
-from jaxllm.serving.http.request_model import refuse
+from jaxllm.serving.http.request_model import are_integers, refuse
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.timings import Timings
@@ -41,7 +41,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(value, list):
             if not value:
                 raise refuse("prompt is an empty list; it must have at least one entry")
-            if _is_ids(value) or all(isinstance(entry, list) and entry and _is_ids(entry) for entry in value):
+            if are_integers(value) or all(isinstance(entry, list) and entry and are_integers(entry) for entry in value):
                 return value
             if not all(isinstance(entry, str) for entry in value):
                 raise refuse("prompt must be a string, a list of strings, of token ids, or of lists of token ids")
@@ -89,10 +89,6 @@ class CompletionRequest(GenerationRequest):
         if self.prompt_logprobs is None or echoed is None:
             return echoed if self.prompt_logprobs is None else self.prompt_logprobs
         return -1 if self.prompt_logprobs == -1 else max(self.prompt_logprobs, echoed)
-
-
-def _is_ids(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
 from jaxllm.serving.conversation import Conversation
-from jaxllm.serving.http.request_model import Label, RequestModel, refuse
+from jaxllm.serving.http.request_model import Label, RequestModel, are_integers, refuse
 from jaxllm.serving.openai.messages import Messages, TemplateFields
 from jaxllm.serving.openai.usage import PromptTokensDetails
 from jaxllm.serving.pooling.encoding import EncodingFields
@@ -67,8 +67,8 @@ class InputFields(TemplateFields, PoolingFields):
             return validate(value)
         if not value:
             raise refuse("input is an empty list; it must have at least one entry")
-        if _is_ids(value) or all(
-            isinstance(entry, str) or (isinstance(entry, list) and _is_ids(entry)) for entry in value
+        if are_integers(value) or all(
+            isinstance(entry, str) or (isinstance(entry, list) and are_integers(entry)) for entry in value
         ):
             return value
         raise refuse("input must be a string, a list of strings, of token ids, or of lists of token ids")
@@ -94,7 +94,7 @@ class InputFields(TemplateFields, PoolingFields):
         """One entry a text; none where there are messages."""
         if self.input is None:
             return []
-        if isinstance(self.input, str) or _is_ids(self.input):
+        if isinstance(self.input, str) or are_integers(self.input):
             return [self.input]  # type: ignore[list-item]
         return self.input  # type: ignore[return-value]
 
@@ -131,10 +131,6 @@ class PoolingRequest(VectorFields):
 
     task: Literal["embed", "classify"] | None = None
     """A vector, or the probabilities of the classes; by default what the model is made for."""
-
-
-def _is_ids(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
 
 
 class PoolingUsage(msgspec.Struct, kw_only=True):
