@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, reference
+from jaxllm.pallas_kernels import cpu, gpu_products, reference
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
@@ -96,7 +96,10 @@ REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, store
 COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is)
 """Plain XLA, as accelerators like it."""
 
-GPU = replace(COMPILED, name="gpu", attention=_gpu_attention)
+COMPILED_GPU = replace(COMPILED, linear=gpu_products.linear, grouped_matmul=gpu_products.grouped_matmul)
+"""Attention in plain XLA, products as NVIDIA GPUs like them."""
+
+GPU = replace(COMPILED_GPU, name="gpu", attention=_gpu_attention)
 """Pallas, through its Triton lowering."""
 
 CPU = Kernels(
@@ -107,8 +110,8 @@ CPU = Kernels(
 
 PLATFORM_KERNELS: dict[str, tuple[Kernels, ...]] = {
     "cpu": (REFERENCE,),
-    "gpu": (GPU, COMPILED),
-    "cuda": (GPU, COMPILED),
+    "gpu": (GPU, COMPILED_GPU),
+    "cuda": (GPU, COMPILED_GPU),
     "tpu": (COMPILED,),
 }
 """The sets of each platform, the best first; a platform not listed takes the reference."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import REFERENCE, choose_kernels
+from jaxllm.pallas_kernels import REFERENCE, choose_kernels, gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from tests.pallas_kernels.oracle import ragged_batch
 
@@ -31,10 +31,11 @@ def test_choice(backend, platform, latent, chosen):
 
 
 def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
+    assert choose_kernels("auto", "tpu").grouped_matmul is ragged_dot
     assert choose_kernels("auto", "cpu").grouped_matmul is tiles
     assert choose_kernels("auto", "cpu").page_dtype(jnp.bfloat16) == np.uint16
     for backend in ("auto", "reference", "gpu"):
-        assert choose_kernels(backend, "gpu").grouped_matmul is ragged_dot
+        assert choose_kernels(backend, "gpu").grouped_matmul is gpu_products.grouped_matmul
         assert choose_kernels(backend, "gpu").page_dtype(jnp.bfloat16) == jnp.bfloat16
 
 
