@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu_groups import row_tiles
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 
 MAX_TILE_ROWS = 128
@@ -34,30 +35,12 @@ def choose_tile_rows(num_rows: int, num_groups: int) -> int:
     return min(MAX_TILE_ROWS, max(16, pl.next_power_of_2(pl.cdiv(num_rows, num_groups))))
 
 
-def row_tiles(group_sizes: Int[Array, "X"], num_rows: int, tile_rows: int) -> Int[Array, "tiles 3"]:
-    """Cuts the groups' rows into tiles: (group, first row, rows); tiles left over have 0 rows.
-
-    Worked example, tiles of 16: sizes [3, 0, 20]  ->  [0, 0, 3], [2, 3, 16], [2, 19, 4]
-    """
-    num_groups = group_sizes.shape[0]
-    ends = jnp.cumsum(group_sizes)
-    tile_ends = jnp.cumsum(-(-group_sizes // tile_rows))
-    tile = jnp.arange(num_rows // tile_rows + min(num_groups, num_rows))
-    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right", method="compare_all"), num_groups - 1)
-    before = tile_ends[group] - -(-group_sizes[group] // tile_rows)
-    first = ends[group] - group_sizes[group] + (tile - before) * tile_rows
-    count = jnp.where(tile < tile_ends[-1], jnp.clip(ends[group] - first, 0, tile_rows), 0)
-    return jnp.stack([group, first, count], axis=1).astype(jnp.int32)
-
-
 def grouped_matmul(
     x: Float[Array, "N i"], matrix: KernelMatrix, group_sizes: Int[Array, "X"], *, interpret: bool = False
 ) -> Float[Array, "N o"]:
     """`x[r] @ matrix[group of r].T` in float32; rows are sorted by group, and those of no group come out zero."""
-    out = _multiply(
-        x, matrix, row_tiles(group_sizes, x.shape[0], choose_tile_rows(x.shape[0], len(group_sizes))), interpret
-    )
-    return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], out, 0)
+    tile_rows = choose_tile_rows(x.shape[0], len(group_sizes))
+    return _multiply(x, matrix, row_tiles(group_sizes, x.shape[0], tile_rows, interpret=interpret), interpret)
 
 
 def matmul(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False) -> Float[Array, "T o"]:
@@ -140,9 +123,11 @@ def _kernel(
             return acc
 
         start = jnp.zeros((tile_rows, BLOCK_OUT), jnp.float32)
-        acc = lax.fori_loop(0, pl.cdiv(stored, step), body, start)
+        known = group < codes_ref.shape[0] // outputs  # rows of no group come out zero
+        acc = lax.fori_loop(0, known.astype(jnp.int32) * pl.cdiv(stored, step), body, start)
         if matrix.scales_whole_rows:
-            scale = triton_load(tables["scale"].at[lax.div(matrix_row, matrix.scale_rows)], mask=inside, other=0)
+            at = lax.div(matrix_row, matrix.scale_rows)
+            scale = triton_load(tables["scale"].at[at], mask=inside & known, other=0)
             acc *= scale.astype(jnp.float32)[None, :]
         triton_store(out_ref.at[(first + row)[:, None], output[None, :]], acc, mask=live[:, None] & inside[None, :])
 

@@ -43,6 +43,13 @@ def grouped_matmul(x: Float[Array, "N i"], weight: Any, group_sizes: Int[Array, 
     return _joined([gpu_matmul.grouped_matmul(x, matrix, group_sizes) for matrix in matrices])
 
 
+def sort_by_group(group: Int[Array, "N"], num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `grouped_matmul.sort_by_group`."""
+    from jaxllm.pallas_kernels import gpu_groups
+
+    return gpu_groups.sort_by_group(group, num_groups)
+
+
 def _product(x: jax.Array, matrix: KernelMatrix) -> jax.Array:
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
         from jaxllm.pallas_kernels import gpu_matmul

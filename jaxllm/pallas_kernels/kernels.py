@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import cpu, gpu_products, reference
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, sort_by_group, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
 from jaxllm.pallas_kernels.products import linear
@@ -67,6 +67,7 @@ class Kernels:
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
         gated: `(x, weight, activation, norm)` -> `act(gate) * up`, where there is a kernel for that.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
+        sort_by_group: `(group [N], X)` -> order, places and sizes; see `grouped_matmul.py`.
         page_dtype: the type that pages of a float type are kept in.
         tiles: weights go into tiles for the C++ kernels, where those have them.
         turns_heads: attention takes the heads' norms and angles, and applies them itself.
@@ -80,6 +81,7 @@ class Kernels:
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
     gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
+    sort_by_group: Callable[[jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]] = sort_by_group
     tiles: bool = False
     turns_heads: bool = False
 
@@ -96,7 +98,12 @@ REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, store
 COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is)
 """Plain XLA, as accelerators like it."""
 
-COMPILED_GPU = replace(COMPILED, linear=gpu_products.linear, grouped_matmul=gpu_products.grouped_matmul)
+COMPILED_GPU = replace(
+    COMPILED,
+    linear=gpu_products.linear,
+    grouped_matmul=gpu_products.grouped_matmul,
+    sort_by_group=gpu_products.sort_by_group,
+)
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 
 GPU = replace(COMPILED_GPU, name="gpu", attention=_gpu_attention)

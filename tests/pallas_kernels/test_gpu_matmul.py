@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxllm.pallas_kernels import gpu_matmul, gpu_products
+from jaxllm.pallas_kernels import gpu_matmul, gpu_products, grouped_matmul
+from jaxllm.pallas_kernels.gpu_groups import row_tiles, sort_by_group
 from jaxllm.pallas_kernels.grouped_matmul import tiles
 from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.fp8_blocks import Fp8Blocks
@@ -108,8 +109,17 @@ def test_many_rows_take_larger_tiles():
 
 
 def test_tiles_are_as_documented():
-    found = np.asarray(gpu_matmul.row_tiles(jnp.asarray([3, 0, 20]), 23, 16))
-    np.testing.assert_array_equal(found[found[:, 2] > 0], [[0, 0, 3], [2, 3, 16], [2, 19, 4]])
+    found = np.asarray(row_tiles(jnp.asarray([3, 0, 20]), 24, 16, interpret=True))
+    np.testing.assert_array_equal(found[found[:, 2] > 0], [[0, 0, 3], [2, 3, 16], [2, 19, 4], [3, 23, 1]])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 300])
+@pytest.mark.parametrize("groups", [1, 5, 128])
+def test_rows_are_sorted_as_by_the_compiler(rows, groups):
+    group = jnp.asarray(np.random.default_rng(rows).integers(0, groups + 1, rows), jnp.int32)
+    found = sort_by_group(group, groups, interpret=True)
+    for own, expected in zip(found, grouped_matmul.sort_by_group(group, groups), strict=True):
+        np.testing.assert_array_equal(own, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 130])
@@ -154,4 +164,4 @@ def test_lowers_for_cuda_without_expanding_weights(kind):
     h100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=h100)):
         text = jax.jit(multiply).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2  # the tiles, and the product
