@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu_float8 import from_e4m3
 from jaxllm.pallas_kernels.gpu_groups import row_tiles
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 
@@ -156,7 +157,7 @@ def _expand(
 ) -> Array:
     """A tile's numbers in the type of the product; a scale of whole rows is left to the end."""
     if matrix.codes.dtype == jnp.float8_e4m3fn:
-        codes = _from_e4m3(codes.astype(jnp.int32))
+        codes = from_e4m3(codes.astype(jnp.int32))
     elif matrix.planes > 1:
         codes = (codes.astype(jnp.int32) >> (plane * matrix.bits)) & ((1 << matrix.bits) - 1)
     if matrix.scale is None or (matrix.scales_whole_rows and not matrix.levels and not matrix.middle):
@@ -176,9 +177,3 @@ def _expand(
     if not matrix.scales_whole_rows:
         values *= triton_load(tables["scale"].at[where], mask=mask, other=0).astype(jnp.float32)
     return values.astype(matrix.dtype)
-
-
-def _from_e4m3(bits: Array) -> Array:
-    """float32 of e4m3's bits, by way of a float16 with an exponent 8 too small: GPUs before 8.9 convert no such."""
-    half = ((bits & 128) << 8 | (bits & 127) << 7).astype(jnp.uint16)
-    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 2.0**8

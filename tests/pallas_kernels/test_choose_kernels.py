@@ -13,21 +13,18 @@ from tests.pallas_kernels.oracle import ragged_batch
 
 
 @pytest.mark.parametrize(
-    ("backend", "platform", "latent", "chosen"),
+    ("backend", "platform", "chosen"),
     [
-        ("auto", "cpu", False, "reference"),
-        ("auto", "gpu", False, "gpu"),
-        ("auto", "tpu", False, "reference"),
-        ("auto", "a platform of next year", False, "reference"),
-        ("gpu", "gpu", False, "gpu"),
-        ("reference", "gpu", False, "reference"),
-        ("auto", "cpu", True, "reference"),
-        ("auto", "gpu", True, "reference"),
-        ("reference", "gpu", True, "reference"),
+        ("auto", "cpu", "reference"),
+        ("auto", "gpu", "gpu"),
+        ("auto", "tpu", "reference"),
+        ("auto", "a platform of next year", "reference"),
+        ("gpu", "gpu", "gpu"),
+        ("reference", "gpu", "reference"),
     ],
 )
-def test_choice(backend, platform, latent, chosen):
-    assert choose_kernels(backend, platform, latent=latent).name == chosen
+def test_choice(backend, platform, chosen):
+    assert choose_kernels(backend, platform).name == chosen
 
 
 def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
@@ -40,16 +37,15 @@ def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
 
 
 @pytest.mark.parametrize(
-    ("backend", "platform", "latent", "words"),
+    ("backend", "platform", "words"),
     [
-        ("flash", "cpu", False, ("attention_backend is 'flash'", "accepted are auto, reference, gpu")),
-        ("gpu", "cpu", False, ("attention_backend is 'gpu'", "needs a GPU", "runs on cpu")),
-        ("gpu", "gpu", True, ("attention_backend is 'gpu'", "latent attention (MLA)", "accepts auto, reference")),
+        ("flash", "cpu", ("attention_backend is 'flash'", "accepted are auto, reference, gpu")),
+        ("gpu", "cpu", ("attention_backend is 'gpu'", "needs a GPU", "runs on cpu")),
     ],
 )
-def test_refusal_is_one_line_with_what_would_do(backend, platform, latent, words):
+def test_refusal_is_one_line_with_what_would_do(backend, platform, words):
     with pytest.raises(ConfigError) as error:
-        choose_kernels(backend, platform, latent=latent)
+        choose_kernels(backend, platform)
     message = str(error.value)
     assert "\n" not in message
     for word in words:

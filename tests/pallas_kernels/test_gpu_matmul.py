@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxllm.pallas_kernels import gpu_matmul, gpu_products, grouped_matmul
+from jaxllm.pallas_kernels import RootMeanSquare, gpu_float8, gpu_matmul, gpu_norm, gpu_products, grouped_matmul
 from jaxllm.pallas_kernels.gpu_groups import row_tiles, sort_by_group
 from jaxllm.pallas_kernels.grouped_matmul import tiles
 from jaxllm.quantization.coded import FP8
@@ -93,7 +93,14 @@ def test_every_e4m3_number_is_read_right():
     bits = np.arange(256, dtype=np.uint8)
     bits = bits[(bits & 127) != 127]  # not a number
     expected = bits.view(FP8).astype(np.float32)
-    np.testing.assert_array_equal(gpu_matmul._from_e4m3(jnp.asarray(bits, jnp.int32)), expected)
+    np.testing.assert_array_equal(gpu_float8.from_e4m3(jnp.asarray(bits, jnp.int32)), expected)
+
+
+def test_the_nearest_e4m3_number_is_written():
+    random = np.random.default_rng(0)
+    x = np.concatenate([random.uniform(-448, 448, 2000), random.normal(0, 0.02, 2000), np.arange(-40, 40) / 1024])
+    x = x.astype(np.float32)
+    np.testing.assert_array_equal(gpu_float8.to_e4m3(jnp.asarray(x)), x.astype(FP8).view(np.uint8))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -165,3 +172,15 @@ def test_lowers_for_cuda_without_expanding_weights(kind):
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=h100)):
         text = jax.jit(multiply).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2  # the tiles, and the product
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_sum_and_its_norm_are_the_same_at_once(dtype):
+    random = np.random.default_rng(0)
+    x, out = (jnp.asarray(random.standard_normal((5, 96)), dtype) for _ in range(2))
+    norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, 96), jnp.float32), 1e-5)
+    total, normed = gpu_norm.add_norm(x, out, norm, interpret=True)
+    np.testing.assert_array_equal(total, x + out)
+    exact = np.asarray(x + out, np.float64)
+    exact *= np.asarray(norm.weight, np.float64) / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=1e-5 if dtype == jnp.float32 else 1e-2)
