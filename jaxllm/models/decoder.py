@@ -33,6 +33,7 @@ class Decoder(nnx.Module):
         check_parallel(config, options.tp, options.expert_parallel)
         vocab, size = config.vocab_size, config.hidden_size
         self.config = config
+        self.kernels = options.kernels
         self.embed = VocabEmbedding(vocab, size, options)
         self.layers = nnx.List([DecoderLayer(config, i, options) for i in range(config.num_layers)])
         self.norm = _norm(config)
@@ -50,12 +51,16 @@ class Decoder(nnx.Module):
             x = (x * config.embedding_scale).astype(x.dtype)
         angles: dict[Any, Angles | None] = {None: None}
         angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
-        written = []
+        written, late = [], None
         for index, layer in enumerate(self.layers):
             graph, weights = nnx.split(layer)
             with jax.named_scope(f"layer_{index}"):
-                x, page = _run_layer(graph, weights, x, angles[config.layers[index].rope], pages[index], meta)
+                x, late, page = _run_layer(
+                    graph, weights, x, late, angles[config.layers[index].rope], pages[index], meta
+                )
             written.append(page)
+        if self.kernels.add_norm is not None and late is not None:
+            return self.kernels.add_norm(x, late, self.norm.traced)[1], tuple(written)
         return self.norm(x), tuple(written)
 
     def most_likely(self, hidden: Float[Array, "R E"]) -> Int[Array, "R"] | None:
@@ -82,8 +87,27 @@ class DecoderLayer(nnx.Module):
         self.mlp = _mlp(config, index, options)
         self.attention_post_norm = _norm(config) if config.post_norms else None
         self.mlp_post_norm = _norm(config) if config.post_norms else None
+        plain = config.norm == "rms" and not config.parallel_residual and not config.post_norms
+        self.add_norm = options.kernels.add_norm if plain else None
 
     def __call__(
+        self, x: Float[Array, "T E"], late: Float[Array, "T E"] | None, angles: Angles | None, pages: Pages,
+        meta: StepMetadata,
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | None, Pages]:  # fmt: skip
+        """The layer's output in two parts, the second of which is to be added; None where the first is all of it.
+
+        A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
+        """
+        if self.add_norm is None or self.mlp_norm is None:
+            x, pages = self._whole(x, angles, pages, meta)
+            return x, None, pages
+        norm = self.attention_norm.traced
+        x, normed = (x, norm(x)) if late is None else self.add_norm(x, late, norm)
+        out, pages = self.attention(normed, angles, pages, meta)
+        x, normed = self.add_norm(x, out, self.mlp_norm.traced)
+        return x, self.mlp(normed, meta), pages
+
+    def _whole(
         self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], Pages]:
         before, post = x, self.attention_post_norm
@@ -99,9 +123,9 @@ class DecoderLayer(nnx.Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Any, pages: Pages, meta: StepMetadata) -> Any:
+def _run_layer(graph: Any, weights: Any, x: Any, late: Any, angles: Any, pages: Pages, meta: StepMetadata) -> Any:
     """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
-    return nnx.merge(graph, weights)(x, angles, pages, meta)
+    return nnx.merge(graph, weights)(x, late, angles, pages, meta)
 
 
 def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:

@@ -26,17 +26,22 @@ ACTIVATIONS = {
 
 
 def linear(
-    x: Float[Array, "T i"], weight: Any, norm: Norm | None = None, residual: Float[Array, "T o"] | None = None
+    x: Float[Array, "T i"],
+    weight: Any,
+    norm: Norm | None = None,
+    residual: Float[Array, "T o"] | None = None,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "T o"]:
     """`weight.matmul(norm(x)) + residual` in one pass where the weight lies in tiles."""
     matrices = weight.matrices
     if matrices is None:
-        return products.linear(x, weight, norm, residual)
+        return products.linear(x, weight, norm, residual, dtype)
     x, native = _before(x, norm)
     if len(matrices) == 1:
-        return cpu_kernels.linears(x, matrices, norm=native, residual=residual)[0]
+        out = cpu_kernels.linears(x, matrices, norm=native, residual=residual)[0]
+        return out if residual is not None else out.astype(dtype)
     out = jnp.concatenate(cpu_kernels.linears(x, matrices, norm=native), axis=-1)
-    return out if residual is None else out + residual
+    return out.astype(dtype) if residual is None else out + residual
 
 
 def segments(x: Float[Array, "T i"], weight: Any, norm: Norm | None) -> tuple[jax.Array, ...] | None:

@@ -1,17 +1,16 @@
 """Paged attention of decode rows on NVIDIA GPUs: flash-decoding in Pallas, lowered through Triton.
 
-One program per (sequence, KV head, split): the query heads that share the KV head are the rows of one tile, padded to
-the 16 that a tensor-core dot needs. Each split takes an equal share of the sequence's own blocks of keys, from the
-window's first to the context's last, so that a short context beside a long one still spreads over all splits. Splits
-leave float32 partials that XLA combines; with one split the kernel writes the output itself.
+A sequence's blocks of keys are cut into splits of a fixed number of blocks, or of more where that would be over
+MAX_SPLITS: the cut depends on the sequence alone, so that a request's logits depend on no bucket and no batch-mate.
+The (sequence, split) pairs of all rows are one list, and the programs of a KV head take turns at it: a long context
+among short ones spreads over the whole GPU. Nothing of that is sent by the host: each program finds its pairs from the
+context lengths. Splits leave float32 partials, which a second, small kernel combines; rows that are not live come out
+of it as zeros.
 
-Decode reads each live key and value once: `2 * context * K * D * itemsize` bytes a sequence and layer (4 KiB a token
-for Llama-3-8B in bf16) at `H / K` times 2 FLOPs a byte, far below any GPU's balance: memory bandwidth is the limit,
-and the padded rows of the dot are free. Partials add `rows * splits * H * D * 8` bytes (write and read), which the
-number of splits keeps small: it falls to 1 once sequences and KV heads fill the GPU.
-
-The number of splits depends on the bucket's shape, and float32 rounding on the number of splits: bitwise equality of a
-request's logits across buckets needs a fixed `splits`.
+A program has the query heads that share the KV head as the rows of one tile, padded to the 16 that a tensor-core dot
+needs. Decode reads each live key and value once: `2 * context * K * D * itemsize` bytes a sequence and layer (4 KiB a
+token for Llama-3-8B in bf16) at `H / K` times 2 FLOPs a byte, far below any GPU's balance: memory bandwidth is the
+limit, and the padded rows of the dot are free. Partials add `splits * H * D * 8` bytes a row (write and read).
 """
 
 from __future__ import annotations
@@ -21,25 +20,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec, attend, cdiv, first_key, start_softmax
+from jaxllm.pallas_kernels.gpu_tile import MASKED, AttentionSpec, attend, cdiv, first_key, load_queries, start_softmax
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 
-TARGET_PROGRAMS = 256
-"""Programs that fill a large GPU: about two on each of an H100's 132 multiprocessors."""
-MIN_BLOCKS_PER_SPLIT = 4
+TARGET_PROGRAMS = 528
+"""Four on each of an H100's 132 multiprocessors."""
+SPLIT_BLOCKS = 4
+"""Blocks of keys in a split."""
 MAX_SPLITS = 32
+"""Of one sequence."""
 
 
-def choose_splits(rows: int, max_context: int, spec: AttentionSpec) -> int:
-    """Splits per sequence that fill the GPU, while each has a few blocks of the longest possible context to do."""
-    reach = max_context if spec.window is None else min(max_context, spec.window)
-    wanted = cdiv(TARGET_PROGRAMS, rows * spec.kv_heads)
-    return max(1, min(wanted, reach // (MIN_BLOCKS_PER_SPLIT * spec.block_k), MAX_SPLITS))
+def most_splits(max_context: int, spec: AttentionSpec) -> int:
+    """Splits of the longest sequence."""
+    reach = max_context if spec.window is None else min(max_context, spec.window + spec.block_k)
+    return min(MAX_SPLITS, cdiv(cdiv(reach, spec.block_k), SPLIT_BLOCKS))
 
 
 def decode_attention(
@@ -49,39 +50,47 @@ def decode_attention(
     spec: AttentionSpec,
     sinks: Float[Array, "H"] | None,
     *,
-    splits: int | None = None,
     interpret: bool = False,
-) -> Float[Array, "R H D"]:
-    """Attention of the decode rows, row i being sequence i's one query; rows from `num_decodes` on are undefined."""
+) -> Float[Array, "R H Dv"]:
+    """Attention of the decode rows, row i being sequence i's one query; rows from `num_decodes` on are zero."""
     rows, heads, head_dim = q.shape
-    splits = splits or choose_splits(rows, meta.page_table.shape[1] * spec.page_size, spec)
-    tile_rows = max(16, pl.next_power_of_2(spec.group))
-    if splits == 1:
-        out_shape: Any = jax.ShapeDtypeStruct((rows * heads, head_dim), q.dtype)
-    else:
-        partial_rows = splits * rows * heads
-        statistic = jax.ShapeDtypeStruct((partial_rows,), jnp.float32)
-        out_shape = (jax.ShapeDtypeStruct((partial_rows, head_dim), jnp.float32), statistic, statistic)
-    out = pl.pallas_call(
-        functools.partial(_decode_kernel, spec=spec, rows=rows, splits=splits, tile_rows=tile_rows),
-        out_shape=out_shape,
-        grid=(rows, spec.kv_heads, splits),
+    splits = most_splits(meta.page_table.shape[1] * spec.page_size, spec)
+    statistic = jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32)
+    partials = pl.pallas_call(
+        functools.partial(_decode_kernel, spec=spec, rows=rows, splits=splits),
+        out_shape=(jax.ShapeDtypeStruct((rows * splits * heads, spec.value_dim), jnp.float32), statistic, statistic),
+        grid=(spec.head_tiles, min(rows * splits, cdiv(TARGET_PROGRAMS, spec.head_tiles))),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=4, num_stages=2),
+        compiler_params=triton_compiler_params(num_warps=4, num_stages=3),
         name="paged_attention_decode",
     )(
         meta.num_decodes.reshape(1),
         meta.context_len,
         meta.page_table,
         q.reshape(rows * heads, head_dim),
-        *(buffer.reshape(-1, head_dim) for buffer in pages),
+        *(buffer.reshape(-1, buffer.shape[-1]) for buffer in pages),
         *(() if sinks is None else (sinks,)),
     )
-    if splits == 1:
-        return out.reshape(q.shape)
-    acc, m, l = (partial.reshape(splits, rows, heads, -1) for partial in out)  # noqa: E741
-    weights = jnp.exp2(m - jnp.max(m, axis=0))
-    return (jnp.sum(acc * weights, axis=0) / jnp.sum(l * weights, axis=0)).astype(q.dtype)
+    out = pl.pallas_call(
+        functools.partial(_combine_kernel, spec=spec, splits=splits),
+        out_shape=jax.ShapeDtypeStruct((rows * heads, spec.value_dim), q.dtype),
+        grid=(rows, heads),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
+        name="paged_attention_combine",
+    )(meta.num_decodes.reshape(1), meta.context_len, *partials)
+    return out.reshape(rows, heads, spec.value_dim)
+
+
+def _blocks(context_len: Array, spec: AttentionSpec) -> tuple[Array, Array]:
+    """The first block of keys that a sequence's query sees, and how many there are."""
+    first = lax.div(first_key(jnp.maximum(context_len - 1, 0), spec.window), spec.block_k)
+    return first, cdiv(context_len, spec.block_k) - first
+
+
+def _split_blocks(blocks: Array) -> Array:
+    """Blocks in each split of a sequence of so many."""
+    return jnp.maximum(SPLIT_BLOCKS, cdiv(blocks, MAX_SPLITS))
 
 
 def _decode_kernel(
@@ -89,55 +98,82 @@ def _decode_kernel(
     context_len_ref: Any,
     page_table_ref: Any,
     q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    *sinks_and_outputs: Any,
+    *refs: Any,
     spec: AttentionSpec,
     rows: int,
     splits: int,
-    tile_rows: int,
 ) -> None:
-    sinks_ref, outputs = (sinks_and_outputs[0], sinks_and_outputs[1:]) if spec.has_sinks else (None, sinks_and_outputs)
-    seq, kv_head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    *inputs, acc_ref, m_ref, l_ref = refs
+    page_refs, sinks_refs = inputs[: spec.buffers], inputs[spec.buffers :]
+    head_tile, program = pl.program_id(0), pl.program_id(1)
+    row = jnp.arange(pl.next_power_of_2(rows))
+    contexts = triton_load(context_len_ref.at[row], mask=(row < rows) & (row < num_decodes_ref[0]), other=0)
+    _, blocks = _blocks(contexts, spec)
+    counts = cdiv(blocks, _split_blocks(blocks))  # a row that is not live has none
+    ends = jnp.cumsum(counts)
 
-    @pl.when(seq < num_decodes_ref[0])
-    def _() -> None:
-        group_row = jnp.arange(tile_rows)
-        dims = jnp.arange(spec.padded_dim)
-        in_group = group_row < spec.group
-        tile_mask = in_group[:, None] & (dims < spec.head_dim)[None, :]
-        head = kv_head * spec.group + group_row
-        q = triton_load(q_ref.at[(seq * spec.heads + head)[:, None], dims[None, :]], mask=tile_mask, other=0)
+    tile_rows = max(16, pl.next_power_of_2(spec.tile_heads))
+    kv_head, head, live_head = spec.heads_of(head_tile, jnp.arange(tile_rows))
+    dims = jnp.arange(spec.parts[0].padded)
 
+    def body(turn: Array, carry: Array) -> Array:
+        item = program + turn * pl.num_programs(1)
+        seq = jnp.sum((ends <= item).astype(jnp.int32))
+        split = item - jnp.sum(jnp.where(row < seq, counts, 0))
         context_len = context_len_ref[seq]
+        first, blocks = _blocks(context_len, spec)
+        share = _split_blocks(blocks)
+        begin = first + split * share
         position = context_len - 1
-        key_start = first_key(position, spec.window)
-        first_block = key_start // spec.block_k
-        end_block = cdiv(context_len, spec.block_k)
-        share = cdiv(end_block - first_block, splits)
-        begin = first_block + split * share
 
-        sinks = None if sinks_ref is None else triton_load(sinks_ref.at[head], mask=in_group, other=0)
+        sinks = triton_load(sinks_refs[0].at[head], mask=live_head, other=0) if sinks_refs else None
         state = start_softmax(tile_rows, spec, sinks)
         # A sink counts once, in the first split.
         state = state._replace(l=jnp.where(split == 0, state.l, 0.0))
         state = attend(
-            q,
+            load_queries(q_ref, seq * spec.heads + head, live_head, spec),
             jnp.full((tile_rows,), position),
             kv_head,
             lambda index, mask: triton_load(page_table_ref.at[seq, index], mask=mask, other=0),
-            k_ref,
-            v_ref,
-            (key_start, context_len),
-            (begin, jnp.minimum(begin + share, end_block)),
+            page_refs,
+            (first_key(position, spec.window), context_len),
+            (begin, jnp.minimum(begin + share, first + blocks)),
             state,
             spec,
         )
-        out_row = (split * rows + seq) * spec.heads + head
-        out_at = outputs[0].at[out_row[:, None], dims[None, :]]
-        if splits == 1:
-            triton_store(out_at, state.normalized().astype(q.dtype), mask=tile_mask)
-        else:
-            triton_store(out_at, state.acc, mask=tile_mask)
-            triton_store(outputs[1].at[out_row], state.m, mask=in_group)
-            triton_store(outputs[2].at[out_row], state.l, mask=in_group)
+        out_row = (seq * splits + split) * spec.heads + head
+        mask = live_head[:, None] & (dims < spec.value_dim)[None, :]
+        triton_store(acc_ref.at[out_row[:, None], dims[None, :]], state.acc, mask=mask)
+        triton_store(m_ref.at[out_row], state.m, mask=live_head)
+        triton_store(l_ref.at[out_row], state.l, mask=live_head)
+        return carry
+
+    mine = cdiv(jnp.maximum(jnp.sum(counts) - program, 0), pl.num_programs(1))
+    lax.fori_loop(0, mine, body, 0)
+
+
+def _combine_kernel(
+    num_decodes_ref: Any,
+    context_len_ref: Any,
+    acc_ref: Any,
+    m_ref: Any,
+    l_ref: Any,
+    out_ref: Any,
+    *,
+    spec: AttentionSpec,
+    splits: int,
+) -> None:
+    row, head = pl.program_id(0), pl.program_id(1)
+    _, blocks = _blocks(context_len_ref[row], spec)
+    count = jnp.where(row < num_decodes_ref[0], cdiv(blocks, _split_blocks(blocks)), 0)
+    split = jnp.arange(pl.next_power_of_2(splits))
+    dims = jnp.arange(spec.parts[0].padded)
+    live = split < count
+    at = (row * splits + split) * spec.heads + head
+    m = triton_load(m_ref.at[at], mask=live, other=MASKED)
+    weights = jnp.exp2(m - jnp.max(m, axis=0))
+    total = jnp.sum(weights * triton_load(l_ref.at[at], mask=live, other=0), axis=0)
+    inside = dims < spec.value_dim
+    acc = triton_load(acc_ref.at[at[:, None], dims[None, :]], mask=live[:, None] & inside[None, :], other=0)
+    out = jnp.sum(acc * weights[:, None], axis=0) / jnp.where(total == 0, 1, total)
+    triton_store(out_ref.at[row * spec.heads + head, dims], out.astype(spec.dtype), mask=inside)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec, attend, cdiv, first_key, start_softmax
+from jaxllm.pallas_kernels.gpu_tile import AttentionSpec, attend, cdiv, first_key, load_queries, start_softmax
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 
@@ -34,9 +34,9 @@ TILE_BYTES = 32 * 1024
 
 def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
     """Rows of the query tile: as many as fit TILE_BYTES, and no more than the step has."""
-    fitting = TILE_BYTES // (spec.padded_dim * jnp.dtype(spec.dtype).itemsize)
-    wanted = min(MAX_TILE_ROWS, fitting, pl.next_power_of_2(tokens * spec.group))
-    return max(16, pl.next_power_of_2(spec.group), wanted)
+    fitting = TILE_BYTES // (spec.parts[0].padded * jnp.dtype(spec.dtype).itemsize)
+    wanted = min(MAX_TILE_ROWS, fitting, pl.next_power_of_2(tokens * spec.tile_heads))
+    return max(16, pl.next_power_of_2(spec.tile_heads), wanted)
 
 
 def prefill_tiles(meta: StepMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:
@@ -72,69 +72,66 @@ def prefill_attention(
     sinks: Float[Array, "H"] | None,
     *,
     interpret: bool = False,
-) -> Float[Array, "T H D"]:
+) -> Float[Array, "T H Dv"]:
     """Attention of the prefill rows; decode and padding rows of the result are undefined.
 
     A chunk's query tokens are the last of its context: token i of n has position `context_len - n + i`.
     """
     tokens, heads, head_dim = q.shape
     tile_rows = choose_tile_rows(tokens, spec)
-    tiles = prefill_tiles(meta, tokens, tile_rows // spec.group)
+    tiles = prefill_tiles(meta, tokens, tile_rows // spec.tile_heads)
     out = pl.pallas_call(
         functools.partial(_prefill_kernel, spec=spec, tile_rows=tile_rows),
-        out_shape=jax.ShapeDtypeStruct((tokens * heads, head_dim), q.dtype),
-        grid=(tiles.shape[0], spec.kv_heads),
+        out_shape=jax.ShapeDtypeStruct((tokens * heads, spec.value_dim), q.dtype),
+        grid=(tiles.shape[0], spec.head_tiles),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=8 if tile_rows >= 128 else 4, num_stages=2),
+        compiler_params=triton_compiler_params(num_warps=8 if tile_rows >= 128 or spec.latent_dim else 4, num_stages=2),
         name="paged_attention_prefill",
     )(
         tiles,
         meta.page_table,
         q.reshape(tokens * heads, head_dim),
-        *(buffer.reshape(-1, head_dim) for buffer in pages),
+        *(buffer.reshape(-1, buffer.shape[-1]) for buffer in pages),
         *(() if sinks is None else (sinks,)),
     )
-    return out.reshape(q.shape)
+    return out.reshape(tokens, heads, spec.value_dim)
 
 
 def _prefill_kernel(
     tiles_ref: Any,
     page_table_ref: Any,
     q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    *sinks_and_output: Any,
+    *refs: Any,
     spec: AttentionSpec,
     tile_rows: int,
 ) -> None:
-    sinks_ref, out_ref = sinks_and_output if spec.has_sinks else (None, *sinks_and_output)
-    tile, kv_head = pl.program_id(0), pl.program_id(1)
+    *inputs, out_ref = refs
+    page_refs, sinks_refs = inputs[: spec.buffers], inputs[spec.buffers :]
+    tile, head_tile = pl.program_id(0), pl.program_id(1)
     seq, first_token, count, first_position = (tiles_ref[tile, column] for column in range(4))
 
     @pl.when(count > 0)
     def _() -> None:
         row = jnp.arange(tile_rows)
-        dims = jnp.arange(spec.padded_dim)
-        token = lax.div(row, spec.group)
-        head = kv_head * spec.group + lax.rem(row, spec.group)
-        row_mask = token < count
-        tile_mask = row_mask[:, None] & (dims < spec.head_dim)[None, :]
+        dims = jnp.arange(spec.parts[0].padded)
+        token = lax.div(row, spec.tile_heads)
+        kv_head, head, known = spec.heads_of(head_tile, lax.rem(row, spec.tile_heads))
+        live = (token < count) & known
         q_row = (first_token + token) * spec.heads + head
-        q = triton_load(q_ref.at[q_row[:, None], dims[None, :]], mask=tile_mask, other=0)
 
-        sinks = None if sinks_ref is None else triton_load(sinks_ref.at[head], mask=row_mask, other=0)
+        sinks = triton_load(sinks_refs[0].at[head], mask=live, other=0) if sinks_refs else None
         key_start = first_key(first_position, spec.window)
         key_stop = first_position + count
         state = attend(
-            q,
+            load_queries(q_ref, q_row, live, spec),
             first_position + token,
             kv_head,
             lambda index, mask: triton_load(page_table_ref.at[seq, index], mask=mask, other=0),
-            k_ref,
-            v_ref,
+            page_refs,
             (key_start, key_stop),
             (lax.div(key_start, spec.block_k), cdiv(key_stop, spec.block_k)),
             start_softmax(tile_rows, spec, sinks),
             spec,
         )
-        triton_store(out_ref.at[q_row[:, None], dims[None, :]], state.normalized().astype(q.dtype), mask=tile_mask)
+        mask = live[:, None] & (dims < spec.value_dim)[None, :]
+        triton_store(out_ref.at[q_row[:, None], dims[None, :]], state.normalized().astype(spec.dtype), mask=mask)

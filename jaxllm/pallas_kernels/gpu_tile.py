@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_load
+from jaxllm.pallas_kernels.gpu_float8 import from_e4m3
+from jaxllm.pallas_kernels.pages import SCALE_BYTES
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
@@ -28,17 +31,36 @@ MASKED = -1e30
 correction exp2(MASKED - m) = 0 then wipes out, where infinities would leave NaN."""
 
 KV_BLOCK_BYTES = 16 * 1024
-"""Size of one block of keys (or values). Double-buffered K and V then take 64 KiB of the 99 KiB (sm_86, sm_89) to
-227 KiB (sm_90) of shared memory that a block of threads can have."""
+"""Size of one block of keys (or values). Three of K and V then take 96 KiB of the 99 KiB (sm_86, sm_89) to 227 KiB
+(sm_90) of shared memory that a block of threads can have."""
+LATENT_HEADS = 16
+"""Query heads of a tile over latent pages, whose values have 512 channels: their sums are what fills registers."""
+LATENT_BLOCK_BYTES = 40 * 1024
+"""Size of one block of latents, which are keys and values at once."""
 
 
-def cdiv(a: Array | int, b: int) -> Any:
+def cdiv(a: Array | int, b: Array | int) -> Any:
     return lax.div(a + b - 1, b) if isinstance(a, jax.Array) else -(-a // b)
+
+
+class Part(NamedTuple):
+    """Channels of a key that are multiplied together, `padded` to what a tile may have."""
+
+    start: int
+    size: int
+
+    @property
+    def padded(self) -> int:
+        """Triton arrays have power-of-two sizes, and a tensor-core dot needs 16 along each axis."""
+        return max(16, pl.next_power_of_2(self.size))
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What is static about one attention call; see `paged_attention` for the meaning of the last four fields."""
+    """What is static about one attention call; see `paged_attention` for the meaning of the last four fields.
+
+    `latent_dim` is given where pages are latent: how many channels of a key are its value.
+    """
 
     heads: int
     kv_heads: int
@@ -48,22 +70,53 @@ class AttentionSpec:
     scale: float
     window: int | None
     softcap: float | None
-    has_sinks: bool
+    latent_dim: int | None = None
+    quantized: bool = False
+    """Pages hold codes and, behind them, the bytes of their scale; see `pages.py`."""
 
     @property
     def group(self) -> int:
         return self.heads // self.kv_heads
 
     @property
-    def padded_dim(self) -> int:
-        """Triton arrays have power-of-two sizes, and a tensor-core dot needs 16 along each axis."""
-        return max(16, pl.next_power_of_2(self.head_dim))
+    def tile_heads(self) -> int:
+        """Query heads of a tile."""
+        return self.group if self.latent_dim is None else min(self.group, LATENT_HEADS)
+
+    @property
+    def head_tiles(self) -> int:
+        return self.kv_heads * cdiv(self.group, self.tile_heads)
+
+    def heads_of(self, head_tile: Array, row: Array) -> tuple[Array, Array, Array]:
+        """The KV head of a tile, the query heads of its rows, and which of those there are."""
+        tiles = cdiv(self.group, self.tile_heads)
+        kv_head = lax.div(head_tile, tiles)
+        in_group = lax.rem(head_tile, tiles) * self.tile_heads + row
+        return kv_head, kv_head * self.group + in_group, (row < self.tile_heads) & (in_group < self.group)
+
+    @property
+    def buffers(self) -> int:
+        """Of a layer's pages."""
+        return 2 if self.latent_dim is None else 1
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_dim or self.head_dim
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The channels of a key; the first part's are also the value's where pages are latent."""
+        if self.latent_dim is None or self.latent_dim == self.head_dim:
+            return (Part(0, self.head_dim),)
+        return (Part(0, self.latent_dim), Part(self.latent_dim, self.head_dim - self.latent_dim))
 
     @property
     def block_k(self) -> int:
         """Keys per iteration."""
-        fitting = KV_BLOCK_BYTES // (self.padded_dim * jnp.dtype(self.dtype).itemsize)
-        return min(128, max(16, fitting))
+        size = sum(part.padded for part in self.parts) * jnp.dtype(self.dtype).itemsize
+        size *= 1 + self.quantized  # codes and what they become are in registers at once
+        fitting = (KV_BLOCK_BYTES if self.latent_dim is None else LATENT_BLOCK_BYTES) // size
+        return min(128, max(16, 1 << (max(fitting, 1).bit_length() - 1)))
 
 
 class OnlineSoftmax(NamedTuple):
@@ -79,7 +132,7 @@ class OnlineSoftmax(NamedTuple):
 
 def start_softmax(rows: int, spec: AttentionSpec, sinks: Float[Array, "M"] | None) -> OnlineSoftmax:
     """The state before any key. A sink is a key that was seen first and had a zero value."""
-    acc = jnp.zeros((rows, spec.padded_dim), jnp.float32)
+    acc = jnp.zeros((rows, spec.parts[0].padded), jnp.float32)
     if sinks is None:
         return OnlineSoftmax(acc, jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32))
     return OnlineSoftmax(acc, sinks.astype(jnp.float32) * LOG2E, jnp.ones((rows,), jnp.float32))
@@ -90,13 +143,23 @@ def first_key(position: Array, window: int | None) -> Array:
     return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
+def load_queries(q_ref: Any, rows: Array, live: Array, spec: AttentionSpec) -> tuple[Array, ...]:
+    """The rows of a flattened `[n, D]`, a part of their channels at a time; what is not `live` is zero."""
+
+    def load(part: Part) -> Array:
+        dims = jnp.arange(part.padded)
+        mask = live[:, None] & (dims < part.size)[None, :]
+        return triton_load(q_ref.at[rows[:, None], part.start + dims[None, :]], mask=mask, other=0)
+
+    return tuple(load(part) for part in spec.parts)
+
+
 def attend(
-    q: Float[Array, "M D"],
+    q: tuple[Float[Array, "M _"], ...],
     positions: Int[Array, "M"],
-    kv_head: Int[Array, ""],
+    kv_head: Int[Array, ""] | int,
     page_ids_of: Any,
-    k_ref: Any,
-    v_ref: Any,
+    page_refs: Sequence[Any],
     key_range: tuple[Array, Array],
     block_range: tuple[Array, Array],
     state: OnlineSoftmax,
@@ -105,20 +168,20 @@ def attend(
     """Folds keys `key_range` (start, stop) of the blocks `block_range` (first, end) into the softmax of a query tile.
 
     Block i holds positions `i * block_k … (i + 1) * block_k - 1`. `page_ids_of(index, mask)` reads the sequence's row
-    of the page table; `k_ref` and `v_ref` are the flattened pages. Nothing outside `key_range` is read.
+    of the page table; `page_refs` are the flattened pages. Nothing outside `key_range` is read.
     """
     key_start, key_stop = key_range
-    dims = jnp.arange(spec.padded_dim)
 
     def body(block: Array, state: OnlineSoftmax) -> OnlineSoftmax:
         keys = block * spec.block_k + jnp.arange(spec.block_k)
         live = (keys >= key_start) & (keys < key_stop)
         page_ids = page_ids_of(lax.div(keys, spec.page_size), live)
         rows = (page_ids * spec.kv_heads + kv_head) * spec.page_size + lax.rem(keys, spec.page_size)
-        row_mask = live[:, None] & (dims < spec.head_dim)[None, :]
 
-        k = triton_load(k_ref.at[rows[:, None], dims[None, :]], mask=row_mask, other=0).astype(q.dtype)
-        logits = _dot(q, k, contract_rhs=1)
+        k = [_load_codes(page_refs[0], rows, live, part, spec) for part in spec.parts]
+        logits: Any = sum(_dot(a, b, contract_rhs=1) for a, b in zip(q, k, strict=True))
+        if spec.quantized:
+            logits = logits * _load_scale(page_refs[0], rows, live, spec)[None, :]
         if spec.softcap is None:
             logits = logits * (spec.scale * LOG2E)
         else:
@@ -131,11 +194,31 @@ def attend(
         m = jnp.maximum(state.m, jnp.max(logits, axis=1))
         correction = jnp.exp2(state.m - m)
         weights = jnp.exp2(logits - m[:, None])
-        v = triton_load(v_ref.at[rows[:, None], dims[None, :]], mask=row_mask, other=0).astype(q.dtype)
-        acc = state.acc * correction[:, None] + _dot(weights.astype(q.dtype), v, contract_rhs=0)
-        return OnlineSoftmax(acc, m, state.l * correction + jnp.sum(weights, axis=1))
+        total = state.l * correction + jnp.sum(weights, axis=1)
+        if spec.quantized:
+            weights = weights * _load_scale(page_refs[-1], rows, live, spec)[None, :]
+        v = k[0] if len(page_refs) == 1 else _load_codes(page_refs[1], rows, live, spec.parts[0], spec)
+        acc = state.acc * correction[:, None] + _dot(weights.astype(v.dtype), v, contract_rhs=0)
+        return OnlineSoftmax(acc, m, total)
 
     return lax.fori_loop(block_range[0], block_range[1], body, state)
+
+
+def _load_codes(ref: Any, rows: Array, live: Array, part: Part, spec: AttentionSpec) -> Array:
+    """Keys or values in the query's type, those of quantized pages without their scale."""
+    dims = jnp.arange(part.padded)
+    mask = live[:, None] & (dims < part.size)[None, :]
+    codes = triton_load(ref.at[rows[:, None], part.start + dims[None, :]], mask=mask, other=0)
+    return (from_e4m3(codes.astype(jnp.int32)) if ref.dtype == jnp.uint8 else codes).astype(spec.dtype)
+
+
+def _load_scale(ref: Any, rows: Array, live: Array, spec: AttentionSpec) -> Array:
+    """The float32 whose bytes lie behind the codes, lowest first."""
+    bits = jnp.zeros(rows.shape, jnp.int32)
+    for index in range(SCALE_BYTES):
+        byte = triton_load(ref.at[rows, spec.head_dim + index], mask=live, other=0).astype(jnp.int32) & 255
+        bits = bits | byte << (8 * index)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _dot(lhs: Array, rhs: Array, *, contract_rhs: int) -> Array:

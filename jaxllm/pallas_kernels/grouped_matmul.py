@@ -34,6 +34,18 @@ class Matrix(Protocol):
     def dequantize(self) -> jax.Array: ...
 
 
+def sort_by_group(group: Int[Array, "N"], num_groups: int) -> tuple[Int[Array, "N"], Int[Array, "N"], Int[Array, "X"]]:
+    """The rows in the order of their groups, each row's place in that order, and how many rows each group has.
+
+    Rows whose group is `num_groups` are nobody's and come last.
+
+    Worked example: groups [2, 0, 1, 0] of two  ->  [1, 3, 2, 0], [3, 0, 2, 1], [2, 1]
+    """
+    order = jnp.argsort(group, stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
+    return order, place, jnp.bincount(group, length=num_groups)
+
+
 def tiles(x: Float[Array, "N i"], weight: Matrix, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
     """Group by group, a tile of rows at a time: reads the weights of groups that have rows, once, and no others."""
     num_rows, (num_groups, out_features, _) = x.shape[0], weight.shape

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, reference
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels import cpu, gpu_products, reference
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, sort_by_group, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
 from jaxllm.pallas_kernels.products import linear
@@ -61,12 +61,14 @@ class Kernels:
 
     Attributes:
         name: of the attention, for people.
-        linear: `(x [T, i], weight [o, i], norm, residual) -> [T, o]`: float32 `norm(x) @ weight.T + residual`, of
-            which the last two may be None.
+        linear: `(x [T, i], weight [o, i], norm, residual, dtype) -> [T, o]`: `norm(x) @ weight.T + residual`, of which
+            norm and residual may be None; summed in float32, which is also the result unless `dtype` is given.
         segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
         gated: `(x, weight, activation, norm)` -> `act(gate) * up`, where there is a kernel for that.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
+        add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once.
+        sort_by_group: `(group [N], X)` -> order, places and sizes; see `grouped_matmul.py`.
         page_dtype: the type that pages of a float type are kept in.
         tiles: weights go into tiles for the C++ kernels, where those have them.
         turns_heads: attention takes the heads' norms and angles, and applies them itself.
@@ -80,6 +82,8 @@ class Kernels:
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
     gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
+    sort_by_group: Callable[[jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]] = sort_by_group
+    add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     tiles: bool = False
     turns_heads: bool = False
 
@@ -96,7 +100,16 @@ REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, store
 COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is)
 """Plain XLA, as accelerators like it."""
 
-GPU = replace(COMPILED, name="gpu", attention=_gpu_attention)
+COMPILED_GPU = replace(
+    COMPILED,
+    linear=gpu_products.linear,
+    grouped_matmul=gpu_products.grouped_matmul,
+    sort_by_group=gpu_products.sort_by_group,
+    add_norm=gpu_products.add_norm,
+)
+"""Attention in plain XLA, products as NVIDIA GPUs like them."""
+
+GPU = replace(COMPILED_GPU, name="gpu", attention=_gpu_attention, turns_heads=True)
 """Pallas, through its Triton lowering."""
 
 CPU = Kernels(
@@ -107,73 +120,47 @@ CPU = Kernels(
 
 PLATFORM_KERNELS: dict[str, tuple[Kernels, ...]] = {
     "cpu": (REFERENCE,),
-    "gpu": (GPU, COMPILED),
-    "cuda": (GPU, COMPILED),
+    "gpu": (GPU, COMPILED_GPU),
+    "cuda": (GPU, COMPILED_GPU),
     "tpu": (COMPILED,),
 }
 """The sets of each platform, the best first; a platform not listed takes the reference."""
 
 NAMES = ("reference", "gpu")
 
-LATENT = ("reference",)
-"""Attention that serves latent pages. The GPU kernels do not: their tiles hold all channels of a key, padded to a power
-of two, and a DeepSeek latent of 576 channels would pad to 1024."""
-
-
-QUANTIZED_PAGES = ("reference",)
-"""Attention that reads quantized pages."""
-
 
 def choose_kernels(
     attention_backend: str,
     platform: str,
     *,
-    latent: bool = False,
     kv_cache_dtype: str = "auto",
     native: bool = False,
 ) -> Kernels:
-    """The kernels that `--attention-backend attention_backend` means on `platform`, over `latent` pages or plain ones.
+    """The kernels that `--attention-backend attention_backend` means on `platform`.
 
     With a `kv_cache_dtype` of "int8" or "fp8" pages are quantized. `native` says that the C++ kernels may be used on a
     CPU: `auto` takes them then; quantized pages they leave to the reference.
 
     Raises:
-        ConfigError: the backend is unknown, cannot run there, or does not serve such pages.
+        ConfigError: the backend is unknown, or cannot run there.
     """
-    if attention_backend == "auto" and platform == "cpu" and native:
-        return (
-            CPU
-            if kv_cache_dtype == "auto"
-            else _with_pages(replace(CPU, attention=REFERENCE.attention, turns_heads=False), kv_cache_dtype)
-        )
+    kernels = _choose(attention_backend, platform, native)
     if kv_cache_dtype == "auto":
-        return _choose(attention_backend, platform, latent)
-    if attention_backend not in ("auto", *QUANTIZED_PAGES):
-        raise ConfigError(
-            f"attention_backend is {attention_backend!r}, which does not read {kv_cache_dtype} KV pages; "
-            f"kv_cache_dtype {kv_cache_dtype} accepts auto, {', '.join(QUANTIZED_PAGES)}"
-        )
-    return _with_pages(_choose(QUANTIZED_PAGES[0], platform, latent), kv_cache_dtype)
-
-
-def _with_pages(kernels: Kernels, kv_cache_dtype: str) -> Kernels:
+        return kernels
+    if kernels is CPU:
+        kernels = replace(CPU, attention=REFERENCE.attention, turns_heads=False)
     stored = QUANTIZED[kv_cache_dtype]
     return replace(kernels, page_dtype=lambda dtype: stored)
 
 
-def _choose(attention_backend: str, platform: str, latent: bool) -> Kernels:
+def _choose(attention_backend: str, platform: str, native: bool) -> Kernels:
     here = {kernels.name: kernels for kernels in PLATFORM_KERNELS.get(platform, (REFERENCE,))}
     if attention_backend == "auto":
-        return next(kernels for name, kernels in here.items() if name in LATENT or not latent)
+        return CPU if platform == "cpu" and native else next(iter(here.values()))
     if attention_backend not in NAMES:
         raise ConfigError(f"attention_backend is {attention_backend!r}; accepted are auto, {', '.join(NAMES)}")
     if attention_backend not in here:
         raise ConfigError(
             f"attention_backend is {attention_backend!r}, which needs a GPU; this machine runs on {platform}"
-        )
-    if latent and attention_backend not in LATENT:
-        raise ConfigError(
-            f"attention_backend is {attention_backend!r}, which does not serve latent attention (MLA); "
-            f"this model accepts auto, {', '.join(LATENT)}"
         )
     return here[attention_backend]

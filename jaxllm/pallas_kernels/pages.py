@@ -25,7 +25,7 @@ SCALE_BYTES = 4
 """Of a float32."""
 
 _CODES = {QUANTIZED["int8"]: jnp.dtype(jnp.int8), QUANTIZED["fp8"]: jnp.dtype(jnp.float8_e4m3fn)}
-_LARGEST = {QUANTIZED["int8"]: 127.0, QUANTIZED["fp8"]: float(jnp.finfo(jnp.float8_e4m3fn).max)}
+LARGEST_CODE = {QUANTIZED["int8"]: 127.0, QUANTIZED["fp8"]: float(jnp.finfo(jnp.float8_e4m3fn).max)}
 
 
 def stored_as_is(dtype: Any) -> np.dtype:
@@ -59,7 +59,7 @@ def from_storage(x: Shaped[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 def _quantize(x: Float[Array, "*n D"], dtype: np.dtype) -> Shaped[Array, "*n _"]:
     """Codes, the largest number of a row being the largest code, then the bytes of the row's scale."""
-    scale = jnp.abs(x).max(-1, keepdims=True) / _LARGEST[dtype]
+    scale = jnp.abs(x).max(-1, keepdims=True) / LARGEST_CODE[dtype]
     codes = x / jnp.where(scale > 0, scale, 1)
     codes = jnp.round(codes) if _CODES[dtype] == jnp.int8 else codes
     parts = [codes.astype(_CODES[dtype]), lax.bitcast_convert_type(scale[..., 0], dtype)]

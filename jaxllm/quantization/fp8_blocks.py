@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.quantized import TILE
 from jaxllm.quantization.stored import Stored
@@ -49,6 +50,13 @@ class Fp8Blocks(Weight):
 
     def axes(self, axes: Axes) -> list[Axes]:
         return [(*axes[:-1], None, axes[-1]), axes]
+
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...]:
+        rows, inputs = self.codes.shape[-2:]
+        codes = self.codes.reshape(self.shape)
+        columns = inputs // self.scale.shape[-1]
+        return (KernelMatrix(codes, self.dtype, self.scale, scale_rows=rows, scale_columns=columns),)
 
     def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
         """`x @ self.T`, accumulated and returned in float32; some blocks are expanded, multiplied and forgotten."""

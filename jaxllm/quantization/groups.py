@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.quantization.coded import UINT8, Codes
 from jaxllm.quantization.quantized import Quantized
 from jaxllm.quantization.stored import Stored
@@ -60,6 +61,22 @@ class Groups(Quantized):
 
     def axes(self, axes: Axes) -> list[Axes]:
         return [(*axes, None), axes] if self.zero is None else [(*axes, None), axes, axes]
+
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...]:
+        *lead, groups, nbytes = self.codes.shape
+        return (
+            KernelMatrix(
+                self.codes.reshape(*lead, groups * nbytes),
+                self.dtype,
+                self.scale,
+                self.zero,
+                scale_columns=self.shape[-1] // groups,
+                bits=self.bits,
+                middle=0 if self.levels else 1 << (self.bits - 1),
+                levels=self.levels,
+            ),
+        )
 
 
 @dataclass(frozen=True)

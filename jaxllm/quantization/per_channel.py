@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.quantization.coded import FP8, UINT8
 from jaxllm.quantization.quantized import Quantized
 from jaxllm.quantization.stored import Stored
@@ -51,6 +52,12 @@ class PerChannel(Quantized):
 
     def axes(self, axes: Axes) -> list[Axes]:
         return [axes, axes[:-1]]
+
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...] | None:
+        if self.activations:
+            return None
+        return (KernelMatrix(self.codes, self.dtype, self.scale[..., None], scale_columns=self.shape[-1]),)
 
     def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
         return self._by_integers(x) if self.activations else super().matmul(x)

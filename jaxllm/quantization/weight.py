@@ -14,6 +14,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.quantization.stored import Stored
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes
@@ -50,6 +51,11 @@ class Weight(ABC):
     @property
     def matrices(self) -> tuple[Any, ...] | None:
         """What the C++ kernels take, a matrix for each part that was not joined; None if not all lies in tiles."""
+        return None
+
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...] | None:
+        """What GPU kernels expand a tile of, a matrix for each part that was not joined; None if there is no such."""
         return None
 
     def select(self, index: Int[Array, ""]) -> Weight:
@@ -109,6 +115,10 @@ class Dense(Weight):
     def axes(self, axes: Axes) -> list[Axes]:
         return [axes]
 
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...]:
+        return (KernelMatrix(self.array, self.array.dtype),)
+
     def select(self, index: Int[Array, ""]) -> Dense:
         """One matrix of a stack.
 
@@ -159,6 +169,11 @@ class Fused(Weight):
     @property
     def matrices(self) -> tuple[Any, ...] | None:
         found = [part.matrices for part in self.parts]
+        return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
+
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...] | None:
+        found = [part.kernel_matrices for part in self.parts]
         return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 
     def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:

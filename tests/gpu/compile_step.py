@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 MEMORY = 80 * 10**9
-PAGES = 30 * 2**30
+PAGES = 8 * 2**30
+LIBRARY: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+"""Products of floats as cuBLAS does them: how XLA's own kernels would split one is a guess without a device."""
 TARGET = Path(__file__).with_name("h100.txtpb")
 """What XLA must know of the device: printed by XLA on an H100 SXM."""
 
@@ -29,7 +32,12 @@ def main() -> None:
     parser.add_argument("variant", choices=("plain", "sampled"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--isq", help="quantize the weights")
+    parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--defaults", action="store_true", help="leave the compiler's options as XLA has them")
+    parser.add_argument(
+        "--triton", action="store_true", help="products by XLA's kernels, which convert codes of 8 bits"
+    )
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     dump = "--xla_dump_hlo_as_text --xla_dump_emitter_re=^ptx"
@@ -56,8 +64,8 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     ).devices
     mesh = Mesh(np.array(devices).reshape(1, given.tp), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
     config = EngineConfig(
-        model=str(given.config.parent), load_format="dummy", tensor_parallel_size=given.tp, max_model_len=8192,
-        kv_cache_memory=PAGES,
+        model=str(given.config.parent), load_format="dummy", tensor_parallel_size=given.tp,
+        max_model_len=given.max_model_len, kv_cache_memory=PAGES, isq=given.isq,
     )  # fmt: skip
     checkpoint = open_checkpoint(given.config.parent, "dummy")
     blueprint = make_blueprint(config, checkpoint, Platform("gpu", given.tp, MEMORY, 0))
@@ -68,33 +76,36 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         function, arguments = functions.backbone(given.size)
     lowered = function.lower(*arguments)
     began = time.perf_counter()
-    program = lowered.compile(compiler_options=None if given.defaults else COMPILER_OPTIONS[functions.platform])
+    options = {} if given.defaults else COMPILER_OPTIONS[functions.platform]
+    program = lowered.compile(compiler_options=options | ({} if given.triton else LIBRARY))
     seconds = time.perf_counter() - began
     memory = program.memory_analysis()
     buffers = jax.tree.leaves(functions.abstract_state().pages)
     return {
         "seconds": seconds,
         "layers": blueprint.spec.config.num_layers,
+        "weights": blueprint.plan.weight_bytes,
+        "sent": arguments[-1].size * arguments[-1].dtype.itemsize,
         "temporaries": memory.temp_size_in_bytes,
         "planned": blueprint.plan.workspace_bytes,
         "aliased": memory.alias_size_in_bytes,
         "pages": sum(buffer.size * buffer.dtype.itemsize for buffer in buffers) // given.tp,
-        "large_copies": large_copies(program.as_text()),
+        "large_copies": large_copies(
+            program.as_text(), {leaf.size // given.tp for leaf in jax.tree.leaves(arguments[:2])}
+        ),
         **graphs(given.directory),
         **registers(given.directory),
     }
 
 
-def large_copies(text: str, least: int = 2**25) -> list[str]:
-    """Copies and transposes of as many numbers as a weight or a layer's pages have."""
+def large_copies(text: str, buffers: set[int], least: int = 2**20) -> list[str]:
+    """Copies and transposes of as many numbers as one of the weights' or pages' buffers has, but for the small ones."""
     found = []
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?(\S+) = \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
         if match:
-            size = 1
-            for part in match[2].split(","):
-                size *= int(part)
-            if size >= least:
+            size = math.prod(map(int, match[2].split(",")))
+            if size >= least and size in buffers:
                 found.append(match[1])
     return found
 
@@ -104,7 +115,7 @@ def graphs(directory: Path) -> dict[str, Any]:
     (path,) = directory.glob("*thunk_sequence_after_thunk_passes.txt")
     lines = path.read_text().splitlines()
     top = [line.split()[1] for line in lines if re.match(r"\d+: k", line)]
-    kernels = sum(bool(re.match(r"\s*\d+: k(CustomKernel|Kernel|Gemm|CublasLt\w*) ", line)) for line in lines)
+    kernels = sum(bool(re.match(r"\s*\d+: k(CustomKernel|Kernel|Copy|Gemm|CublasLt\w*) ", line)) for line in lines)
     return {"launches": top, "kernels": kernels}
 
 

@@ -7,48 +7,45 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import REFERENCE, choose_kernels
+from jaxllm.pallas_kernels import REFERENCE, choose_kernels, gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from tests.pallas_kernels.oracle import ragged_batch
 
 
 @pytest.mark.parametrize(
-    ("backend", "platform", "latent", "chosen"),
+    ("backend", "platform", "chosen"),
     [
-        ("auto", "cpu", False, "reference"),
-        ("auto", "gpu", False, "gpu"),
-        ("auto", "tpu", False, "reference"),
-        ("auto", "a platform of next year", False, "reference"),
-        ("gpu", "gpu", False, "gpu"),
-        ("reference", "gpu", False, "reference"),
-        ("auto", "cpu", True, "reference"),
-        ("auto", "gpu", True, "reference"),
-        ("reference", "gpu", True, "reference"),
+        ("auto", "cpu", "reference"),
+        ("auto", "gpu", "gpu"),
+        ("auto", "tpu", "reference"),
+        ("auto", "a platform of next year", "reference"),
+        ("gpu", "gpu", "gpu"),
+        ("reference", "gpu", "reference"),
     ],
 )
-def test_choice(backend, platform, latent, chosen):
-    assert choose_kernels(backend, platform, latent=latent).name == chosen
+def test_choice(backend, platform, chosen):
+    assert choose_kernels(backend, platform).name == chosen
 
 
 def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
+    assert choose_kernels("auto", "tpu").grouped_matmul is ragged_dot
     assert choose_kernels("auto", "cpu").grouped_matmul is tiles
     assert choose_kernels("auto", "cpu").page_dtype(jnp.bfloat16) == np.uint16
     for backend in ("auto", "reference", "gpu"):
-        assert choose_kernels(backend, "gpu").grouped_matmul is ragged_dot
+        assert choose_kernels(backend, "gpu").grouped_matmul is gpu_products.grouped_matmul
         assert choose_kernels(backend, "gpu").page_dtype(jnp.bfloat16) == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("backend", "platform", "latent", "words"),
+    ("backend", "platform", "words"),
     [
-        ("flash", "cpu", False, ("attention_backend is 'flash'", "accepted are auto, reference, gpu")),
-        ("gpu", "cpu", False, ("attention_backend is 'gpu'", "needs a GPU", "runs on cpu")),
-        ("gpu", "gpu", True, ("attention_backend is 'gpu'", "latent attention (MLA)", "accepts auto, reference")),
+        ("flash", "cpu", ("attention_backend is 'flash'", "accepted are auto, reference, gpu")),
+        ("gpu", "cpu", ("attention_backend is 'gpu'", "needs a GPU", "runs on cpu")),
     ],
 )
-def test_refusal_is_one_line_with_what_would_do(backend, platform, latent, words):
+def test_refusal_is_one_line_with_what_would_do(backend, platform, words):
     with pytest.raises(ConfigError) as error:
-        choose_kernels(backend, platform, latent=latent)
+        choose_kernels(backend, platform)
     message = str(error.value)
     assert "\n" not in message
     for word in words:

@@ -1,6 +1,8 @@
 """The GPU kernels against the float64 oracle (interpreted, on any machine), and their lowering for CUDA."""
 
-from typing import Any
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxllm.pallas_kernels import gpu_decode
+from jaxllm.models.layers.rope import RopeConfig, rope_angles, rotate
+from jaxllm.pallas_kernels import RootMeanSquare, gpu_decode, reference
 from jaxllm.pallas_kernels.gpu import paged_attention
 from jaxllm.pallas_kernels.gpu_prefill import prefill_tiles
 from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import write_pages
+from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
 
 NAN = float("nan")
@@ -50,6 +53,8 @@ MIXED: dict[str, Any] = {
     "seqs": 9,
 }
 
+LATENT: dict[str, Any] = {"heads": 5, "kv_heads": 1, "head_dim": 48, "value_dim": 36}
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decode": ({"decodes": CONTEXTS}, {}),
     "decode, padded": ({"decodes": CONTEXTS, "seqs": 8}, {}),
@@ -72,6 +77,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixed, window": ({**MIXED, "window": 24}, {"window": 24}),
     "mixed, softcap": (MIXED, {"softcap": 2.0, "scale": 1.0}),
     "mixed, sinks": (MIXED, {"sinks": True}),
+    "latent, decode": ({"decodes": CONTEXTS, "seqs": 8, **LATENT}, {"value_dim": 36}),
+    "latent, decode, 512 and 64": (
+        {"decodes": (33, 1), "heads": 20, "kv_heads": 1, "head_dim": 576, "value_dim": 512},
+        {"value_dim": 512},
+    ),
+    "latent, decode, every channel a value": ({"decodes": CONTEXTS, **LATENT, "value_dim": 48}, {"value_dim": 48}),
+    "latent, mixed": ({**MIXED, **LATENT, "heads": 33}, {"value_dim": 36}),
+    "latent, prefill": ({"prefills": ((0, 17), (64, 33)), **LATENT}, {"value_dim": 36}),
 }
 
 
@@ -90,27 +103,92 @@ def test_half_precision_accumulates_in_float32(dtype, tolerance):
     check(ragged_batch(**MIXED, dtype=dtype), tolerance=tolerance)
 
 
-@pytest.mark.parametrize("splits", [1, 3, 4])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_decode_splits_combine_to_the_same(monkeypatch, splits, sinks):
-    """Splits of unequal length, and empty ones: the sequence of one token leaves all but the first without work."""
-    monkeypatch.setattr(gpu_decode, "choose_splits", lambda *_: splits)
-    check(ragged_batch(decodes=(300, 1, 65), unused=NAN), sinks=jnp.arange(4.0) if sinks else None)
+def test_splits_combine_to_the_same(sinks):
+    """A long context among short ones: more splits than programs have at once, of one block and of two."""
+    batch = ragged_batch(decodes=(2300, 1, 700), seqs=4, heads=2, kv_heads=1, head_dim=16, unused=NAN)
+    check(batch, sinks=jnp.arange(2.0) if sinks else None)
 
 
-def test_splits_fill_the_gpu_and_no_more():
-    spec = AttentionSpec(32, 8, 128, 16, jnp.bfloat16, 1.0, None, None, False)
-    assert gpu_decode.choose_splits(1, 131072, spec) == 32
-    assert gpu_decode.choose_splits(8, 8192, spec) == 4
-    assert gpu_decode.choose_splits(64, 131072, spec) == 1
-    assert gpu_decode.choose_splits(1, 256, spec) == 1
+@pytest.mark.parametrize("programs", [1, 3])
+def test_programs_take_turns_at_the_splits(monkeypatch, programs):
+    monkeypatch.setattr(gpu_decode, "TARGET_PROGRAMS", programs)
+    check(ragged_batch(decodes=(1100, 1, 300), heads=2, kv_heads=1, unused=NAN))
 
 
-def test_one_long_context_is_split_by_default():
-    batch = ragged_batch(decodes=(1100,), heads=1, kv_heads=1)
-    spec = AttentionSpec(1, 1, 64, 16, jnp.float32, 1.0, None, None, False)
-    assert gpu_decode.choose_splits(1, 1100, spec) > 1
+def test_a_sequences_splits_depend_on_it_alone():
+    """Bit for bit the same output beside others, and in a larger bucket."""
+    beside = ragged_batch(decodes=(1500, 600, 30), seqs=8, heads=2, kv_heads=1, head_dim=32)
+    first = {
+        name: getattr(beside.meta, name)[:1] for name in ("positions", "context_len", "page_table", "rotary_lengths")
+    }
+    one = {"seq_ids": jnp.zeros(1, jnp.int32), "query_start": jnp.arange(2), "num_decodes": jnp.int32(1)}
+    meta = dataclasses.replace(beside.meta, **first, **one, num_seqs=jnp.int32(1))
+    alone = dataclasses.replace(beside, q=beside.q[:1], k=beside.k[:1], v=beside.v[:1], meta=meta)
+    np.testing.assert_array_equal(run(alone, scale=0.2)[0][0], run(beside, scale=0.2)[0][0])
+
+
+def test_a_window_reads_no_page_before_it():
+    """Pages that no query sees hold NaN; and the number of blocks does not grow with the context."""
+    spec = AttentionSpec(4, 2, 64, 16, jnp.float32, 1.0, 100, None)
+    blocks = [int(gpu_decode._blocks(jnp.int32(context), spec)[1]) for context in (100, 1000, 100_000)]
+    assert max(blocks) <= 100 // spec.block_k + 2
+    check(ragged_batch(decodes=(900, 130), prefills=((700, 40),), window=100, unused=NAN), window=100)
+
+
+class Turned(NamedTuple):
+    angles: Any
+    norms: Any
+
+
+def turning(batch: RaggedBatch, dim: int, interleaved: bool, normed: bool) -> Turned:
+    random = np.random.default_rng(5)
+    rope = RopeConfig(dim=dim, interleaved=interleaved)
+    angles = rope_angles(rope, batch.meta.positions, batch.meta.rotary_lengths)
+    weights = random.uniform(0.5, 1.5, (2, batch.q.shape[-1]))
+    norms = tuple(RootMeanSquare(jnp.asarray(w, jnp.float32), 1e-6) for w in weights)
+    return Turned(angles, norms if normed else None)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(
+    ("dim", "interleaved", "head_dim"), [(64, False, 64), (64, True, 64), (32, False, 80), (96, False, 96)]
+)
+def test_heads_are_normed_and_turned_on_the_way(dim, interleaved, head_dim, normed):
+    batch = ragged_batch(**MIXED, head_dim=head_dim, unused=NAN)
+    turned = turning(batch, dim, interleaved, normed)
+    q, k = batch.q, batch.k
+    if turned.norms:
+        q, k = (norm(x) for norm, x in zip(turned.norms, (q, k), strict=True))
+    beforehand = dataclasses.replace(batch, q=rotate(q, turned.angles), k=rotate(k, turned.angles))
+    expected, expected_pages = run(beforehand, scale=0.1)
+    out, pages = run(batch, scale=0.1, angles=turned.angles, norms=turned.norms)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    for buffer, expected_buffer in zip(pages, expected_pages, strict=True):
+        np.testing.assert_allclose(buffer[1:], expected_buffer[1:], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_finite_is_stored_as_zero():
+    batch = ragged_batch(decodes=(20, 33), heads=2, kv_heads=1)
+    batch.k, batch.v = batch.k.at[0, 0, 3].set(NAN), batch.v.at[1, 0, 5].set(float("inf"))
     check(batch)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("case", ["decode, padded", "mixed", "latent, mixed"])
+def test_quantized_pages_are_read_and_written_as_by_the_reference(case, kind):
+    batch_options, options = CASES[case]
+    batch = ragged_batch(**batch_options, unused=0.0)
+    stored = QUANTIZED[kind]
+    pages = tuple(to_storage(buffer, stored) for buffer in batch.pages)
+    quantized = dataclasses.replace(batch, pages=pages)
+    expected, expected_pages = jax.jit(partial(reference.paged_attention, scale=0.1, **options))(
+        batch.q, batch.k, batch.v, pages, batch.meta
+    )
+    out, own = run(quantized, scale=0.1, **options)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+    for buffer, expected_buffer in zip(own, expected_pages, strict=True):
+        np.testing.assert_array_equal(buffer[1:], expected_buffer[1:])
 
 
 def test_huge_logits_stay_finite():
@@ -189,7 +267,7 @@ FLOAT32 = {"heads": 6, "kv_heads": 2, "head_dim": 192, "page_size": 16, "dtype":
 )
 @pytest.mark.parametrize("decode_only", [True, False], ids=["decode", "mixed"])
 def test_lowers_for_cuda(shape, options, decode_only):
-    """Tracing and the Triton lowering run without a GPU; one kernel for a decode-only step, two for a mixed one."""
+    """Tracing and the Triton lowering run without a GPU: the store, decode, its sum, and prefill in a mixed batch."""
 
     def attend(q, k, v, pages, arrays, sinks):
         meta = StepMetadata(*arrays, decode_only=decode_only)
@@ -198,7 +276,7 @@ def test_lowers_for_cuda(shape, options, decode_only):
     tokens, seqs = (4, 4) if decode_only else (512, 64)
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H100)):
         lowered = jax.jit(attend).trace(*specs(tokens=tokens, seqs=seqs, **shape)).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == (1 if decode_only else 2)
+    assert lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == (3 if decode_only else 4)
 
 
 def has_gpu() -> bool:

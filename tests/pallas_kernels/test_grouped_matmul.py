@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import choose_kernels
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.quantization.weight import Dense
 
 GROUPS, OUT, IN = 5, 24, 16
+H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 
 GROUPED_MATMUL = {"tiles": tiles, "ragged_dot": ragged_dot}
 
@@ -127,9 +129,10 @@ def test_lowers_for_every_platform(platform):
         jax.ShapeDtypeStruct((8, 256, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((8,), jnp.int32),
     ]
-    lowered = (
-        jax.jit(lambda x, weight, sizes: chosen(x, Dense(weight), sizes))
-        .trace(*shapes)
-        .lower(lowering_platforms=(platform,))
-    )
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H100 if platform == "cuda" else None)):
+        lowered = (
+            jax.jit(lambda x, weight, sizes: chosen(x, Dense(weight), sizes))
+            .trace(*shapes)
+            .lower(lowering_platforms=(platform,))
+        )
     assert lowered.out_info.shape == (64, 256)

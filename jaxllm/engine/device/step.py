@@ -41,6 +41,8 @@ from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec, Value
 
 PAGES_SPEC = P(None, TENSOR)
+GRAPHED = ("gpu", "cuda")
+"""Platforms where a step is one CUDA graph, whose arguments cost little."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,16 @@ class Sampled(NamedTuple):
 class WeightPacking:
     """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
 
-    The packed tuple is that vector, then every other array of the parameters in its own order.
+    The packed tuple is that vector, then every other array of the parameters in its own order. Where kernels take norms
+    (`joins` is False), each vector travels by itself: a part of a larger one would be copied out for them.
     """
 
-    def __init__(self, specs: Sequence[ParamSpec]):
+    def __init__(self, specs: Sequence[ParamSpec], joins: bool = True):
         self._leaves = [leaf for spec in specs for leaf in spec.leaves()]
         self._small = [
-            i for i, (a, axes) in enumerate(self._leaves) if a.ndim == 1 and not any(axes) and a.dtype == np.float32
+            i
+            for i, (a, axes) in enumerate(self._leaves)
+            if joins and a.ndim == 1 and not any(axes) and a.dtype == np.float32
         ]
         self._large = [i for i in range(len(self._leaves)) if i not in set(self._small)]
         self._offsets = np.cumsum([0, *(self._leaves[i][0].shape[0] for i in self._small)]).tolist()
@@ -112,7 +117,8 @@ class WeightPacking:
     def pack(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
         """The model's parameters -> the packed tuple."""
         arrays = jax.tree.leaves(parameters)
-        return (jnp.concatenate([arrays[i] for i in self._small]), *(arrays[i] for i in self._large))
+        small = jnp.concatenate([arrays[i] for i in self._small]) if self._small else jnp.zeros(0)
+        return (small, *(arrays[i] for i in self._large))
 
     def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
         """The packed tuple -> every array of the parameters; inside a traced function."""
@@ -131,7 +137,7 @@ class StepFunctions:
         _, self._treedef = jax.tree.flatten(state)
         self._mesh = mesh
         self._sizes = sizes
-        self._packing = WeightPacking(specs)
+        self._packing = WeightPacking(specs, joins=self.platform not in GRAPHED)
         self._weights = self._packing.abstract(mesh)
         self._weight_specs = tuple(a.sharding.spec for a in self._weights)
 

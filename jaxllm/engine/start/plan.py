@@ -179,7 +179,6 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     kernels = choose_kernels(
         config.attention_backend,
         platform.name,
-        latent=model_config.mla is not None,
         kv_cache_dtype=config.kv_cache_dtype,
         native=platform.name == "cpu" and _runs_cpu_kernels(config, dtype),
     )

@@ -35,6 +35,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
         """The product with `x`, or with `norm(x)`."""
+        if self.bias is None:
+            return self.kernels.linear(x, self.weight.get_value(), norm, dtype=x.dtype)
         return self._with_bias(self.partial(x, norm)).astype(x.dtype)
 
     def partial(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
@@ -71,7 +73,7 @@ class RowLinear(Linear):
         self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Float[Array, "T o"] | None = None
     ) -> Float[Array, "T o"]:
         """The sum of the devices' products, added to `residual` if there is one."""
-        if residual is not None and self.bias is None and tensor_size() == 1:
-            return self.kernels.linear(x, self.weight.get_value(), norm, residual).astype(x.dtype)
+        if self.bias is None and tensor_size() == 1:
+            return self.kernels.linear(x, self.weight.get_value(), norm, residual, x.dtype).astype(x.dtype)
         out = self._with_bias(sum_over_tensor(self.partial(x, norm))).astype(x.dtype)
         return out if residual is None else residual + out

@@ -129,6 +129,7 @@ class MoE(nnx.Module):
         self.experts = Experts(size, config, activation, options)
         self.shared = GatedMLP(size, config.shared_hidden, activation, options) if config.shared_hidden else None
         self.shared_gate = Linear(size, 1, options) if config.shared_gate else None
+        self.kernels = options.kernels
         self.config = config
 
     def __call__(
@@ -173,10 +174,9 @@ class MoE(nnx.Module):
             group = group - tensor_rank() * here
         elsewhere = (group < 0) | (group >= here) | ~jnp.repeat(live, top_k)
         group = jnp.where(elsewhere, here, group)
-        order = jnp.argsort(group, stable=True)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
+        order, place, sizes = self.kernels.sort_by_group(group, here)
         rows = x.at[order // top_k].get(mode="promise_in_bounds")
-        out = self.experts(rows, jnp.bincount(group, length=here))
+        out = self.experts(rows, sizes)
         out = out.at[place].get(mode="promise_in_bounds").reshape(num_tokens, top_k, -1)
         return (out * weights[:, :, None]).sum(axis=1)
 

@@ -1,0 +1,179 @@
+"""Products with weights as they are stored, on NVIDIA GPUs: grouped for experts, and of one matrix of few bits.
+
+One program per (block of outputs, tile of rows). A tile is up to `rows` rows of one group, so that a program multiplies
+by one matrix; it walks that matrix's inputs a block at a time and expands codes in registers. Tiles come from the
+group sizes by a few operations on the device: no weight is copied, transposed or expanded in memory, and only those
+of groups that have rows are read.
+
+With a few rows a group, memory bandwidth is the limit: the weights are read once. With 128 rows and more a group the
+tensor cores are; weights of few bits are then expanded once for each 128 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu_float8 import from_e4m3
+from jaxllm.pallas_kernels.gpu_groups import row_tiles
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+
+MAX_TILE_ROWS = 128
+BLOCK_OUT = 128
+BLOCK_BYTES = 128
+"""Of a row of the weight that is read at a time: a line of the cache."""
+
+
+def choose_tile_rows(num_rows: int, num_groups: int) -> int:
+    """The power of two that holds an average group, and no fewer than the 16 that tensor cores take."""
+    return min(MAX_TILE_ROWS, max(16, pl.next_power_of_2(pl.cdiv(num_rows, num_groups))))
+
+
+def grouped_matmul(
+    x: Float[Array, "N i"], matrix: KernelMatrix, group_sizes: Int[Array, "X"], *, interpret: bool = False
+) -> Float[Array, "N o"]:
+    """`x[r] @ matrix[group of r].T` in float32; rows are sorted by group, and those of no group come out zero."""
+    tile_rows = choose_tile_rows(x.shape[0], len(group_sizes))
+    return _multiply(x, matrix, row_tiles(group_sizes, x.shape[0], tile_rows, interpret=interpret), interpret)
+
+
+def matmul(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False) -> Float[Array, "T o"]:
+    """`x @ matrix.T` in float32."""
+    tile_rows = choose_tile_rows(x.shape[0], 1)
+    first = jnp.arange(0, x.shape[0], tile_rows)
+    tiles = jnp.stack([jnp.zeros_like(first), first, jnp.minimum(x.shape[0] - first, tile_rows)], axis=1)
+    return _multiply(x, matrix, tiles.astype(jnp.int32), interpret)
+
+
+def _multiply(x: jax.Array, matrix: KernelMatrix, tiles: Int[Array, "tiles 3"], interpret: bool) -> jax.Array:
+    codes = matrix.codes.reshape(-1, matrix.codes.shape[-1])
+    if codes.dtype == jnp.float8_e4m3fn:
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    outputs = matrix.shape[-2]
+    tile_rows = choose_tile_rows(x.shape[0], len(codes) // outputs)
+    tables = {
+        "scale": None if matrix.scale is None else matrix.scale.reshape(-1),
+        "zero": None if matrix.zero is None else matrix.zero.reshape(-1),
+        "levels": jnp.asarray(matrix.levels, jnp.float32) if matrix.levels else None,
+    }
+    given = {name: table for name, table in tables.items() if table is not None}
+    return pl.pallas_call(
+        functools.partial(_kernel, matrix=matrix, names=tuple(given), outputs=outputs, tile_rows=tile_rows),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
+        grid=(pl.cdiv(outputs, BLOCK_OUT), len(tiles)),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(num_warps=8 if tile_rows >= 64 else 4, num_stages=4),
+        name="matmul_of_tiles",
+    )(tiles, x.astype(matrix.dtype), codes, *given.values())
+
+
+def _kernel(
+    tiles_ref: Any,
+    x_ref: Any,
+    codes_ref: Any,
+    *tables_and_output: Any,
+    matrix: KernelMatrix,
+    names: tuple[str, ...],
+    outputs: int,
+    tile_rows: int,
+) -> None:
+    *table_refs, out_ref = tables_and_output
+    tables = dict(zip(names, table_refs, strict=True))
+    block, tile = pl.program_id(0), pl.program_id(1)
+    group, first, count = (tiles_ref[tile, column] for column in range(3))
+
+    @pl.when(count > 0)
+    def _() -> None:
+        row = jnp.arange(tile_rows)
+        live = row < count
+        output = block * BLOCK_OUT + jnp.arange(BLOCK_OUT)
+        inside = output < outputs
+        matrix_row = group * outputs + output
+        stored = codes_ref.shape[1]
+        step = block_stored(matrix)
+
+        def body(index: Array, acc: Array) -> Array:
+            at = index * step + jnp.arange(step)
+            codes = triton_load(
+                codes_ref.at[matrix_row[:, None], at[None, :]],
+                mask=inside[:, None] & (at < stored)[None, :],
+                other=0,
+            )
+            for plane in range(matrix.planes):
+                column = _columns(at, plane, matrix)
+                weights = _expand(codes, plane, matrix_row, at, inside, stored, matrix, tables)
+                rows = triton_load(
+                    x_ref.at[(first + row)[:, None], column[None, :]],
+                    mask=live[:, None] & (at < stored)[None, :],
+                    other=0,
+                )
+                acc += lax.dot_general(
+                    rows,
+                    weights,
+                    (((1,), (1,)), ((), ())),
+                    precision=lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
+                    preferred_element_type=jnp.float32,
+                )
+            return acc
+
+        start = jnp.zeros((tile_rows, BLOCK_OUT), jnp.float32)
+        known = group < codes_ref.shape[0] // outputs  # rows of no group come out zero
+        acc = lax.fori_loop(0, known.astype(jnp.int32) * pl.cdiv(stored, step), body, start)
+        if matrix.scales_whole_rows:
+            at = lax.div(matrix_row, matrix.scale_rows)
+            scale = triton_load(tables["scale"].at[at], mask=inside & known, other=0)
+            acc *= scale.astype(jnp.float32)[None, :]
+        triton_store(out_ref.at[(first + row)[:, None], output[None, :]], acc, mask=live[:, None] & inside[None, :])
+
+
+def block_stored(matrix: KernelMatrix) -> int:
+    """Stored numbers of a row that are expanded at a time: fewer where expanding them takes registers."""
+    itemsize = jnp.dtype(matrix.codes.dtype).itemsize
+    return BLOCK_BYTES // itemsize if itemsize > 1 else 64 // matrix.planes
+
+
+def _group_stored(matrix: KernelMatrix) -> int:
+    """Stored numbers of a group."""
+    return matrix.scale_columns // matrix.planes
+
+
+def _columns(at: Array, plane: int, matrix: KernelMatrix) -> Array:
+    """The inputs that the codes in a plane of stored numbers `at` are for."""
+    if matrix.planes == 1:
+        return at
+    group = _group_stored(matrix)
+    return lax.div(at, group) * matrix.scale_columns + plane * group + lax.rem(at, group)
+
+
+def _expand(
+    codes: Array, plane: int, row: Array, at: Array, inside: Array, stored: int, matrix: KernelMatrix, tables: Any
+) -> Array:
+    """A tile's numbers in the type of the product; a scale of whole rows is left to the end."""
+    if matrix.codes.dtype == jnp.float8_e4m3fn:
+        codes = from_e4m3(codes.astype(jnp.int32))
+    elif matrix.planes > 1:
+        codes = (codes.astype(jnp.int32) >> (plane * matrix.bits)) & ((1 << matrix.bits) - 1)
+    if matrix.scale is None or (matrix.scales_whole_rows and not matrix.levels and not matrix.middle):
+        return codes.astype(matrix.dtype)
+    group = _group_stored(matrix)
+    scales = stored // group
+    where = lax.div(row, matrix.scale_rows)[:, None] * scales + lax.div(at, group)[None, :]
+    mask = inside[:, None] & (at < stored)[None, :]
+    if matrix.levels:
+        values = triton_load(tables["levels"].at[codes], mask=mask, other=0)
+    elif matrix.zero is not None:
+        values = codes.astype(jnp.float32) - triton_load(tables["zero"].at[where], mask=mask, other=0).astype(
+            jnp.float32
+        )
+    else:
+        values = codes.astype(jnp.float32) - matrix.middle
+    if not matrix.scales_whole_rows:
+        values *= triton_load(tables["scale"].at[where], mask=mask, other=0).astype(jnp.float32)
+    return values.astype(matrix.dtype)

@@ -1,0 +1,86 @@
+"""A layer's products on NVIDIA GPUs: the compiler's own where it reads weights as they are, else a Pallas kernel.
+
+XLA multiplies by floats and by codes whose scale can follow the product (int8, fp8) without a copy of the weight. Codes
+of fewer bits, and those with several scales a row, would be expanded in memory first: `gpu_matmul` expands a tile.
+Kinds that it does not know (GGUF's blocks) are expanded whole, or some rows at a time where they are large: that writes
+and reads each number again, so that a step with a few rows takes several times as long as with floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.pallas_kernels import grouped_matmul as reference
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
+from jaxllm.pallas_kernels.products import linear as reference_linear
+
+
+def linear(
+    x: Float[Array, "T i"],
+    weight: Any,
+    norm: Norm | None = None,
+    residual: Float[Array, "T o"] | None = None,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "T o"]:
+    """`norm(x) @ weight.T + residual`, of which norm and residual may be None; summed in float32, given in `dtype`.
+
+    A library rounds its sums to `dtype` itself; to convert them afterwards would be one more kernel.
+    """
+    matrices = weight.kernel_matrices
+    if matrices is None:
+        return reference_linear(x, weight, norm, residual, dtype)
+    x = x if norm is None else norm(x)
+    out = _joined([_product(x, matrix, dtype if residual is None else residual.dtype) for matrix in matrices])
+    return out if residual is None else residual + out
+
+
+def grouped_matmul(x: Float[Array, "N i"], weight: Any, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
+    """See `grouped_matmul.py`. Experts of a kind that no kernel knows are expanded one after the other."""
+    from jaxllm.pallas_kernels import gpu_matmul  # Pallas takes half a second to import
+
+    matrices = weight.kernel_matrices
+    if matrices is None:
+        return reference.tiles(x, weight, group_sizes)
+    return _joined([gpu_matmul.grouped_matmul(x, matrix, group_sizes) for matrix in matrices])
+
+
+def add_norm(
+    x: Float[Array, "T E"], out: Float[Array, "T E"], norm: RootMeanSquare
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """`x + out`, and the norm of it."""
+    from jaxllm.pallas_kernels import gpu_norm
+
+    return gpu_norm.add_norm(x, out.astype(x.dtype), norm)
+
+
+def sort_by_group(group: Int[Array, "N"], num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `grouped_matmul.sort_by_group`."""
+    from jaxllm.pallas_kernels import gpu_groups
+
+    return gpu_groups.sort_by_group(group, num_groups)
+
+
+def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
+    if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
+        from jaxllm.pallas_kernels import gpu_matmul
+
+        return gpu_matmul.matmul(x, matrix).astype(dtype)
+    factors = matrix.dtype if matrix.scale is None else x.dtype
+    out = lax.dot_general(
+        x.astype(factors),
+        matrix.codes.astype(factors),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if factors == jnp.float32 else None,
+        preferred_element_type=dtype if matrix.scale is None and dtype == factors else jnp.float32,
+    )
+    return (out if matrix.scale is None else out * matrix.scale[:, 0]).astype(dtype)
+
+
+def _joined(parts: list[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

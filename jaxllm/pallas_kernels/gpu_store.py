@@ -1,0 +1,151 @@
+"""What stands before attention on NVIDIA GPUs, in one kernel: heads normed and turned, keys and values in their pages.
+
+One program per (token, KV head) has the query heads that share the KV head, its key and its value. It costs a read and
+a write of each; the pages are updated in place. Padding tokens write nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu_float8 import round_to_even, to_e4m3
+from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.norms import RootMeanSquare
+from jaxllm.pallas_kernels.pages import LARGEST_CODE, SCALE_BYTES, Pages
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+def turn_and_store(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    pages: Pages,
+    meta: StepMetadata,
+    spec: AttentionSpec,
+    angles: Any,
+    norms: tuple[RootMeanSquare, RootMeanSquare] | None,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T H D"], Pages]:
+    """The queries and the pages with the new keys and values; without `angles` heads do not turn.
+
+    What is not finite is stored as zero; see `pages.write_pages`.
+    """
+    tokens = q.shape[0]
+    # The parts of one product lie side by side already: joined again they are that product, and nothing is copied.
+    qkv = jnp.concatenate([part.reshape(tokens, -1) for part in (q, k, v)], axis=1)
+    tables = [
+        *(() if angles is None else (angles.cos, angles.sin)),
+        *(() if norms is None else (n.weight for n in norms)),
+    ]
+    flat = [buffer.reshape(-1, buffer.shape[-1]) for buffer in pages]
+    arrays = [meta.positions, meta.seq_ids, meta.page_table, qkv, *tables, *flat]
+    turned, *flat = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            spec=spec,
+            num_seqs=meta.page_table.shape[0],
+            turning=0 if angles is None else 2 * angles.cos.shape[1],
+            interleaved=angles is not None and angles.interleaved,
+            eps=None if norms is None else tuple(norm.eps for norm in norms),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((tokens * spec.heads, spec.head_dim), q.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat),
+        ],
+        grid=(tokens, spec.kv_heads),
+        input_output_aliases={len(arrays) - 2: 1, len(arrays) - 1: 2},
+        interpret=interpret,
+        compiler_params=triton_compiler_params(num_warps=2, num_stages=1),
+        name="turn_and_store",
+    )(*arrays)
+    return turned.reshape(q.shape), tuple(x.reshape(buffer.shape) for x, buffer in zip(flat, pages, strict=True))
+
+
+def _kernel(
+    positions_ref: Any,
+    seq_ids_ref: Any,
+    page_table_ref: Any,
+    qkv_ref: Any,
+    *refs: Any,
+    spec: AttentionSpec,
+    num_seqs: int,
+    turning: int,
+    interleaved: bool,
+    eps: tuple[float, ...] | None,
+) -> None:
+    *tables, _k_pages, _v_pages, q_out, k_pages, v_pages = refs
+    angle_refs, weight_refs = (tables[:2], tables[2:]) if turning else ((), tables)
+    token, kv_head = pl.program_id(0), pl.program_id(1)
+    dim = jnp.arange(spec.parts[0].padded)
+    inside = dim < spec.head_dim
+    # The channel that each one is turned with, and the sign of its part.
+    half = turning // 2
+    if interleaved:
+        partner, sign, angle = dim ^ 1, jnp.where(dim % 2 == 0, -1.0, 1.0), lax.div(dim, 2)
+    else:
+        first = dim < half
+        partner, sign = jnp.where(first, dim + half, dim - half), jnp.where(first, -1.0, 1.0)
+        angle = jnp.where(first, dim, dim - half)
+    turns = dim < turning
+
+    def load(head: Array, channel: Array, mask: Array) -> Array:
+        at = head * spec.head_dim + channel[None, :]
+        return triton_load(qkv_ref.at[token, at], mask=mask, other=0).astype(jnp.float32)
+
+    def prepared(head: Array, live: Array, which: int) -> Array:
+        """Heads `head [n, 1]`, normed and turned, float32."""
+        mask = live & inside[None, :]
+        x = load(head, dim, mask)
+        factor = lax.rsqrt(jnp.sum(x * x, axis=1) / spec.head_dim + eps[which])[:, None] if eps else None
+
+        def normed(x: Array, channel: Array, mask: Array) -> Array:
+            if factor is None:
+                return x
+            weight = triton_load(weight_refs[which].at[channel], mask=mask, other=0)
+            return (x * factor * weight[None, :]).astype(spec.dtype).astype(jnp.float32)
+
+        x = normed(x, dim, inside)
+        if not turning:
+            return x
+        cos, sin = (triton_load(ref.at[token, angle], mask=turns, other=0) for ref in angle_refs)
+        other = normed(load(head, partner, live & turns[None, :]), partner, turns)
+        return jnp.where(turns[None, :], x * cos[None, :] + other * (sin * sign)[None, :], x)
+
+    seq = seq_ids_ref[token]
+
+    @pl.when(seq < num_seqs)
+    def _() -> None:
+        in_group = jnp.arange(pl.next_power_of_2(spec.group))[:, None]
+        live = in_group < spec.group
+        heads = kv_head * spec.group + in_group
+        out_at = q_out.at[token * spec.heads + heads, dim[None, :]]
+        triton_store(out_at, prepared(heads, live, 0).astype(spec.dtype), mask=live & inside[None, :])
+
+        position = positions_ref[token]
+        page = page_table_ref[seq, lax.div(position, spec.page_size)]
+        row = (page * spec.kv_heads + kv_head) * spec.page_size + lax.rem(position, spec.page_size)
+        alone = jnp.zeros((1, 1), jnp.int32)
+        key = prepared(spec.heads + kv_head + alone, alone == 0, 1)
+        value = load(spec.heads + spec.kv_heads + kv_head + alone, dim, inside[None, :])
+        for ref, x in ((k_pages, key), (v_pages, value)):
+            x = x.astype(spec.dtype).astype(jnp.float32)
+            x = jnp.where(jnp.abs(x) <= LARGEST, x, 0)
+            if spec.quantized:
+                scale = jnp.max(jnp.abs(x)) / LARGEST_CODE[ref.dtype]
+                byte = jnp.arange(SCALE_BYTES)
+                bits = lax.bitcast_convert_type(scale, jnp.int32) >> (8 * byte) & 255
+                triton_store(ref.at[row, spec.head_dim + byte], bits.astype(ref.dtype), mask=byte >= 0)
+                x = x / jnp.where(scale > 0, scale, 1)
+                x = (to_e4m3(x) if ref.dtype == jnp.uint8 else round_to_even(x)).astype(jnp.int32)
+            triton_store(ref.at[row + alone, dim[None, :]], x.astype(ref.dtype), mask=inside[None, :])

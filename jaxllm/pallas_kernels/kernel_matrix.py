@@ -1,0 +1,52 @@
+"""A weight as kernels read it that expand a tile of it at a time, whatever kind it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class KernelMatrix:
+    """`(code - zero) * scale` or `levels[code] * scale`, the matrix `[o, i]` or a stack of them `[*stack, o, i]`.
+
+    Worked example, four bits in groups of 32: byte `j` of a row belongs to group `j // 16`; its low bits are input
+    `32 * (j // 16) + j % 16`, its high ones the input 16 behind that.
+
+    Attributes:
+        codes: `[*stack, o, i * bits / 8]`: floats or integers of eight bits and more, or bytes of several codes.
+        dtype: of the numbers that a tile is expanded to.
+        scale: floats `[*stack, o / scale_rows, i / scale_columns]`; None where codes are the numbers themselves.
+        zero: integers as `scale`; None where `middle` is every group's.
+        scale_rows, scale_columns: neighbouring numbers that share a scale.
+        bits: of a code.
+        middle: the code that stands for zero.
+        levels: what each code stands for; empty: itself.
+    """
+
+    codes: jax.Array
+    dtype: np.dtype
+    scale: Any = None
+    zero: Any = None
+    scale_rows: int = 1
+    scale_columns: int = 1
+    bits: int = 8
+    middle: int = 0
+    levels: tuple[float, ...] = ()
+
+    @property
+    def planes(self) -> int:
+        """Codes in a byte."""
+        return max(1, 8 // self.bits)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * self.planes)
+
+    @property
+    def scales_whole_rows(self) -> bool:
+        """A row's scale can be applied to the product."""
+        return self.scale is not None and self.zero is None and self.scale_columns == self.shape[-1]

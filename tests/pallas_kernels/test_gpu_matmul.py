@@ -1,0 +1,186 @@
+"""Products over weights as they are stored, interpreted, against float64 NumPy; and their lowering for CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jaxllm.pallas_kernels import RootMeanSquare, gpu_float8, gpu_matmul, gpu_norm, gpu_products, grouped_matmul
+from jaxllm.pallas_kernels.gpu_groups import row_tiles, sort_by_group
+from jaxllm.pallas_kernels.grouped_matmul import tiles
+from jaxllm.quantization.coded import FP8
+from jaxllm.quantization.fp8_blocks import Fp8Blocks
+from jaxllm.quantization.groups import Groups, GroupsKind
+from jaxllm.quantization.per_channel import INT8, PerChannelKind
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.weight import Dense, Weight
+
+F32 = np.dtype(np.float32)
+FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
+def packed(kind: Any, values: np.ndarray) -> Weight:
+    return jax.tree.map(jnp.asarray, kind.pack([Stored(values, "F32", values.shape)], None))
+
+
+def fp8_blocks(values: np.ndarray) -> Weight:
+    *stack, outputs, inputs = values.shape
+    codes = jnp.asarray(values, FP8).reshape(*stack, outputs // 8, 8, inputs)
+    scale = np.random.default_rng(1).uniform(0.5, 2, (*stack, outputs // 8, inputs // 32))
+    return Fp8Blocks(codes, jnp.asarray(scale, jnp.float32), F32)
+
+
+def levels(values: np.ndarray) -> Weight:
+    *lead, inputs = values.shape
+    random = np.random.default_rng(2)
+    codes = random.integers(0, 256, (*lead, inputs // 32, 16), np.uint8)
+    scale = random.uniform(0.5, 2, (*lead, inputs // 32))
+    return Groups(jnp.asarray(codes), jnp.asarray(scale, jnp.float16), None, 4, FP4, F32)
+
+
+KINDS: dict[str, Any] = {
+    "dense": lambda values: Dense(jnp.asarray(values)),
+    "int8": lambda values: packed(PerChannelKind(INT8, F32), values),
+    "fp8": lambda values: packed(PerChannelKind(FP8, F32), values),
+    "fp8 blocks": fp8_blocks,
+    "4 bits": lambda values: packed(GroupsKind(F32), values),
+    "4 bits, symmetric, groups of 96": lambda values: packed(GroupsKind(F32, 4, 96, True), values),
+    "4 bits, levels": levels,
+    "2 bits": lambda values: packed(GroupsKind(F32, 2, 32), values),
+    "8 bits": lambda values: packed(GroupsKind(F32, 8, 32), values),
+}
+
+SIZES = {
+    "one row": [0, 0, 1],
+    "no row in any group": [0, 0, 0],
+    "one group has all": [0, 37, 0],
+    "a tile and one more": [17, 1, 16],
+    "rows of none behind": [3, 0, 20],
+}
+
+
+def grouped_oracle(x: np.ndarray, weight: Weight, sizes: list[int]) -> np.ndarray:
+    matrices = np.asarray(weight.dequantize(), np.float64)
+    out = np.zeros((len(x), matrices.shape[1]))
+    begin = 0
+    for matrix, size in zip(matrices, sizes, strict=True):
+        out[begin : begin + size] = np.asarray(x, np.float64)[begin : begin + size] @ matrix.T
+        begin += size
+    return out
+
+
+def check_grouped(weight: Weight, sizes: list[int], rows: int) -> None:
+    (matrix,) = weight.kernel_matrices
+    x = np.random.default_rng(3).standard_normal((rows, weight.shape[-1])).astype(np.float32)
+    x[sum(sizes) :] = np.nan
+    out = gpu_matmul.grouped_matmul(jnp.asarray(x), matrix, jnp.asarray(sizes, jnp.int32), interpret=True)
+    np.testing.assert_allclose(out, grouped_oracle(x, weight, sizes), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_with_a_kernel_is_expanded_right(kind):
+    """Outputs and inputs that no block divides, and a group that is empty."""
+    values = np.random.default_rng(0).standard_normal((3, 136, 96)).astype(np.float32)
+    check_grouped(KINDS[kind](values), [5, 0, 18], 24)
+
+
+def test_every_e4m3_number_is_read_right():
+    bits = np.arange(256, dtype=np.uint8)
+    bits = bits[(bits & 127) != 127]  # not a number
+    expected = bits.view(FP8).astype(np.float32)
+    np.testing.assert_array_equal(gpu_float8.from_e4m3(jnp.asarray(bits, jnp.int32)), expected)
+
+
+def test_the_nearest_e4m3_number_is_written():
+    random = np.random.default_rng(0)
+    x = np.concatenate([random.uniform(-448, 448, 2000), random.normal(0, 0.02, 2000), np.arange(-40, 40) / 1024])
+    x = x.astype(np.float32)
+    np.testing.assert_array_equal(gpu_float8.to_e4m3(jnp.asarray(x)), x.astype(FP8).view(np.uint8))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_groups_at_every_edge_of_the_tiles(sizes):
+    values = np.random.default_rng(0).standard_normal((3, 40, 72)).astype(np.float32)
+    check_grouped(Dense(jnp.asarray(values)), SIZES[sizes], max(sum(SIZES[sizes]), 1) + 2)
+
+
+def test_many_rows_take_larger_tiles():
+    values = np.random.default_rng(0).standard_normal((2, 24, 16)).astype(np.float32)
+    assert gpu_matmul.choose_tile_rows(600, 2) == 128
+    check_grouped(Dense(jnp.asarray(values)), [411, 130], 600)
+
+
+def test_tiles_are_as_documented():
+    found = np.asarray(row_tiles(jnp.asarray([3, 0, 20]), 24, 16, interpret=True))
+    np.testing.assert_array_equal(found[found[:, 2] > 0], [[0, 0, 3], [2, 3, 16], [2, 19, 4], [3, 23, 1]])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 300])
+@pytest.mark.parametrize("groups", [1, 5, 128])
+def test_rows_are_sorted_as_by_the_compiler(rows, groups):
+    group = jnp.asarray(np.random.default_rng(rows).integers(0, groups + 1, rows), jnp.int32)
+    found = sort_by_group(group, groups, interpret=True)
+    for own, expected in zip(found, grouped_matmul.sort_by_group(group, groups), strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 130])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "4 bits", "4 bits, levels"])
+def test_one_matrix(kind, rows):
+    weight = KINDS[kind](np.random.default_rng(0).standard_normal((136, 96)).astype(np.float32))
+    x = np.random.default_rng(1).standard_normal((rows, 96)).astype(np.float32)
+    out = gpu_matmul.matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=True)
+    expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "fp8"])
+def test_what_the_compiler_multiplies_by_itself(kind):
+    weight = KINDS[kind](np.random.default_rng(0).standard_normal((40, 96)).astype(np.float32))
+    x = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float32)
+    residual = np.ones((5, 40), np.float32)
+    out = gpu_products.linear(jnp.asarray(x), weight, residual=jnp.asarray(residual))
+    expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T + 1
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_sums_in_float32():
+    values = np.random.default_rng(0).standard_normal((3, 40, 72)).astype(np.float32)
+    check_grouped(Dense(jnp.asarray(values, jnp.float32)), [5, 9, 3], 17)
+    weight = Dense(jnp.asarray(values, jnp.bfloat16))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((17, 72)), jnp.bfloat16)
+    sizes = jnp.asarray([5, 9, 3], jnp.int32)
+    out = gpu_matmul.grouped_matmul(x, weight.kernel_matrices[0], sizes, interpret=True)
+    np.testing.assert_allclose(out, tiles(x, weight, sizes), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowers_for_cuda_without_expanding_weights(kind):
+    values = np.random.default_rng(0).standard_normal((4, 256, 192)).astype(np.float32)
+    weight = KINDS[kind](values)
+
+    def multiply(x, weight, sizes):
+        return gpu_products.grouped_matmul(x, weight, sizes)
+
+    arguments = jnp.ones((64, 192)), weight, jnp.asarray([16] * 4)
+    h100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=h100)):
+        text = jax.jit(multiply).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2  # the tiles, and the product
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_sum_and_its_norm_are_the_same_at_once(dtype):
+    random = np.random.default_rng(0)
+    x, out = (jnp.asarray(random.standard_normal((5, 96)), dtype) for _ in range(2))
+    norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, 96), jnp.float32), 1e-5)
+    total, normed = gpu_norm.add_norm(x, out, norm, interpret=True)
+    np.testing.assert_array_equal(total, x + out)
+    exact = np.asarray(x + out, np.float64)
+    exact *= np.asarray(norm.weight, np.float64) / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=1e-5 if dtype == jnp.float32 else 1e-2)
