@@ -14,6 +14,7 @@ from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
 from jaxllm.cli.models import models
 from jaxllm.cli.plan import plan
+from jaxllm.cli.profile import profile
 from jaxllm.cli.pull import pull
 from jaxllm.cli.serve import serve
 from jaxllm.errors import JaxLLMError
@@ -36,7 +37,7 @@ app = App(
     help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help.",
     version=version,
 )
-for command in (serve, generate, chat, pull, convert, models, plan, bench):
+for command in (serve, generate, chat, pull, convert, models, plan, bench, profile):
     app.command(command)
 
 
