@@ -30,6 +30,9 @@ SCHEMES: dict[str, Callable[[np.dtype], Kind]] = {
 }
 """What a weight may be quantized to, made for a model that computes in a type."""
 
+BLOCKS = {name: kind for name, make in SCHEMES.items() if isinstance(kind := make(np.dtype(np.float32)), GgufKind)}
+"""Of those, the ones that GGUF has."""
+
 KEPT = "none"
 """The scheme that leaves a weight as the checkpoint has it."""
 

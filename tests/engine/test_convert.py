@@ -19,6 +19,9 @@ from jaxllm.engine.convert import safetensors as to_safetensors
 from jaxllm.errors import CheckpointError, ConfigError, JaxLLMError
 from jaxllm.models.registry import model_spec
 from jaxllm.weights import open_checkpoint
+from jaxllm.weights.kinds import KindChooser
+from tests.models import packed_models
+from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_weights, write_checkpoint
 from tests.reference.tiny_gguf import gguf_config, write_gguf
@@ -43,6 +46,37 @@ def test_an_orbax_directory_says_what_its_source_says(fields, tmp_path):
     source = write_checkpoint("llama_gqa", tmp_path / "source")
     target = converted(source, tmp_path / "saved", "orbax", **fields)
     assert tokens(target) == tokens(source, **fields)
+
+
+def logits(path: Path) -> np.ndarray:
+    checkpoint, ids = open_checkpoint(path), packed_models.prompt()
+    kinds = KindChooser(checkpoint, model_spec(checkpoint).names)
+    return Harness(path, kinds=kinds).run([ids], [Chunk(0, 0, len(ids))])[0]
+
+
+KINDS = ("llama:gptq_128", "llama:awq", "llama:fp8_blocks", "llama:bitsandbytes_nf4", "mixtral:mxfp4",
+         "deepseek_v3:compressed_w8a16")  # fmt: skip
+"""A checkpoint of each kind of weight."""
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_packed_weights_are_saved_as_they_are(case, tmp_path):
+    packed, _ = packed_models.write(case, tmp_path / "packed")
+    np.testing.assert_array_equal(logits(converted(packed, tmp_path / "saved", "orbax")), logits(packed))
+
+
+def test_inputs_in_another_order_cannot_be_saved(tmp_path):
+    packed, _ = packed_models.write("mixtral:gptq_sorted", tmp_path / "packed")
+    with pytest.raises(ConfigError, match="weights kept as OrderedKind cannot be saved"):
+        converted(packed, tmp_path / "saved", "orbax")
+
+
+@pytest.mark.parametrize("case", ["llama:gptq_sorted", "llama:awq", "llama:fp8_blocks", "mixtral:mxfp4"])
+def test_packed_weights_are_expanded_for_other_programs(case, tmp_path):
+    packed, expanded = packed_models.write(case, tmp_path / "packed")
+    target = converted(packed, tmp_path / "plain", "safetensors")
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    np.testing.assert_allclose(logits(target), logits(expanded), atol=1e-5)
 
 
 def test_what_is_saved_may_be_saved_again_in_other_kinds(tmp_path):

@@ -16,7 +16,7 @@ from jaxllm.models.importance import with_importance
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.quantization.schemes import BLOCKS
 from jaxllm.quantization.stored import GGUF_FLOATS
 from jaxllm.quantization.weight import DenseKind, Kind
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
@@ -76,8 +76,7 @@ def _type(name: str, info: TensorInfo, kind: Kind) -> str:
     if isinstance(kind, GgufKind):
         return kind.type if info.shape[-1] % kind.block == 0 else info.dtype
     if not isinstance(kind, DenseKind):
-        made = {scheme: make(np.dtype(np.float32)) for scheme, make in SCHEMES.items()}
-        known = ", ".join(scheme for scheme, other in made.items() if isinstance(other, GgufKind))
+        known = ", ".join(BLOCKS)
         raise ConfigError(f"{name} would be kept as {type(kind).__name__}, which GGUF does not have; it has {known}")
     if info.dtype in GGUF_FLOATS:
         return info.dtype

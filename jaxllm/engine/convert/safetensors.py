@@ -62,13 +62,7 @@ def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path
 
 def _same_names(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
     """Tensors that have their names already: what the model leaves unread, an image tower, goes along."""
-    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, "fp8"):
-        raise ConfigError(
-            f"{checkpoint.path} is quantized by {method!r}; `--to safetensors` expands fp8 only, `--to orbax` keeps it"
-        )
-    names = (name for name in checkpoint.tensors if not name.endswith("_scale_inv"))
-    return dict(checkpoint.config), ((name, checkpoint.read(name).expand()) for name in names)
+    return dict(checkpoint.config), ((name, checkpoint.read(name).expand()) for name in checkpoint.tensors)
 
 
 def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors, int]:

@@ -34,18 +34,19 @@ class Buckets:
         Raises:
             ConfigError: a size is beyond its limit.
         """
-        rows = max(max_num_seqs, SMALLEST_ROWS)
-        tokens = max_num_batched_tokens
-        for name, sizes, limit, of in (
-            ("decode_buckets", decode, rows, "max_num_seqs"),
-            ("prefill_buckets", prefill, tokens, "max_num_batched_tokens"),
-        ):
-            if sizes and max(sizes) > limit:
-                raise ConfigError(f"{name} holds {max(sizes)}: at most {of}, which is {limit}")
-        by_rows = powers_of_two(SMALLEST_ROWS, rows) if decode is None else tuple(sorted({*decode, rows}))
+        rows, tokens = max(max_num_seqs, SMALLEST_ROWS), max_num_batched_tokens
+        by_rows = _sizes("decode_buckets", decode, SMALLEST_ROWS, rows, "max_num_seqs")
         first = min(SMALLEST_PREFILL, tokens)
-        by_tokens = powers_of_two(first, tokens) if prefill is None else tuple(sorted({*prefill, tokens}))
+        by_tokens = _sizes("prefill_buckets", prefill, first, tokens, "max_num_batched_tokens")
         return cls(by_rows, by_tokens, by_rows)
+
+
+def _sizes(name: str, chosen: Collection[int] | None, first: int, limit: int, of: str) -> tuple[int, ...]:
+    if chosen is None:
+        return powers_of_two(first, limit)
+    if chosen and max(chosen) > limit:
+        raise ConfigError(f"{name} holds {max(chosen)}: at most {of}, which is {limit}")
+    return tuple(sorted({*chosen, limit}))
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:

@@ -24,8 +24,7 @@ from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.pallas_kernels import Kernels, choose_kernels
 from jaxllm.pallas_kernels.pages import SCALE_BYTES
 from jaxllm.quantization.gguf_encode import IMPORTANCE
-from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.quantization.schemes import BLOCKS
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
@@ -273,8 +272,7 @@ def check_imatrix(config: EngineConfig) -> None:
     if config.imatrix is None:
         return
     asked = {config.isq, *(config.isq_map or {}).values()} - {None}
-    made = {scheme: make(np.dtype(np.float32)) for scheme, make in SCHEMES.items()}
-    weighed = [name for name, kind in made.items() if isinstance(kind, GgufKind) and kind.type in IMPORTANCE]
+    weighed = [name for name, kind in BLOCKS.items() if kind.type in IMPORTANCE]
     if config.load_format == "dummy" or not asked & set(weighed):
         what = (
             "weights are random" if config.load_format == "dummy" else "no weight is quantized to a kind it counts for"

@@ -95,7 +95,7 @@ def _bytes_read(param: ParamSpec, blueprint: Blueprint) -> int:
 
 def measure_bandwidth() -> float:
     """Bytes a second that the first device reads from its memory: the best of a few rounds over a large array."""
-    if jax.default_backend() == "cpu":
+    if jax.devices()[0].platform == "cpu":
         return _of_host()
     array = jnp.ones(MEASURED_BYTES // 4, jnp.float32)
     total = jax.jit(jnp.sum)
