@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
 
 CONFIGS = Path(__file__).parents[1] / "reference" / "configs"
 MOST_SECONDS = 20
-SLOWER = 4
-"""How much longer a compilation takes beside others."""
+SLOWER = 10
+"""How much longer a compilation may take beside others, or on a slow machine."""
 
 
 @pytest.fixture
