@@ -29,10 +29,9 @@ def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     gathered = 0
     for begin, end in _merged(_ranges(arrays)):
-        for at in range(begin, end, 64 * HUGE):  # what cannot be gathered ends a call, and not what lies behind it
-            size = min(64 * HUGE, end - at)
-            if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), MADV_COLLAPSE) == 0:
-                gathered += size
+        for at in range(begin, end, HUGE):  # one by one: where there is no memory around an array, one cannot be
+            if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE), MADV_COLLAPSE) == 0:
+                gathered += HUGE
     logger.debug("%.0f MiB lie in huge pages", gathered / 2**20)
     return gathered
 

@@ -53,13 +53,13 @@ def in_tiles(scheme: str, spec: ParamSpec, *, native: bool) -> tuple[Kind, ...]:
     return (TiledKind(kind) if native else kind,)  # type: ignore[arg-type]
 
 
-def with_rounded_inputs(x: Any, weight: Any, norm: Any = None, residual: Any = None) -> Any:
+def with_rounded_inputs(x: Any, weight: Any, norm: Any = None, residual: Any = None, dtype: Any = jnp.float32) -> Any:
     """The reference's product of what the kernels make of `x`: int8, with a scale for every 32 numbers."""
     x = (x if norm is None else norm(x)).astype(jnp.float32)
     groups = x.reshape(*x.shape[:-1], -1, 32)
     scale = jnp.abs(groups).max(-1, keepdims=True) / 127
     x = (jnp.round(groups / jnp.where(scale > 0, scale, 1)) * scale).reshape(x.shape)
-    return linear(x, weight, None, residual)
+    return linear(x, weight, None, residual, dtype)
 
 
 @pytest.mark.parametrize("scheme", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])

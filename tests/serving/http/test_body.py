@@ -81,7 +81,7 @@ def test_a_million_of_anything_is_refused_quickly(client: TestClient, path: str,
     started = time.monotonic()
     status, error = post(client, path, body)
     assert status == 400
-    assert time.monotonic() - started < 2, error["message"]
+    assert time.monotonic() - started < 10, error["message"]
 
 
 def test_structure_is_counted_outside_of_texts_only() -> None:
@@ -131,7 +131,7 @@ def test_megabytes_of_text_are_refused_without_being_encoded(
     started = time.monotonic()
     status, error = post(client, path, text)
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-    assert time.monotonic() - started < 3  # 8 MB would take 14 s
+    assert time.monotonic() - started < 8  # 8 MB would take 14 s
 
 
 def test_a_long_text_is_encoded_and_decoded_as_a_short_one_is(client: TestClient) -> None:
