@@ -29,7 +29,7 @@ if __name__ == "__main__":
 @contextmanager
 def served(model: str, **settings: Any) -> Iterator[str]:
     """The base URL of a server of `model`; it must end cleanly when told to."""
-    own = {"model": model, "port": 0, "compile_cache_dir": os.environ["TESTS_COMPILE_CACHE"]}
+    own = {"model": model, "port": 0, "compile_cache_dir": os.environ.get("TESTS_COMPILE_CACHE")}  # None: not kept
     arguments = json.dumps(SHAPES | own | settings)
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, arguments], stdout=subprocess.PIPE, text=True)
     try:
