@@ -153,6 +153,8 @@ class ServeConfig(EngineConfig):
     """Origins that may call from a browser (CORS), separated by commas; * for all."""
     allowed_hosts: str | None = None
     """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
+    web: bool = True
+    """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""
     max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
     """Largest request body, as 16MiB; larger ones get 413."""
     sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0

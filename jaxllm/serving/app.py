@@ -32,6 +32,7 @@ from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState, comma_separated
 from jaxllm.serving.store.database import Database, sqlite_url
+from jaxllm.serving.web.routes import make_router as make_web_router
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
@@ -74,6 +75,8 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
         app.include_router(router, include_in_schema=False)
     app.include_router(scoring.cohere_router, dependencies=shown_key)
     app.include_router(health.router)
+    if config.web:
+        app.include_router(make_web_router())
     origins = comma_separated(config.allowed_origins)
     app.add_middleware(
         OriginGuard,

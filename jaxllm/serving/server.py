@@ -179,9 +179,10 @@ def announce(state: ServerState, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     info = state.models[state.default_name].engine.info
+    page = f"; a page to talk to it at {address}/" if state.config.web else ""
     print(
         f"Serving {', '.join(state.models)} on {address}/v1 "
-        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs)",
+        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs{page})",
         flush=True,
     )
 

@@ -56,7 +56,7 @@ SAMPLES: dict[str, Any] = {
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
     "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
     "served_model_name": "s", "chat_template": "/x.jinja", "allowed_origins": "*", "allowed_hosts": "*",
-    "max_body_size": "1MB", "sse_keep_alive": 2.5, "shutdown_timeout": 0.0, "log_level": "debug",
+    "web": False, "max_body_size": "1MB", "sse_keep_alive": 2.5, "shutdown_timeout": 0.0, "log_level": "debug",
     "enable_request_logging": True,
     "vllm_metrics": True, "pooling": "mean", "score_method": "cosine", "data_dir": "/data",
     "database_url": "sqlite+aiosqlite:////data/x.db", "max_file_size": "3MB", "max_batch_concurrency": 3,

@@ -1,0 +1,57 @@
+/** What the server tells about itself. */
+
+import { APIError, getJSON, postJSON, request } from "./http";
+
+export interface Model {
+  id: string;
+  max_model_len: number;
+}
+
+export interface ToolServer {
+  label: string;
+  description: string | null;
+  status: "starting" | "ready" | "failed" | "stopped";
+  error: string | null;
+  tools: { name: string; description: string | null }[];
+}
+
+/** What the checkpoint recommends; null where it says nothing. */
+export type SamplingDefaults = Record<string, number | null>;
+
+export interface ServerInfo {
+  version: string;
+  models: string[];
+  settings: Record<string, unknown>;
+  engine: Record<string, number>;
+}
+
+export async function listModels(): Promise<Model[]> {
+  return (await getJSON<{ data: Model[] }>("v1/models")).data;
+}
+
+export async function samplingDefaults(): Promise<SamplingDefaults> {
+  return (await getJSON<{ default_generation_settings: { params: SamplingDefaults } }>("v1/props")).default_generation_settings.params;
+}
+
+/** The MCP servers of this server's configuration; none where it has no such route. */
+export async function listToolServers(): Promise<ToolServer[]> {
+  try {
+    return (await getJSON<{ data: ToolServer[] }>("v1/mcp/servers")).data;
+  } catch (error) {
+    if (error instanceof APIError && error.status === 404) return [];
+    throw error;
+  }
+}
+
+export async function countTokens(text: string, model: string | null, signal: AbortSignal): Promise<number> {
+  const body = { prompt: text, add_special_tokens: false, ...(model === null ? {} : { model }) };
+  return ((await (await postJSON("v1/tokenize", body, signal)).json()) as { count: number }).count;
+}
+
+export function serverInfo(): Promise<ServerInfo> {
+  return getJSON<ServerInfo>("v1/server_info");
+}
+
+export async function metricsText(): Promise<string> {
+  return (await request("metrics")).text();
+}

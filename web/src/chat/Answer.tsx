@@ -1,0 +1,79 @@
+import { BranchesOutlined, DeleteOutlined, EditOutlined, FontColorsOutlined, ForwardOutlined, ReloadOutlined } from "@ant-design/icons";
+import { Alert, Button } from "antd";
+import { memo, useState } from "react";
+import { useT } from "../i18n";
+import { go } from "../router";
+import { changeTree, fork, useConversations } from "../store/conversations";
+import { canContinue, textOf, type AssistantMessage, type Part } from "../store/messages";
+import { remove } from "../store/tree";
+import { AnswerStats } from "./AnswerStats";
+import { CopyButton } from "./CopyButton";
+import { EditForm } from "./EditForm";
+import { Markdown } from "./Markdown";
+import { Reasoning } from "./Reasoning";
+import { continueAnswer, editAnswer, regenerate } from "./run";
+import { TokenText } from "./TokenText";
+import { ToolCall } from "./ToolCall";
+import type { TurnProps } from "./UserTurn";
+import { VersionSwitch } from "./VersionSwitch";
+
+type Props = TurnProps & { message: AssistantMessage; last: boolean };
+
+export const Answer = memo(function Answer({ conversationId, id, index, count, busy, last, message }: Props) {
+  const t = useT();
+  const [editing, setEditing] = useState(false);
+  const [asTokens, setAsTokens] = useState(false);
+  const running = message.state === "running";
+  const hasTokens = message.parts.some((part) => part.kind === "text" && part.tokens.length > 0);
+  const text = textOf(message);
+  if (editing) {
+    const save = (edited: string) => {
+      setEditing(false);
+      editAnswer(conversationId, id, edited);
+    };
+    return <EditForm text={text} okText={t("saveAsVersion")} onOk={save} onCancel={() => setEditing(false)} />;
+  }
+  const forkHere = () => {
+    const conversation = useConversations.getState().loaded[conversationId];
+    if (conversation) go({ page: "chat", id: fork(conversation, id).id });
+  };
+  const button = (icon: React.ReactNode, name: string, onClick: () => void, extra: { "aria-pressed"?: boolean; disabled?: boolean } = {}) => (
+    <Button type="text" size="small" icon={icon} aria-label={name} title={name} onClick={onClick} disabled={busy} {...extra} />
+  );
+  const partOf = (part: Part, at: number) => {
+    switch (part.kind) {
+      case "reasoning":
+        return <Reasoning key={at} part={part} />;
+      case "call":
+        return <ToolCall key={at} part={part} conversationId={conversationId} messageId={id} />;
+      case "tools":
+        return part.error !== null && <Alert key={at} type="warning" showIcon title={t("listFailed", { server: part.server, why: part.error })} />;
+      case "text":
+        return asTokens && part.tokens.length ? <TokenText key={at} tokens={part.tokens} /> : <Markdown key={at} text={part.text} />;
+    }
+  };
+  return (
+    <article className="turn answer" aria-label={t("assistant")} aria-busy={running}>
+      {message.parts.map(partOf)}
+      {running && message.parts.length === 0 && <p className="waiting"><span className="dots" aria-hidden />{t("waiting")}</p>}
+      {message.error !== null && (
+        <Alert type="error" showIcon title={t("failed", { why: message.error })} action={last ? <Button size="small" onClick={() => regenerate(conversationId, id)}>{t("retry")}</Button> : undefined} />
+      )}
+      <div className="answer-foot">
+        {!running && (
+          <div className="actions" role="toolbar" aria-label={t("assistant")}>
+            <VersionSwitch conversationId={conversationId} id={id} index={index} count={count} disabled={busy} />
+            <CopyButton text={text} />
+            {last && canContinue(message) && button(<ForwardOutlined />, t("continue"), () => continueAnswer(conversationId, id))}
+            {button(<ReloadOutlined />, t("regenerate"), () => regenerate(conversationId, id))}
+            {button(<EditOutlined />, t("edit"), () => setEditing(true))}
+            {button(<BranchesOutlined />, t("fork"), forkHere)}
+            {hasTokens && button(<FontColorsOutlined />, t(asTokens ? "showText" : "showTokens"), () => setAsTokens(!asTokens), { "aria-pressed": asTokens, disabled: false })}
+            {button(<DeleteOutlined />, t("deleteMessage"), () => changeTree(conversationId, (tree) => remove(tree, id)))}
+          </div>
+        )}
+        <AnswerStats message={message} />
+      </div>
+    </article>
+  );
+});

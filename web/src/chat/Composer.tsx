@@ -1,0 +1,97 @@
+import { FileTextOutlined, PaperClipOutlined, UploadOutlined } from "@ant-design/icons";
+import { Attachments, Sender } from "@ant-design/x";
+import { App, Button, Tag } from "antd";
+import { useEffect, useRef, useState } from "react";
+import { useT } from "../i18n";
+import type { Settings } from "../settings/fields";
+import type { TextFile } from "../store/messages";
+import type { TreeNode } from "../store/tree";
+import { useShortcuts } from "../shortcuts";
+import { MAX_FILE_BYTES, MAX_FILE_TEXT, readTextFile } from "./textFiles";
+import { stop } from "./run";
+import { ToolSwitches } from "./ToolSwitches";
+
+const LONG_PASTE = 6000;
+
+interface Props {
+  id: string | null;
+  draft: string;
+  onDraft: (text: string) => void;
+  settings: Settings;
+  onSettings: (settings: Settings) => void;
+  running: boolean;
+  shown: TreeNode[];
+  onSend: (text: string, files: TextFile[]) => void;
+}
+
+export function Composer({ id, draft, onDraft, settings, onSettings, running, shown, onSend }: Props) {
+  const t = useT();
+  const box = useRef<HTMLDivElement>(null);
+  const [files, setFiles] = useState<TextFile[]>([]);
+  const add = useAddFile(setFiles);
+  const focus = () => box.current?.querySelector("textarea")?.focus();
+  useShortcuts({ focus });
+  useEffect(focus, []);
+  const submit = (text: string) => {
+    if (running || (!text.trim() && !files.length)) return;
+    setFiles([]);
+    onSend(text, files);
+  };
+  const paste = (event: React.ClipboardEvent) => {
+    const text = event.clipboardData.getData("text/plain");
+    if (event.clipboardData.files.length || text.length < LONG_PASTE) return;
+    event.preventDefault();
+    setFiles((before) => [...before, { name: t("pasted"), text }]);
+  };
+  const editLast = (event: React.KeyboardEvent) => {
+    if (event.key !== "ArrowUp" || draft || running || !shown.length) return;
+    event.preventDefault();
+    const buttons = document.querySelectorAll<HTMLButtonElement>("[data-edit]");
+    buttons[buttons.length - 1]?.click();
+  };
+  return (
+    <div className="composer" ref={box}>
+      <Sender
+        value={draft} onChange={onDraft} onSubmit={submit} loading={running} onCancel={() => id !== null && stop(id)} placeholder={t("messageHint")}
+        autoSize={{ minRows: 1, maxRows: 10 }} onPaste={paste} onPasteFile={(pasted) => Array.from(pasted).forEach(add)} onKeyDown={editLast} suffix={false}
+        header={files.length > 0 && (
+          <div className="files">
+            {files.map((file, at) => (
+              <Tag key={at} icon={<FileTextOutlined />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
+                event.preventDefault();
+                setFiles(files.filter((_, other) => other !== at));
+              }}>{file.name}</Tag>
+            ))}
+          </div>
+        )}
+        footer={(_, { components: { SendButton, LoadingButton } }) => (
+          <div className="composer-foot">
+            <span>
+              <Attachments
+                multiple items={[]} beforeUpload={(file) => (add(file), false)} getDropContainer={() => document.body}
+                placeholder={{ icon: <UploadOutlined />, title: t("dropHere"), description: t("dropText") }}
+              >
+                <Button type="text" icon={<PaperClipOutlined />} aria-label={t("attach")} title={t("attach")} />
+              </Attachments>
+              <ToolSwitches settings={settings} onChange={onSettings} />
+            </span>
+            {running ? <LoadingButton type="default" aria-label={t("stop")} title={t("stop")} /> : <SendButton type="primary" disabled={!draft.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(draft)} />}
+          </div>
+        )}
+      />
+    </div>
+  );
+}
+
+function useAddFile(setFiles: React.Dispatch<React.SetStateAction<TextFile[]>>) {
+  const t = useT();
+  const { message } = App.useApp();
+  return (file: File) => {
+    void (async () => {
+      if (file.size > MAX_FILE_BYTES) return void message.error(t("tooLarge", { name: file.name, limit: MAX_FILE_TEXT }));
+      const text = await readTextFile(file);
+      if (text === null) return void message.error(t("notText", { name: file.name }));
+      setFiles((before) => [...before, { name: file.name, text }]);
+    })();
+  };
+}

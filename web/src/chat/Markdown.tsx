@@ -1,0 +1,40 @@
+import { memo } from "react";
+import ReactMarkdown, { type Components, type Options } from "react-markdown";
+import remarkGfm from "remark-gfm";
+import remarkMath from "remark-math";
+import { useT } from "../i18n";
+import { CodeBlock } from "./CodeBlock";
+import { Formula } from "./Formula";
+import { markFormulas } from "./formulas";
+
+const PLUGINS: Options["remarkPlugins"] = [remarkGfm, [remarkMath, { singleDollarTextMath: false }]];
+
+const COMPONENTS: Components = {
+  pre: ({ children }) => <>{children}</>,
+  code({ className, children }) {
+    const text = String(children ?? "").replace(/\n$/, "");
+    if (className?.includes("math-display")) return <Formula tex={text} display />;
+    if (className?.includes("math-inline")) return <Formula tex={text} display={false} />;
+    const language = /language-(\S+)/.exec(className ?? "")?.[1];
+    const block = language !== undefined || String(children ?? "").endsWith("\n");
+    return block ? <CodeBlock code={text} language={language ?? ""} /> : <code>{children}</code>;
+  },
+  a: ({ href, children }) => <a href={href} target="_blank" rel="noopener noreferrer nofollow">{children}</a>,
+  table: ({ children }) => <div className="table" tabIndex={0}><table>{children}</table></div>,
+  img: ({ src, alt }) => <ImageLink src={typeof src === "string" ? src : ""} alt={alt ?? ""} />,
+};
+
+/** A picture from elsewhere would tell its server who reads this: it is a link. */
+function ImageLink({ src, alt }: { src: string; alt: string }) {
+  const t = useT();
+  return <a href={src} target="_blank" rel="noopener noreferrer nofollow">{t("image", { name: alt || src })}</a>;
+}
+
+/** Markdown with tables, code and formulas; HTML in it is shown as text. */
+export const Markdown = memo(function Markdown({ text }: { text: string }) {
+  return (
+    <div className="markdown">
+      <ReactMarkdown remarkPlugins={PLUGINS} components={COMPONENTS}>{markFormulas(text)}</ReactMarkdown>
+    </div>
+  );
+});

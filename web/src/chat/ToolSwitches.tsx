@@ -1,0 +1,47 @@
+import { ToolOutlined } from "@ant-design/icons";
+import { Badge, Button, Popover, Select, Switch, Tooltip } from "antd";
+import { useT } from "../i18n";
+import { useServer } from "../serverState";
+import type { ToolServer } from "../api/server";
+import type { Approval, Settings } from "../settings/fields";
+
+const APPROVALS: Approval[] = ["always", "writes", "never"];
+
+interface Props {
+  settings: Settings;
+  onChange: (settings: Settings) => void;
+}
+
+/** The server's MCP servers, switched on and off for this conversation; nothing where it has none. */
+export function ToolSwitches({ settings, onChange }: Props) {
+  const t = useT();
+  const servers = useServer((state) => state.toolServers);
+  if (!servers.length) return null;
+  const on = servers.filter((server) => server.label in settings.servers).length;
+  const content = <ul className="tool-servers">{servers.map((server) => <li key={server.label}><OneServer server={server} settings={settings} onChange={onChange} /></li>)}</ul>;
+  return (
+    <Popover trigger="click" title={t("toolServers")} content={content} placement="topLeft">
+      <Button type="text" icon={<Badge count={on} size="small" color="var(--primary)"><ToolOutlined /></Badge>} aria-label={on ? t("toolsOn", { n: on }) : t("tools")}>{t("tools")}</Button>
+    </Popover>
+  );
+}
+
+function OneServer({ server, settings, onChange }: Props & { server: ToolServer }) {
+  const t = useT();
+  const approval = settings.servers[server.label];
+  const set = (value: Approval | null) => {
+    const { [server.label]: _, ...others } = settings.servers;
+    onChange({ ...settings, servers: value === null ? others : { ...others, [server.label]: value } });
+  };
+  const names = server.tools.map((tool) => tool.name).join(", ");
+  const state = server.status === "failed" ? t("serverFailed", { why: server.error ?? "" }) : server.status === "starting" ? t("serverStarting") : server.status === "stopped" ? t("serverStopped") : t("toolCount", { n: server.tools.length });
+  return (
+    <>
+      <Switch size="small" checked={approval !== undefined} disabled={server.status !== "ready" && approval === undefined} aria-label={server.label} onChange={(checked) => set(checked ? "always" : null)} />
+      <span className="tool-server"><strong>{server.label}</strong><Tooltip title={names}><span className={server.status === "failed" ? "bad" : "muted"}>{state}</span></Tooltip></span>
+      {approval !== undefined && (
+        <Select size="small" value={approval} onChange={set} aria-label={t("approval", { name: server.label })} popupMatchSelectWidth={false} options={APPROVALS.map((value) => ({ value, label: t(value) }))} />
+      )}
+    </>
+  );
+}

@@ -1,0 +1,139 @@
+/** What a person may do in a conversation: say, edit, regenerate, continue, approve, stop. One answer runs in each. */
+
+import { create } from "zustand";
+import { streamChat } from "../api/chat";
+import { APIError } from "../api/http";
+import { streamResponse } from "../api/responses";
+import { usesTools } from "../settings/fields";
+import { change, changeMessage, changeTree, newId, titleOf, useConversations } from "../store/conversations";
+import { decide, ended, grow, newAnswer, pendingCalls, type AssistantMessage, type Message, type StreamEvent, type TextFile } from "../store/messages";
+import { append, branch, lineage, path, ROOT } from "../store/tree";
+
+/** Conversation -> what stops its answer. */
+export const useRuns = create<Record<string, AbortController>>()(() => ({}));
+
+/** The model that answers where a conversation names none. */
+let defaultModel = "";
+
+export function setDefaultModel(model: string): void {
+  defaultModel = model;
+}
+
+export function stop(id: string): void {
+  useRuns.getState()[id]?.abort();
+}
+
+/** Say something at the end of what is shown; approvals that are still asked for there are refused. */
+export function say(id: string, text: string, files: TextFile[]): void {
+  const last = path(conversation(id).tree).at(-1);
+  if (last?.message.role === "assistant") {
+    changeMessage(id, last.id, onAnswer((answer) => {
+      const refused = pendingCalls(answer).reduce((at, call) => decide(at, call.id, false), answer);
+      return refused.state === "asking" ? { ...refused, state: "done" } : refused;
+    }));
+  }
+  const userId = newId();
+  changeTree(id, (tree) => append(tree, last?.id ?? ROOT, userId, { role: "user", text, files, created: Date.now() }));
+  change(id, (at) => (at.title ? at : { ...at, title: titleOf(text || files[0]?.name || "") }));
+  answer(id, userId);
+}
+
+/** Say something else instead of an earlier message, and answer that. */
+export function editUser(id: string, messageId: string, text: string): void {
+  const { message } = node(id, messageId);
+  if (message.role !== "user") return;
+  const editedId = newId();
+  changeTree(id, (tree) => branch(tree, messageId, editedId, { ...message, text, created: Date.now() }));
+  answer(id, editedId);
+}
+
+/** Put words into the model's mouth, as an alternative to what it said. */
+export function editAnswer(id: string, messageId: string, text: string): void {
+  const { message } = node(id, messageId);
+  if (message.role !== "assistant") return;
+  const edited: AssistantMessage = { ...message, parts: [{ kind: "text", text, tokens: [] }], state: "stopped", error: null, stats: null };
+  changeTree(id, (tree) => branch(tree, messageId, newId(), edited));
+}
+
+/** Another answer to the same. */
+export function regenerate(id: string, messageId: string): void {
+  answer(id, node(id, messageId).parent);
+}
+
+export function continueAnswer(id: string, messageId: string): void {
+  changeMessage(id, messageId, onAnswer((at) => ({ ...at, state: "running", error: null })));
+  void run(id, messageId);
+}
+
+/** Answer one request for approval; when none is left, the model goes on. */
+export function approve(id: string, messageId: string, callId: string, yes: boolean): void {
+  changeMessage(id, messageId, onAnswer((at) => decide(at, callId, yes)));
+  const { message } = node(id, messageId);
+  if (message.role === "assistant" && pendingCalls(message).length === 0) continueAnswer(id, messageId);
+}
+
+function answer(id: string, parent: string): void {
+  const messageId = newId();
+  const model = conversation(id).settings.model ?? defaultModel;
+  changeTree(id, (tree) => append(tree, parent, messageId, newAnswer(model, Date.now())));
+  void run(id, messageId);
+}
+
+/** Fill an answer until its stream ends; its events are taken in once a frame. */
+async function run(id: string, messageId: string): Promise<void> {
+  stop(id);
+  const controller = new AbortController();
+  useRuns.setState({ [id]: controller });
+  const sent = Date.now();
+  const waiting: [StreamEvent, number][] = [];
+  const apply = () => {
+    const events = waiting.splice(0);
+    if (events.length) changeMessage(id, messageId, onAnswer((at) => events.reduce((grown, [event, when]) => grow(grown, event, when, sent), at)));
+  };
+  const timer = setInterval(apply, 33); // a frame does not come while the tab is hidden
+  const end = (by: (at: AssistantMessage) => AssistantMessage) => {
+    apply();
+    changeMessage(id, messageId, onAnswer(by));
+  };
+  try {
+    for await (const event of events(id, messageId, controller.signal)) waiting.push([event, Date.now()]);
+    end((at) => (at.state === "running" ? ended(at, "done", Date.now()) : at));
+  } catch (error) {
+    if (controller.signal.aborted) end((at) => ended(at, "stopped", Date.now()));
+    else end((at) => ended(at, "failed", Date.now(), describe(error)));
+  } finally {
+    clearInterval(timer);
+    const { [id]: mine, ...others } = useRuns.getState();
+    if (mine === controller) useRuns.setState(others, true);
+  }
+}
+
+function events(id: string, messageId: string, signal: AbortSignal): AsyncGenerator<StreamEvent> {
+  const { settings, tree } = conversation(id);
+  const history: Message[] = lineage(tree, messageId).map((at) => at.message);
+  const last = history.at(-1);
+  if (last?.role === "assistant" && last.parts.length === 0) history.pop();
+  const approves = last?.role === "assistant" && last.parts.at(-1)?.kind === "call";
+  return approves || (usesTools(settings) && history.at(-1)?.role === "user") ? streamResponse(settings, history, signal) : streamChat(settings, history, signal);
+}
+
+function describe(error: unknown): string {
+  if (error instanceof APIError && error.status === 0) return `The server cannot be reached: ${error.message}`;
+  return error instanceof Error ? error.message : String(error);
+}
+
+function conversation(id: string) {
+  const found = useConversations.getState().loaded[id];
+  if (!found) throw new Error(`conversation ${id} is not loaded`);
+  return found;
+}
+
+function node(id: string, messageId: string) {
+  const found = conversation(id).tree.nodes[messageId];
+  if (!found) throw new Error(`message ${messageId} is gone`);
+  return found;
+}
+
+function onAnswer(by: (answer: AssistantMessage) => AssistantMessage): (message: Message) => Message {
+  return (message) => (message.role === "assistant" ? by(message) : message);
+}

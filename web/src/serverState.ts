@@ -1,0 +1,29 @@
+/** What the page knows of the server: its models, their defaults, its tool servers. */
+
+import { create } from "zustand";
+import { listModels, listToolServers, samplingDefaults, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
+import { setDefaultModel } from "./chat/run";
+
+interface State {
+  models: Model[];
+  defaults: SamplingDefaults;
+  toolServers: ToolServer[];
+  reachable: boolean | null;
+}
+
+export const useServer = create<State>()(() => ({ models: [], defaults: {}, toolServers: [], reachable: null }));
+
+export async function loadServer(): Promise<void> {
+  try {
+    const [models, defaults, toolServers] = await Promise.all([listModels(), samplingDefaults(), listToolServers()]);
+    setDefaultModel(models[0]?.id ?? "");
+    useServer.setState({ models, defaults, toolServers, reachable: true });
+  } catch {
+    useServer.setState({ reachable: false });
+  }
+}
+
+/** The context of a model, of the first one by default. */
+export function contextOf(models: Model[], name: string | null): number | null {
+  return (models.find((model) => model.id === name) ?? models[0])?.max_model_len ?? null;
+}

@@ -1,0 +1,130 @@
+/** The conversations that are loaded, and the list of all; every change is written to the database soon after. */
+
+import { create } from "zustand";
+import { usePreferences } from "./preferences";
+import * as database from "./database";
+import type { Conversation, Entry } from "./database";
+import type { Message } from "./messages";
+import { EMPTY, lineage, linear, update, type Tree } from "./tree";
+import type { Settings } from "../settings/fields";
+
+const TITLE_LENGTH = 60;
+const WRITE_AFTER_MS = 400;
+
+export function newId(): string {
+  const bytes = crypto.getRandomValues(new Uint8Array(12)); // randomUUID() needs https, which a server in a LAN lacks
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+interface State {
+  /** Null until the database has been read. */
+  entries: Entry[] | null;
+  loaded: Record<string, Conversation>;
+  /** What the database last refused to do. */
+  problem: string | null;
+}
+
+export const useConversations = create<State>()(() => ({ entries: null, loaded: {}, problem: null }));
+
+const { getState, setState } = useConversations;
+const pending = new Map<string, ReturnType<typeof setTimeout>>();
+
+export async function loadEntries(): Promise<void> {
+  try {
+    setState({ entries: await database.listEntries() });
+  } catch (error) {
+    setState({ entries: [], problem: String(error) });
+  }
+}
+
+/** Null: there is no such conversation. */
+export async function loadConversation(id: string): Promise<Conversation | null> {
+  const known = getState().loaded[id];
+  if (known) return known;
+  const conversation = await database.readConversation(id).catch(() => null);
+  if (conversation) setState(({ loaded }) => ({ loaded: { ...loaded, [id]: loaded[id] ?? conversation } }));
+  return conversation;
+}
+
+export function createConversation(settings: Settings = usePreferences.getState().settings, title = "", tree: Tree = EMPTY): Conversation {
+  const now = Date.now();
+  const conversation: Conversation = { id: newId(), title, pinned: false, created: now, updated: now, settings, tree };
+  put(conversation);
+  return conversation;
+}
+
+/** Put it into the state, and in a moment into the database. */
+export function put(conversation: Conversation): void {
+  const { id } = conversation;
+  setState(({ entries, loaded }) => {
+    const { settings: _, tree: __, ...entry } = conversation;
+    const others = (entries ?? []).filter((other) => other.id !== id);
+    const before = entries?.find((other) => other.id === id);
+    const same = before && before.title === entry.title && before.pinned === entry.pinned && before.updated === entry.updated;
+    return { loaded: { ...loaded, [id]: conversation }, entries: same ? entries : [...others, entry] };
+  });
+  if (!pending.has(id)) pending.set(id, setTimeout(() => void write(id), WRITE_AFTER_MS));
+}
+
+async function write(id: string): Promise<void> {
+  clearTimeout(pending.get(id));
+  pending.delete(id);
+  const conversation = getState().loaded[id];
+  if (!conversation) return;
+  await database.writeConversation(conversation).then(
+    () => setState({ problem: null }),
+    (error: unknown) => setState({ problem: String(error) }),
+  );
+}
+
+/** Write at once what waits to be written. */
+export async function writeAll(): Promise<void> {
+  await Promise.all([...pending.keys()].map(write));
+}
+
+export function change(id: string, by: (conversation: Conversation) => Conversation): void {
+  const conversation = getState().loaded[id];
+  if (conversation) put(by(conversation));
+}
+
+export function changeTree(id: string, by: (tree: Tree) => Tree): void {
+  change(id, (conversation) => ({ ...conversation, tree: by(conversation.tree), updated: Date.now() }));
+}
+
+export function changeMessage(id: string, messageId: string, by: (message: Message) => Message): void {
+  change(id, (conversation) => ({ ...conversation, tree: update(conversation.tree, messageId, by) }));
+}
+
+/** Change what the list shows of a conversation that need not be loaded. */
+export async function changeEntry(id: string, by: Partial<Pick<Entry, "title" | "pinned">>): Promise<void> {
+  if (getState().loaded[id]) return change(id, (conversation) => ({ ...conversation, ...by }));
+  const entry = getState().entries?.find((other) => other.id === id);
+  if (!entry) return;
+  setState(({ entries }) => ({ entries: (entries ?? []).map((other) => (other.id === id ? { ...other, ...by } : other)) }));
+  await database.writeEntry({ ...entry, ...by });
+}
+
+export async function removeConversation(id: string): Promise<void> {
+  clearTimeout(pending.get(id));
+  pending.delete(id);
+  setState(({ entries, loaded }) => {
+    const { [id]: _, ...others } = loaded;
+    return { loaded: others, entries: (entries ?? []).filter((entry) => entry.id !== id) };
+  });
+  await database.deleteConversation(id);
+}
+
+/** A new conversation of all that was said down to a message. */
+export function fork(conversation: Conversation, messageId: string): Conversation {
+  return createConversation(conversation.settings, conversation.title, linear(lineage(conversation.tree, messageId)));
+}
+
+export async function importConversations(conversations: Conversation[]): Promise<void> {
+  for (const conversation of conversations) await database.writeConversation(conversation);
+  await loadEntries();
+}
+
+export function titleOf(text: string): string {
+  const line = text.trim().split("\n")[0] ?? "";
+  return line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line;
+}

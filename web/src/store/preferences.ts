@@ -1,0 +1,20 @@
+/** What this browser remembers of the person's taste. */
+
+import { create } from "zustand";
+import { persist } from "zustand/middleware";
+import { DEFAULTS, type Settings } from "../settings/fields";
+import { browserLanguage, type Language } from "../i18n/languages";
+
+export type Theme = "system" | "light" | "dark";
+
+interface Preferences {
+  language: Language;
+  theme: Theme;
+  /** What a new conversation begins with. */
+  settings: Settings;
+  set: (change: Partial<Omit<Preferences, "set">>) => void;
+}
+
+export const usePreferences = create<Preferences>()(
+  persist((set) => ({ language: browserLanguage(), theme: "system" as Theme, settings: DEFAULTS, set: (change) => set(change) }), { name: "jaxllm.preferences" }),
+);

@@ -1,0 +1,107 @@
+/** A conversation's messages as a tree: each may have several continuations, of which one is shown. Pure functions. */
+
+import type { Message } from "./messages";
+
+export const ROOT = "root";
+
+export interface TreeNode {
+  id: string;
+  parent: string;
+  children: string[];
+  /** Which of the children is shown. */
+  active: number;
+  message: Message;
+}
+
+export interface Tree {
+  /** The first messages; several when the first has been edited. */
+  children: string[];
+  active: number;
+  nodes: Record<string, TreeNode>;
+}
+
+export const EMPTY: Tree = { children: [], active: 0, nodes: {} };
+
+/** The messages that are shown, first to last. */
+export function path(tree: Tree): TreeNode[] {
+  const shown: TreeNode[] = [];
+  for (let at: Tree | TreeNode | undefined = tree; at; ) {
+    const next: TreeNode | undefined = tree.nodes[at.children[at.active] ?? ""];
+    if (next) shown.push(next);
+    at = next;
+  }
+  return shown;
+}
+
+/** From the first message down to this one. */
+export function lineage(tree: Tree, id: string): TreeNode[] {
+  const found: TreeNode[] = [];
+  for (let node = tree.nodes[id]; node; node = tree.nodes[node.parent]) found.unshift(node);
+  return found;
+}
+
+/** Put a message behind `parent`, as the continuation that is shown. */
+export function append(tree: Tree, parent: string, id: string, message: Message): Tree {
+  const node: TreeNode = { id, parent, children: [], active: 0, message };
+  const added = { ...tree, nodes: { ...tree.nodes, [id]: node } };
+  return change(added, parent, (at) => ({ children: [...at.children, id], active: at.children.length }));
+}
+
+/** Put a message beside `id`, as an alternative to it. */
+export function branch(tree: Tree, id: string, newId: string, message: Message): Tree {
+  const node = tree.nodes[id];
+  return node ? append(tree, node.parent, newId, message) : tree;
+}
+
+export function update(tree: Tree, id: string, by: (message: Message) => Message): Tree {
+  const node = tree.nodes[id];
+  return node ? { ...tree, nodes: { ...tree.nodes, [id]: { ...node, message: by(node.message) } } } : tree;
+}
+
+/** Where a message stands among its alternatives, from 0. */
+export function place(tree: Tree, id: string): { index: number; count: number } {
+  const { children } = parentOf(tree, id);
+  return { index: children.indexOf(id), count: children.length };
+}
+
+/** Show the alternative `step` places on; at the ends nothing changes. */
+export function step(tree: Tree, id: string, by: number): Tree {
+  const parent = tree.nodes[id]?.parent ?? ROOT;
+  const { index, count } = place(tree, id);
+  const active = Math.min(Math.max(index + by, 0), count - 1);
+  return change(tree, parent, (at) => ({ children: at.children, active }));
+}
+
+/** Without a message and all behind it; the alternative before it is shown. */
+export function remove(tree: Tree, id: string): Tree {
+  const node = tree.nodes[id];
+  if (!node) return tree;
+  const nodes = { ...tree.nodes };
+  const gone = [id];
+  for (let next = gone.pop(); next !== undefined; next = gone.pop()) {
+    gone.push(...(nodes[next]?.children ?? []));
+    delete nodes[next];
+  }
+  return change({ ...tree, nodes }, node.parent, (at) => {
+    const index = at.children.indexOf(id);
+    const active = Math.max(at.active - (at.active >= index ? 1 : 0), 0);
+    return { children: at.children.filter((child) => child !== id), active };
+  });
+}
+
+/** A tree of these messages alone. */
+export function linear(messages: TreeNode[]): Tree {
+  return messages.reduce<Tree>((tree, node, at) => append(tree, messages[at - 1]?.id ?? ROOT, node.id, node.message), EMPTY);
+}
+
+type Branching = Pick<Tree, "children" | "active">;
+
+function parentOf(tree: Tree, id: string): Branching {
+  return tree.nodes[tree.nodes[id]?.parent ?? ROOT] ?? tree;
+}
+
+function change(tree: Tree, id: string, by: (at: Branching) => Branching): Tree {
+  if (id === ROOT) return { ...tree, ...by(tree) };
+  const node = tree.nodes[id];
+  return node ? { ...tree, nodes: { ...tree.nodes, [id]: { ...node, ...by(node) } } } : tree;
+}
