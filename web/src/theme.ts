@@ -32,6 +32,7 @@ export function themeConfig(dark: boolean): ThemeConfig {
       colorTextDescription: secondary,
       colorTextPlaceholder: secondary,
       colorTextQuaternary: secondary,
+      ...(dark ? { colorBgContainer: "#17171d", colorBgElevated: "#23232b", colorBgLayout: "#101015" } : {}),
       borderRadius: 8,
       fontFamily: "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Noto Sans CJK SC', 'PingFang SC', 'Microsoft YaHei', sans-serif",
       fontFamilyCode: "ui-monospace, 'SF Mono', 'Cascadia Code', Menlo, Consolas, 'DejaVu Sans Mono', monospace",
@@ -46,8 +47,8 @@ export function ThemeVariables({ dark }: { dark: boolean }): null {
     const root = document.documentElement;
     root.dataset.theme = dark ? "dark" : "light";
     const variables = {
-      bg: token.colorBgContainer, side: dark ? "#0d0d12" : "#f6f6fb", text: token.colorText, muted: token.colorTextSecondary,
-      border: token.colorBorderSecondary, fill: token.colorFillTertiary, code: dark ? "#1b1b23" : "#f7f7fb",
+      bg: token.colorBgContainer, side: dark ? "#101015" : "#f6f6fb", text: token.colorText, muted: token.colorTextSecondary,
+      border: token.colorBorderSecondary, fill: token.colorFillTertiary, code: dark ? "#1e1e26" : "#f7f7fb",
       primary: token.colorPrimary, tint: token.colorPrimaryBg, mono: token.fontFamilyCode, font: token.fontFamily,
       error: token.colorError,
     };

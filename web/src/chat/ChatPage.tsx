@@ -66,11 +66,11 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
       ) : id !== null && !conversation ? (
         <div className="middle"><Spin /></div>
       ) : shown.length && conversation ? (
-        <MessageList key={conversation.id} conversation={conversation} running={running} />
+        <MessageList key={`list-${conversation.id}`} conversation={conversation} running={running} />
       ) : (
         <Start model={settings.model} onChoose={setDraft} />
       )}
-      {!gone && <Composer key={id} draft={draft} onDraft={setDraft} settings={settings} onSettings={setSettings} running={running} shown={shown} id={id} onSend={send} />}
+      {!gone && <Composer key={`composer-${id}`} draft={draft} onDraft={setDraft} settings={settings} onSettings={setSettings} running={running} shown={shown} id={id} onSend={send} />}
       <SettingsDrawer open={asksSettings} onClose={() => setAsksSettings(false)} settings={settings} onChange={setSettings} />
     </main>
   );

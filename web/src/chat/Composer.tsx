@@ -1,4 +1,4 @@
-import { FileTextOutlined, PaperClipOutlined, UploadOutlined } from "@ant-design/icons";
+import { ArrowUpOutlined, FileTextOutlined, PaperClipOutlined, StopFilled, UploadOutlined } from "@ant-design/icons";
 import { Attachments, Sender } from "@ant-design/x";
 import { App, Button, Tag } from "antd";
 import { useEffect, useRef, useState } from "react";
@@ -64,7 +64,7 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
             ))}
           </div>
         )}
-        footer={(_, { components: { SendButton, LoadingButton } }) => (
+        footer={
           <div className="composer-foot">
             <span>
               <Attachments
@@ -75,9 +75,13 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
               </Attachments>
               <ToolSwitches settings={settings} onChange={onSettings} />
             </span>
-            {running ? <LoadingButton type="default" aria-label={t("stop")} title={t("stop")} /> : <SendButton type="primary" disabled={!draft.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(draft)} />}
+            {running ? (
+              <Button shape="circle" icon={<StopFilled />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
+            ) : (
+              <Button type="primary" shape="circle" icon={<ArrowUpOutlined />} disabled={!draft.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(draft)} />
+            )}
           </div>
-        )}
+        }
       />
     </div>
   );

@@ -1,0 +1,63 @@
+"""The page in Chromium, before a real server of a fake engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import listen  # noqa: F401  a fixture
+from tests.web.driver import Driver
+from tests.web.talker import Talker
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium: apt-get install chromium")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Iterator[Callable[..., Driver]]:
+    """Opens the page of a server in a browser profile of its own; nothing may be asked of anybody else, or go wrong."""
+    drivers: list[Driver] = []
+
+    def start(url: str, **context: Any) -> Driver:
+        settings = {"locale": "en-US", "viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"}
+        driver = Driver(chromium.new_context(**settings | context), url)
+        drivers.append(driver)
+        return driver
+
+    yield start
+    for driver in drivers:
+        driver.close()
+    for driver in drivers:
+        assert driver.foreign == []
+        assert driver.complaints == []
+
+
+@pytest.fixture
+def talker() -> Talker:
+    return Talker()
+
+
+@pytest.fixture
+def page(open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker) -> Driver:  # noqa: F811
+    return open_page(listen(talker, reasoning_parser="think", served_model_name="talker"))
