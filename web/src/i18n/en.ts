@@ -36,7 +36,7 @@ export const en = {
   server: "Server",
   settings: "Settings",
   welcome: "What shall we talk about?",
-  welcomeText: "You talk to {model}, on this server. Nothing leaves it.",
+  welcomeText: "You talk to {model} on this server. What you write goes nowhere else.",
   suggestion1: "Explain an idea",
   suggestion1Text: "Explain how a transformer predicts the next token, to somebody who knows a little algebra.",
   suggestion2: "Write some code",
