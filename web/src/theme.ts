@@ -33,6 +33,7 @@ export function themeConfig(dark: boolean): ThemeConfig {
       colorTextPlaceholder: secondary,
       colorTextQuaternary: secondary,
       ...(dark ? { colorBgContainer: "#17171d", colorBgElevated: "#23232b", colorBgLayout: "#101015" } : {}),
+      motion: !matchMedia("(prefers-reduced-motion: reduce)").matches,
       borderRadius: 8,
       fontFamily: "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Noto Sans CJK SC', 'PingFang SC', 'Microsoft YaHei', sans-serif",
       fontFamilyCode: "ui-monospace, 'SF Mono', 'Cascadia Code', Menlo, Consolas, 'DejaVu Sans Mono', monospace",

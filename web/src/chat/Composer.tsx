@@ -43,17 +43,23 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
     event.preventDefault();
     setFiles((before) => [...before, { name: t("pasted"), text }]);
   };
-  const editLast = (event: React.KeyboardEvent) => {
-    if (event.key !== "ArrowUp" || draft || running || !shown.length) return;
-    event.preventDefault();
-    const buttons = document.querySelectorAll<HTMLButtonElement>("[data-edit]");
-    buttons[buttons.length - 1]?.click();
+  const press = (event: React.KeyboardEvent): void | false => {
+    if (event.key === "Enter" && !event.shiftKey && !event.nativeEvent.isComposing) {
+      event.preventDefault();
+      submit(draft);
+      return false; // Sender sends only by a button of its own
+    }
+    if (event.key === "ArrowUp" && !draft && !running && shown.length) {
+      event.preventDefault();
+      const buttons = document.querySelectorAll<HTMLButtonElement>("[data-edit]");
+      buttons[buttons.length - 1]?.click();
+    }
   };
   return (
     <div className="composer" ref={box}>
       <Sender
-        value={draft} onChange={onDraft} onSubmit={submit} loading={running} onCancel={() => id !== null && stop(id)} placeholder={t("messageHint")}
-        autoSize={{ minRows: 1, maxRows: 10 }} onPaste={paste} onPasteFile={(pasted) => Array.from(pasted).forEach(add)} onKeyDown={editLast} suffix={false}
+        value={draft} onChange={onDraft} placeholder={t("messageHint")}
+        autoSize={{ minRows: 1, maxRows: 10 }} onPaste={paste} onPasteFile={(pasted) => Array.from(pasted).forEach(add)} onKeyDown={press} suffix={false}
         header={files.length > 0 && (
           <div className="files">
             {files.map((file, at) => (

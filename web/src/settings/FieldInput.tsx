@@ -42,7 +42,7 @@ export function FieldInput({ field, value, placeholder, onChange }: Props) {
         />
       );
     case "lines":
-      return <TextList id={id} hint={t("perLine")} values={(value as string[] | undefined) ?? []} split="\n" onChange={(lines) => onChange(lines.length ? lines : undefined)} />;
+      return <TextList id={id} hint={t("perLine")} values={(value as string[] | undefined) ?? []} split={"\n"} onChange={(lines) => onChange(lines.length ? lines : undefined)} />;
     case "integers": {
       const change = (texts: string[]) => {
         const numbers = texts.map(Number).filter(Number.isInteger);

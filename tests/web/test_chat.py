@@ -1,0 +1,196 @@
+"""Saying something, and what can be done with the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from playwright.sync_api import expect
+
+from tests.serving.conftest import wait_for
+from tests.serving.fake_engine import REPLY
+from tests.web.driver import Driver
+from tests.web.talker import LONG, Talker
+
+
+def test_an_answer_streams_in_and_says_how_fast_it_was(page: Driver, talker: Talker):
+    talker.delay = 0.02
+    page.write("Hello")
+    page.button("Send").click()
+    expect(page.answers).to_contain_text("The capital")
+    assert REPLY not in page.answers.inner_text()
+    expect(page.button("Stop")).to_be_visible()
+    page.wait()
+    expect(page.answers).to_contain_text(REPLY)
+    expect(page.answers).to_contain_text(re.compile(r"31 tokens · \d+\.\d tokens/s · first token after 0\.\d\d s"))
+
+
+def test_markdown_becomes_code_tables_and_formulas(page: Driver):
+    page.say("Show me code")
+    answer = page.answers.last
+    expect(answer.get_by_role("heading", name="Merging intervals")).to_be_visible()
+    expect(answer.locator("pre .hljs-keyword").first).to_have_text("def")
+    expect(answer.get_by_role("cell", name="unchanged")).to_be_visible()
+    expect(answer.locator(".katex-display math")).to_have_count(1)
+    expect(answer.locator(".katex")).to_have_count(2)
+    expect(answer).to_contain_text("costs $5 and not $10")
+    fonts = page.page.evaluate("document.fonts.ready.then(all => [...all].map(f => f.family + f.status))")
+    assert "KaTeX_Mainloaded" in fonts and not [name for name in fonts if "error" in name]
+    answer.get_by_role("button", name="Copy code").click()
+    assert page.page.evaluate("navigator.clipboard.readText()").startswith("def merge(intervals")
+
+
+def test_what_a_model_says_stays_text(page: Driver):
+    page.say("Something hostile")
+    answer = page.answers.last
+    expect(answer).to_contain_text("<script>")
+    assert answer.locator("img, script").count() == 0
+    expect(answer.get_by_role("link", name="Image: a picture")).to_have_attribute("href", "https://example.com/picture.png")
+    hrefs = answer.get_by_role("link").evaluate_all("links => links.map(link => link.getAttribute('href'))")
+    assert not [href for href in hrefs if href.startswith("javascript")]
+    assert page.page.title() != "owned"
+
+
+def test_reasoning_is_folded_with_its_time(page: Driver):
+    page.say("Please think")
+    title = page.page.get_by_role("button", name=re.compile(r"^Thought for \d"))
+    expect(page.answers).to_contain_text("Hello! How can I help?")
+    expect(page.answers).not_to_contain_text("I should greet them")
+    title.press("Enter")
+    expect(page.answers).to_contain_text("I should greet them")
+    expect(title).to_have_attribute("aria-expanded", "true")
+
+
+def test_stop_frees_the_engine_and_continue_goes_on(page: Driver, talker: Talker):
+    talker.delay = 0.01
+    page.write("Tell me a story")
+    page.button("Send").click()
+    expect(page.answers).to_contain_text("Sentence 2")
+    page.button("Stop").click()
+    wait_for(lambda: not talker.active)
+    expect(page.answers).to_contain_text("Stopped.")
+    part = page.answers.locator(".markdown").inner_text()
+    assert part in LONG and part != LONG
+    talker.delay = 0
+    page.button("Continue").click()
+    expect(page.answers.locator(".markdown")).to_have_text(LONG)
+    expect(page.button("Continue")).to_have_count(0)
+
+
+def test_escape_stops_too(page: Driver, talker: Talker):
+    talker.delay = 0.05
+    page.write("Tell me a story")
+    page.page.keyboard.press("Enter")
+    expect(page.button("Stop")).to_be_visible()
+    page.page.keyboard.press("Escape")
+    wait_for(lambda: not talker.active)
+    expect(page.button("Stop")).to_have_count(0)
+
+
+def test_an_answer_cut_at_its_limit_says_so_and_continues(page: Driver):
+    page.button("Settings").click()
+    page.page.get_by_role("button", name="Length and thinking").click()
+    page.page.get_by_label("max_completion_tokens").fill("12")
+    page.page.keyboard.press("Escape")
+    page.say("Hello")
+    expect(page.answers).to_contain_text("Cut off at the limit of tokens.")
+    page.button("Continue").click()
+    expect(page.answers.locator(".markdown")).to_have_text(REPLY[:24])
+
+
+def test_regenerate_and_switch_between_versions(page: Driver, talker: Talker):
+    page.say("Hello")
+    page.button("Regenerate").click()
+    expect(page.page.get_by_role("img", name="Version 2 of 2")).to_be_visible()
+    page.wait()
+    page.say("And now code")
+    expect(page.turns).to_have_count(4)
+    page.answers.first.get_by_role("button", name="Previous version").click()
+    expect(page.turns).to_have_count(2)
+    expect(page.page.get_by_role("img", name="Version 1 of 2")).to_be_visible()
+    page.answers.first.get_by_role("button", name="Next version").click()
+    expect(page.turns).to_have_count(4)
+
+
+def test_editing_a_question_begins_a_branch(page: Driver, talker: Talker):
+    page.say("Hello")
+    page.say("What about code?")
+    first = page.turns.first
+    first.hover()
+    first.get_by_role("button", name="Edit").click()
+    page.page.get_by_role("textbox", name="Edit").fill("Please think")
+    page.page.locator(".edit").get_by_role("button", name="Send").click()
+    page.wait()
+    expect(page.turns).to_have_count(2)
+    expect(page.answers).to_contain_text("How can I help?")
+    assert "What about code?" not in bytes(talker.seen[-1][0]).decode(errors="replace")
+    page.turns.first.get_by_role("button", name="Previous version").click()
+    expect(page.turns).to_have_count(4)
+
+
+def test_arrow_up_in_an_empty_draft_edits_the_last_question(page: Driver):
+    page.say("Hello")
+    page.page.get_by_placeholder("Write a message").press("ArrowUp")
+    expect(page.page.get_by_role("textbox", name="Edit")).to_have_value("Hello")
+
+
+def test_an_edited_answer_is_what_the_model_is_told_it_said(page: Driver, talker: Talker):
+    page.say("Hello")
+    page.answers.get_by_role("button", name="Edit").click()
+    page.page.get_by_role("textbox", name="Edit").fill("It is Rome.")
+    page.button("Save as a version").click()
+    expect(page.page.get_by_role("img", name="Version 2 of 2")).to_be_visible()
+    page.say("Are you sure?")
+    assert "[assistant]It is Rome.[user]Are you sure?" in bytes(talker.seen[-1][0]).decode(errors="replace")
+
+
+def test_branching_makes_a_conversation_of_its_own(page: Driver):
+    page.say("Hello")
+    page.say("What about code?")
+    page.answers.first.get_by_role("button", name="Branch into a new conversation").click()
+    expect(page.turns).to_have_count(2)
+    expect(page.page.get_by_role("navigation").get_by_role("link", name="Hello")).to_have_count(2)
+
+
+def test_deleting_and_copying(page: Driver):
+    page.say("Hello")
+    page.answers.get_by_role("button", name="Copy").click()
+    assert page.page.evaluate("navigator.clipboard.readText()") == REPLY
+    page.button("Delete from here on").click()
+    expect(page.turns).to_have_count(1)
+
+
+def test_what_the_server_refuses_is_told_and_can_be_tried_again(page: Driver, talker: Talker):
+    talker.fail_after = 3
+    page.say("Hello")
+    expect(page.page.get_by_role("alert")).to_contain_text("the pages caught fire")
+    talker.fail_after = None
+    page.button("Try again").click()
+    page.wait()
+    expect(page.answers).to_contain_text(REPLY)
+
+
+def test_answers_go_on_in_conversations_that_are_not_shown(page: Driver, talker: Talker):
+    talker.delay = 0.02
+    page.write("Hello")
+    page.button("Send").click()
+    page.button("Stop").wait_for()
+    page.page.get_by_role("link", name="New chat").click()
+    expect(page.turns).to_have_count(0)
+    page.say("Another one")
+    page.page.get_by_role("link", name="Hello", exact=True).click()
+    expect(page.answers).to_contain_text(REPLY)
+
+
+def test_a_server_that_goes_away_is_told(page: Driver, talker: Talker):
+    page.expected += ["ERR_INTERNET_DISCONNECTED", "Failed to load"]
+    page.context.set_offline(True)
+    page.say("Hello")
+    expect(page.answers.get_by_role("alert")).to_contain_text("The server cannot be reached")
+
+
+def test_two_pages_of_one_browser(page: Driver, open_page: Callable[..., Driver]):
+    """Another profile sees none of the conversations."""
+    page.say("Hello")
+    other = open_page(page.url)
+    expect(other.page.get_by_text("Your conversations will be listed here")).to_be_visible()

@@ -1,0 +1,102 @@
+"""The list of conversations, kept in the browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.web.driver import Driver
+
+
+@pytest.fixture
+def three(page: Driver) -> Driver:
+    for text in ("Show me code", "Hello there", "Please think"):
+        page.page.get_by_role("link", name="New chat").click()
+        page.say(text)
+    return page
+
+
+def titles(page: Driver) -> list[str]:
+    return page.page.get_by_role("navigation").get_by_role("link").all_inner_texts()
+
+
+def choose(page: Driver, title: str, action: str) -> None:
+    page.button(f"More for {title}").click()
+    page.page.get_by_role("menuitem", name=action).click()
+
+
+def test_they_survive_a_reload_with_all_branches(page: Driver):
+    page.say("Hello")
+    page.button("Regenerate").click()
+    page.wait()
+    page.page.wait_for_timeout(600)
+    page.page.reload()
+    expect(page.page.get_by_role("img", name="Version 2 of 2")).to_be_visible()
+    expect(page.answers).to_contain_text("Paris")
+
+
+def test_search_looks_at_titles_and_at_what_was_said(three: Driver):
+    assert titles(three) == ["Please think", "Hello there", "Show me code"]
+    three.page.wait_for_timeout(600)
+    three.page.keyboard.press("Control+k")
+    three.page.keyboard.type("HELLO")
+    expect(three.page.get_by_role("navigation").get_by_role("link")).to_have_text(["Please think", "Hello there"])
+    three.page.keyboard.press("Control+a")
+    three.page.keyboard.type("intervals")
+    expect(three.page.get_by_role("navigation").get_by_role("link")).to_have_text(["Show me code"])
+    three.page.keyboard.press("Control+a")
+    three.page.keyboard.type("xyzzy")
+    expect(three.page.get_by_text("Nothing found.")).to_be_visible()
+
+
+def test_rename_pin_and_delete(three: Driver):
+    choose(three, "Hello there", "Rename")
+    three.page.get_by_role("textbox", name="Rename").fill("A greeting")
+    three.button("Save").click()
+    expect(three.page.get_by_role("link", name="A greeting")).to_be_visible()
+    choose(three, "Show me code", "Pin")
+    expect(three.page.get_by_text("Pinned")).to_be_visible()
+    assert titles(three) == ["Show me code", "Please think", "A greeting"]
+    choose(three, "Please think", "Delete")
+    three.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(three.turns).to_have_count(0)
+    three.page.wait_for_timeout(600)
+    three.page.reload()
+    expect(three.page.get_by_role("navigation").get_by_role("link")).to_have_text(["Show me code", "A greeting"])
+
+
+def test_export_and_import_into_another_browser(three: Driver, open_page: Callable[..., Driver], tmp_path: Path):
+    with three.page.expect_download() as download:
+        three.button("Export all").click()
+    file = tmp_path / "all.json"
+    download.value.save_as(file)
+    assert len(json.loads(file.read_text())["conversations"]) == 3
+    other = open_page(three.url)
+    with other.page.expect_file_chooser() as chooser:
+        other.button("Import").click()
+    chooser.value.set_files(file)
+    expect(other.page.get_by_text("3 conversations imported.")).to_be_visible()
+    assert titles(other) == titles(three)
+    other.page.get_by_role("link", name="Show me code").click()
+    expect(other.answers.locator(".katex").first).to_be_visible()
+
+
+def test_export_of_one_and_a_file_that_is_no_export(three: Driver, tmp_path: Path):
+    with three.page.expect_download() as download:
+        choose(three, "Show me code", "Export")
+    assert download.value.suggested_filename == "Show-me-code.json"
+    file = tmp_path / "wrong.json"
+    file.write_text("[]")
+    with three.page.expect_file_chooser() as chooser:
+        three.button("Import").click()
+    chooser.value.set_files(file)
+    expect(three.page.get_by_text("This file cannot be imported")).to_be_visible()
+
+
+def test_an_address_of_nothing(page: Driver):
+    page.page.goto(f"{page.url}/#/c/nothing")
+    expect(page.page.get_by_text("This conversation is not in this browser.")).to_be_visible()

@@ -1,0 +1,51 @@
+"""Files that become part of a message, as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.web.driver import Driver
+from tests.web.talker import Talker
+
+DRAG = """(target, [type, name]) => {
+  const data = new DataTransfer();
+  data.items.add(new File(["dropped text"], name, {type: "text/plain"}));
+  target.dispatchEvent(new DragEvent(type, {dataTransfer: data, bubbles: true, cancelable: true}));
+}"""
+PASTE = """(target, text) => {
+  const data = new DataTransfer();
+  data.setData("text/plain", text);
+  target.dispatchEvent(new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true}));
+}"""
+
+
+def test_attached_files_are_read_by_the_model(page: Driver, talker: Talker, tmp_path: Path):
+    file = tmp_path / "notes.md"
+    file.write_text("Grüße from a file")
+    other = tmp_path / "other.txt"
+    other.write_text("not wanted")
+    page.page.locator(".composer input[type=file]").set_input_files([file, other])
+    page.button("Remove other.txt").click()
+    page.say("What does it say?")
+    assert "notes.md:\n```\nGrüße from a file\n```\n\nWhat does it say?" in bytes(talker.seen[-1][0]).decode()
+    assert "not wanted" not in bytes(talker.seen[-1][0]).decode()
+    expect(page.turns.first).to_contain_text("notes.md")
+
+
+def test_what_is_no_text_is_refused(page: Driver, tmp_path: Path):
+    file = tmp_path / "picture.png"
+    file.write_bytes(b"\x89PNG\0\xff")
+    page.page.locator(".composer input[type=file]").set_input_files(file)
+    expect(page.page.get_by_text("picture.png is not text.")).to_be_visible()
+
+
+def test_dropped_files_and_long_pastes_become_files(page: Driver, talker: Talker):
+    page.page.get_by_placeholder("Write a message").evaluate(PASTE, "long " * 2000)
+    expect(page.page.get_by_text("pasted.txt")).to_be_visible()
+    page.page.locator("body").evaluate(DRAG, ["dragenter", ""])
+    area = page.page.locator(".ant-attachment-drop-area")
+    expect(area).to_contain_text("Drop text files here")
+    area.locator(".ant-upload-btn").evaluate(DRAG, ["drop", "dropped.txt"])
+    expect(page.page.get_by_text("dropped.txt")).to_be_visible()
