@@ -35,8 +35,11 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(chromium: Any) -> Iterator[Callable[..., Driver]]:
-    """Opens the page of a server in a browser profile of its own; nothing may be asked of anybody else, or go wrong."""
+def open_page(chromium: Any, listen: Callable[..., str]) -> Iterator[Callable[..., Driver]]:  # noqa: F811
+    """Opens the page of a server in a browser profile of its own; nothing may be asked of anybody else, or go wrong.
+
+    It is closed before the server is, which it may still ask something.
+    """
     drivers: list[Driver] = []
 
     def start(url: str, **context: Any) -> Driver:

@@ -31,7 +31,7 @@ class Driver:
         context.on("request", lambda request: self._note(request.url))
         context.grant_permissions(["clipboard-read", "clipboard-write"])
         self.page = context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(30_000)  # the machine may be busy
         self.page.on("console", self._listen)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.goto(url)
@@ -78,7 +78,8 @@ class Driver:
             pytest.skip("axe-core is not installed: npm ci in web/")
         self.page.evaluate(AXE.read_text(encoding="utf-8"))
         found = self.page.evaluate("axe.run(document).then(result => result.violations)")
-        assert not [(one["id"], one["help"], [node["html"][:300] for node in one["nodes"]]) for one in found]
+        lines = [f"{one['id']}: {one['help']}: {node['html'][:200]}" for one in found for node in one["nodes"]]
+        assert not lines, "\n".join(lines)
 
     def picture(self, name: str) -> None:
         """Keep a screenshot for the documentation."""

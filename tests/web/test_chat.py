@@ -14,15 +14,15 @@ from tests.web.talker import LONG, Talker
 
 
 def test_an_answer_streams_in_and_says_how_fast_it_was(page: Driver, talker: Talker):
-    talker.delay = 0.02
+    talker.delay = 0.1
     page.write("Hello")
     page.button("Send").click()
-    expect(page.answers).to_contain_text("The capital")
+    expect(page.answers).to_contain_text("The cap")
     assert REPLY not in page.answers.inner_text()
     expect(page.button("Stop")).to_be_visible()
     page.wait()
     expect(page.answers).to_contain_text(REPLY)
-    expect(page.answers).to_contain_text(re.compile(r"31 tokens · \d+\.\d tokens/s · first token after 0\.\d\d s"))
+    expect(page.answers).to_contain_text(re.compile(r"31 tokens · [\d.]+ tokens/s · first token after \d\.\d+ s"))
 
 
 def test_markdown_becomes_code_tables_and_formulas(page: Driver):

@@ -24,6 +24,7 @@ export function themeConfig(dark: boolean): ThemeConfig {
       colorPrimary: dark ? "#8e8cf5" : "#5350c9",
       colorLink: dark ? "#a9a7ff" : "#4845bd",
       colorInfo: dark ? "#8e8cf5" : "#5350c9",
+      colorError: dark ? "#ff7b7b" : "#c9252d",
       colorTextLightSolid: dark ? "#0f0f17" : "#ffffff",
       colorBgBase: dark ? "#131318" : "#ffffff",
       colorTextBase: dark ? "#ececf2" : "#17172a",

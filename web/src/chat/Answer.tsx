@@ -64,12 +64,12 @@ export const Answer = memo(function Answer({ conversationId, id, index, count, b
           <div className="actions" role="toolbar" aria-label={t("assistant")}>
             <VersionSwitch conversationId={conversationId} id={id} index={index} count={count} disabled={busy} />
             <CopyButton text={text} />
-            {last && canContinue(message) && button(<ForwardOutlined />, t("continue"), () => continueAnswer(conversationId, id))}
-            {button(<ReloadOutlined />, t("regenerate"), () => regenerate(conversationId, id))}
-            {button(<EditOutlined />, t("edit"), () => setEditing(true))}
-            {button(<BranchesOutlined />, t("fork"), forkHere)}
-            {hasTokens && button(<FontColorsOutlined />, t(asTokens ? "showText" : "showTokens"), () => setAsTokens(!asTokens), { "aria-pressed": asTokens, disabled: false })}
-            {button(<DeleteOutlined />, t("deleteMessage"), () => changeTree(conversationId, (tree) => remove(tree, id)))}
+            {last && canContinue(message) && button(<ForwardOutlined aria-hidden />, t("continue"), () => continueAnswer(conversationId, id))}
+            {button(<ReloadOutlined aria-hidden />, t("regenerate"), () => regenerate(conversationId, id))}
+            {button(<EditOutlined aria-hidden />, t("edit"), () => setEditing(true))}
+            {button(<BranchesOutlined aria-hidden />, t("fork"), forkHere)}
+            {hasTokens && button(<FontColorsOutlined aria-hidden />, t(asTokens ? "showText" : "showTokens"), () => setAsTokens(!asTokens), { "aria-pressed": asTokens, disabled: false })}
+            {button(<DeleteOutlined aria-hidden />, t("deleteMessage"), () => changeTree(conversationId, (tree) => remove(tree, id)))}
           </div>
         )}
         <AnswerStats message={message} />

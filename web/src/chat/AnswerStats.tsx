@@ -10,7 +10,7 @@ export function AnswerStats({ message }: { message: AssistantMessage }) {
     state === "stopped" && !message.error && message.parts.length > 0 && stats ? t("stopped") : null,
     state === "cut" ? t("cut") : null,
     stats?.completionTokens ? t("tokens", { n: stats.completionTokens }) : null,
-    stats?.tokensPerSecond ? t("tokensPerSecond", { n: stats.tokensPerSecond.toFixed(1) }) : null,
+    stats?.tokensPerSecond ? t("tokensPerSecond", { n: stats.tokensPerSecond < 100 ? stats.tokensPerSecond.toFixed(1) : Math.round(stats.tokensPerSecond) }) : null,
     stats?.firstTokenMs != null ? t("firstToken", { time: duration(stats.firstTokenMs) }) : null,
   ].filter((fact) => fact !== null);
   if (!facts.length) return null;

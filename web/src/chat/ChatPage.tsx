@@ -53,11 +53,11 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
   return (
     <main className="chat">
       <header className="bar">
-        <Button type="text" icon={listOpen ? <MenuFoldOutlined /> : <MenuUnfoldOutlined />} onClick={onToggleList} aria-expanded={listOpen} aria-label={t(listOpen ? "closeList" : "openList")} />
+        <Button type="text" icon={listOpen ? <MenuFoldOutlined aria-hidden /> : <MenuUnfoldOutlined aria-hidden />} onClick={onToggleList} aria-expanded={listOpen} aria-label={t(listOpen ? "closeList" : "openList")} />
         <ModelSelect settings={settings} onChange={setSettings} />
         <h1 className="bar-title">{conversation?.title || t("newChat")}</h1>
         <ContextGauge stats={lastStats} draft={draft} model={settings.model} />
-        <Button type="text" icon={<SettingOutlined />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
+        <Button type="text" icon={<SettingOutlined aria-hidden />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
       </header>
       {reachable === false && <Alert banner type="error" title={t("unreachable")} />}
       {problem !== null && <Alert banner type="warning" title={t("notKept", { why: problem })} />}

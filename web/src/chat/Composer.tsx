@@ -63,7 +63,7 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
         header={files.length > 0 && (
           <div className="files">
             {files.map((file, at) => (
-              <Tag key={at} icon={<FileTextOutlined />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
+              <Tag key={at} icon={<FileTextOutlined aria-hidden />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
                 event.preventDefault();
                 setFiles(files.filter((_, other) => other !== at));
               }}>{file.name}</Tag>
@@ -75,16 +75,16 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
             <span>
               <Attachments
                 multiple items={[]} beforeUpload={(file) => (add(file), false)} getDropContainer={() => document.body}
-                placeholder={{ icon: <UploadOutlined />, title: t("dropHere"), description: t("dropText") }}
+                placeholder={{ icon: <UploadOutlined aria-hidden />, title: t("dropHere"), description: t("dropText") }}
               >
-                <Button type="text" icon={<PaperClipOutlined />} aria-label={t("attach")} title={t("attach")} />
+                <Button type="text" icon={<PaperClipOutlined aria-hidden />} aria-label={t("attach")} title={t("attach")} />
               </Attachments>
               <ToolSwitches settings={settings} onChange={onSettings} />
             </span>
             {running ? (
-              <Button shape="circle" icon={<StopFilled />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
+              <Button shape="circle" icon={<StopFilled aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
             ) : (
-              <Button type="primary" shape="circle" icon={<ArrowUpOutlined />} disabled={!draft.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(draft)} />
+              <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={!draft.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(draft)} />
             )}
           </div>
         }

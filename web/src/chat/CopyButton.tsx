@@ -15,5 +15,5 @@ export function CopyButton({ text, label }: { text: string; label?: string }) {
     setTimeout(() => setCopied(false), SHOWN_MS);
   };
   const name = copied ? t("copied") : (label ?? t("copy"));
-  return <Button type="text" size="small" icon={copied ? <CheckOutlined /> : <CopyOutlined />} aria-label={name} title={name} onClick={() => void copy()} />;
+  return <Button type="text" size="small" icon={copied ? <CheckOutlined aria-hidden /> : <CopyOutlined aria-hidden />} aria-label={name} title={name} onClick={() => void copy()} />;
 }

@@ -42,7 +42,7 @@ export function MessageList({ conversation, running }: { conversation: Conversat
         })}
         <p className="sr-only" role="status">{running ? t("answering") : last?.message.role === "assistant" ? t("answered") : ""}</p>
       </div>
-      {!atEnd && <Button className="jump" shape="circle" icon={<ArrowDownOutlined />} onClick={toEnd} aria-label={t("jumpDown")} />}
+      {!atEnd && <Button className="jump" shape="circle" icon={<ArrowDownOutlined aria-hidden />} onClick={toEnd} aria-label={t("jumpDown")} />}
     </div>
   );
 }

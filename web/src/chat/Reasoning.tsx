@@ -1,3 +1,4 @@
+import { BulbOutlined } from "@ant-design/icons";
 import { Think } from "@ant-design/x";
 import { useState } from "react";
 import { duration, useT } from "../i18n";
@@ -13,7 +14,7 @@ export function Reasoning({ part }: { part: ReasoningPart }) {
   const title = thinking ? t("thinking") : t("thoughtFor", { time: duration(part.ended! - part.started) });
   // The click reaches Think's own header, which has no keyboard.
   return (
-    <Think className="reasoning" loading={thinking} blink={thinking} expanded={open} onExpand={setChosen} title={<button type="button" className="bare" aria-expanded={open}>{title}</button>}>
+    <Think className="reasoning" icon={<BulbOutlined aria-hidden />} loading={thinking} blink={thinking} expanded={open} onExpand={setChosen} title={<button type="button" className="bare" aria-expanded={open}>{title}</button>}>
       <Markdown text={part.text} />
     </Think>
   );

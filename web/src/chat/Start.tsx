@@ -1,13 +1,12 @@
 import { BulbOutlined, CodeOutlined, FunctionOutlined, TableOutlined } from "@ant-design/icons";
-import { Welcome } from "@ant-design/x";
 import { useT } from "../i18n";
 import { useServer } from "../serverState";
 
 const SUGGESTIONS = [
-  { key: "suggestion1", icon: <BulbOutlined /> },
-  { key: "suggestion2", icon: <CodeOutlined /> },
-  { key: "suggestion3", icon: <TableOutlined /> },
-  { key: "suggestion4", icon: <FunctionOutlined /> },
+  { key: "suggestion1", icon: <BulbOutlined aria-hidden /> },
+  { key: "suggestion2", icon: <CodeOutlined aria-hidden /> },
+  { key: "suggestion3", icon: <TableOutlined aria-hidden /> },
+  { key: "suggestion4", icon: <FunctionOutlined aria-hidden /> },
 ] as const;
 
 /** What a conversation shows before its first message. */
@@ -17,7 +16,10 @@ export function Start({ model, onChoose }: { model: string | null; onChoose: (te
   return (
     <div className="scroll">
       <div className="column start">
-        <Welcome variant="borderless" icon={<img src="./favicon.svg" alt="" width={56} height={56} />} title={t("welcome")} description={t("welcomeText", { model: model ?? first })} />
+        <div className="welcome">
+          <img src="./favicon.svg" alt="" width={56} height={56} />
+          <div><h2>{t("welcome")}</h2><p>{t("welcomeText", { model: model ?? first })}</p></div>
+        </div>
         <div className="suggestions">
           {SUGGESTIONS.map(({ key, icon }) => (
             <button key={key} type="button" onClick={() => onChoose(t(`${key}Text`))}>

@@ -1,5 +1,6 @@
 import { Popover } from "antd";
 import { useT } from "../i18n";
+import { inMain } from "../popups";
 import type { Token } from "../store/messages";
 
 /** An answer's tokens, coloured by their probabilities; hovering or focusing one shows the likeliest ones in its place. */
@@ -7,8 +8,8 @@ export function TokenText({ tokens }: { tokens: Token[] }) {
   return (
     <div className="tokens">
       {tokens.map((token, at) => (
-        <Popover key={at} trigger={["hover", "focus"]} mouseEnterDelay={0.05} content={<Alternatives token={token} />}>
-          <span className="token" tabIndex={0} role="button" style={{ "--p": Math.exp(token.logprob) } as React.CSSProperties}>{token.text}</span>
+        <Popover key={at} trigger={["hover", "focus"]} mouseEnterDelay={0.05} getPopupContainer={inMain} content={<Alternatives token={token} />}>
+          <span className="token" tabIndex={0} role="button" aria-label={visible(token.text)} style={{ "--p": Math.exp(token.logprob) } as React.CSSProperties}>{token.text}</span>
         </Popover>
       ))}
     </div>

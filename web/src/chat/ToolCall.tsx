@@ -7,14 +7,14 @@ import { CodeBlock } from "./CodeBlock";
 import { approve } from "./run";
 
 const STATES: Record<CallState, { icon: ReactNode; text: "callWriting" | "calling" | "callAsking" | "callApproved" | "callDenied" | "callDone" | "callFailed" | "callStopped" }> = {
-  writing: { icon: <LoadingOutlined />, text: "callWriting" },
-  running: { icon: <LoadingOutlined />, text: "calling" },
-  asking: { icon: <QuestionCircleOutlined />, text: "callAsking" },
-  approved: { icon: <LoadingOutlined />, text: "callApproved" },
-  denied: { icon: <StopOutlined />, text: "callDenied" },
-  done: { icon: <CheckCircleOutlined />, text: "callDone" },
-  failed: { icon: <CloseCircleOutlined />, text: "callFailed" },
-  stopped: { icon: <StopOutlined />, text: "callStopped" },
+  writing: { icon: <LoadingOutlined aria-hidden />, text: "callWriting" },
+  running: { icon: <LoadingOutlined aria-hidden />, text: "calling" },
+  asking: { icon: <QuestionCircleOutlined aria-hidden />, text: "callAsking" },
+  approved: { icon: <LoadingOutlined aria-hidden />, text: "callApproved" },
+  denied: { icon: <StopOutlined aria-hidden />, text: "callDenied" },
+  done: { icon: <CheckCircleOutlined aria-hidden />, text: "callDone" },
+  failed: { icon: <CloseCircleOutlined aria-hidden />, text: "callFailed" },
+  stopped: { icon: <StopOutlined aria-hidden />, text: "callStopped" },
 };
 
 interface Props {
@@ -36,13 +36,13 @@ export function ToolCall({ part, conversationId, messageId }: Props) {
       <button type="button" className="bare call-head" aria-expanded={open} onClick={() => setChosen(!open)}>
         <ToolOutlined aria-hidden /><strong>{name}</strong>
         <span className="call-state">{icon} {t(text)}</span>
-        <RightOutlined rotate={open ? 90 : 0} aria-hidden />
+        <RightOutlined aria-hidden rotate={open ? 90 : 0} />
       </button>
       {open && (
         <div className="call-body">
-          <h3>{t("arguments")}</h3>
+          <div className="label">{t("arguments")}</div>
           <CodeBlock code={pretty(part.arguments) || "{}"} language="json" />
-          {result !== null && <><h3>{t("result")}</h3><CodeBlock code={pretty(result)} language={isJSON(result) ? "json" : ""} /></>}
+          {result !== null && <><div className="label">{t("result")}</div><CodeBlock code={pretty(result)} language={isJSON(result) ? "json" : ""} /></>}
         </div>
       )}
       {asking && (

@@ -1,6 +1,7 @@
 import { ToolOutlined } from "@ant-design/icons";
-import { Badge, Button, Popover, Select, Switch, Tooltip } from "antd";
+import { Button, Popover, Select, Switch, Tooltip } from "antd";
 import { useT } from "../i18n";
+import { inMain } from "../popups";
 import { useServer } from "../serverState";
 import type { ToolServer } from "../api/server";
 import type { Approval, Settings } from "../settings/fields";
@@ -20,8 +21,8 @@ export function ToolSwitches({ settings, onChange }: Props) {
   const on = servers.filter((server) => server.label in settings.servers).length;
   const content = <ul className="tool-servers">{servers.map((server) => <li key={server.label}><OneServer server={server} settings={settings} onChange={onChange} /></li>)}</ul>;
   return (
-    <Popover trigger="click" title={t("toolServers")} content={content} placement="topLeft">
-      <Button type="text" icon={<Badge count={on} size="small" color="var(--primary)"><ToolOutlined /></Badge>} aria-label={on ? t("toolsOn", { n: on }) : t("tools")}>{t("tools")}</Button>
+    <Popover trigger="click" title={t("toolServers")} content={content} placement="topLeft" getPopupContainer={inMain}>
+      <Button type="text" icon={<ToolOutlined aria-hidden />}>{on ? `${t("tools")} (${on})` : t("tools")}</Button>
     </Popover>
   );
 }

@@ -32,13 +32,13 @@ export const UserTurn = memo(function UserTurn({ conversationId, id, index, coun
   return (
     <article className="turn user" aria-label={t("you")}>
       {message.files.length > 0 && (
-        <div className="files">{message.files.map((file, at) => <Tag key={at} icon={<FileTextOutlined />}>{file.name}</Tag>)}</div>
+        <div className="files">{message.files.map((file, at) => <Tag key={at} icon={<FileTextOutlined aria-hidden />}>{file.name}</Tag>)}</div>
       )}
       {message.text && <Bubble placement="end" variant="filled" content={message.text} styles={{ content: { whiteSpace: "pre-wrap", overflowWrap: "anywhere" } }} />}
       <div className="actions" role="toolbar" aria-label={t("you")}>
         <VersionSwitch conversationId={conversationId} id={id} index={index} count={count} disabled={busy} />
         <CopyButton text={message.text} />
-        <Button type="text" size="small" icon={<EditOutlined />} disabled={busy} data-edit aria-label={t("edit")} title={t("edit")} onClick={() => setEditing(true)} />
+        <Button type="text" size="small" icon={<EditOutlined aria-hidden />} disabled={busy} data-edit aria-label={t("edit")} title={t("edit")} onClick={() => setEditing(true)} />
       </div>
     </article>
   );

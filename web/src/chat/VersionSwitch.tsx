@@ -19,9 +19,9 @@ export function VersionSwitch({ conversationId, id, index, count, disabled }: Pr
   const to = (by: number) => changeTree(conversationId, (tree) => step(tree, id, by));
   return (
     <span className="versions">
-      <Button type="text" size="small" icon={<LeftOutlined />} disabled={disabled || index === 0} aria-label={t("previous")} onClick={() => to(-1)} />
+      <Button type="text" size="small" icon={<LeftOutlined aria-hidden />} disabled={disabled || index === 0} aria-label={t("previous")} onClick={() => to(-1)} />
       <span aria-label={t("version", { i: index + 1, n: count })} role="img">{index + 1}/{count}</span>
-      <Button type="text" size="small" icon={<RightOutlined />} disabled={disabled || index === count - 1} aria-label={t("next")} onClick={() => to(1)} />
+      <Button type="text" size="small" icon={<RightOutlined aria-hidden />} disabled={disabled || index === count - 1} aria-label={t("next")} onClick={() => to(1)} />
     </span>
   );
 }

@@ -1,5 +1,5 @@
 import { ArrowLeftOutlined, MenuFoldOutlined, MenuUnfoldOutlined } from "@ant-design/icons";
-import { Alert, Button, Card, Table, Tag } from "antd";
+import { Alert, Badge, Button, Card, Table } from "antd";
 import { useEffect, useState } from "react";
 import { serverInfo, type ServerInfo } from "../api/server";
 import { useT } from "../i18n";
@@ -17,10 +17,10 @@ export function ServerPage({ listOpen, onToggleList }: { listOpen: boolean; onTo
   return (
     <main className="chat">
       <header className="bar">
-        <Button type="text" icon={listOpen ? <MenuFoldOutlined /> : <MenuUnfoldOutlined />} onClick={onToggleList} aria-expanded={listOpen} aria-label={t(listOpen ? "closeList" : "openList")} />
-        <h1 className="bar-title shown">{t("serverTitle")}</h1>
-        {now && <Tag color={now.pending ? "processing" : "success"}>{now.pending ? t("compiling", { n: now.pending }) : t("ready")}</Tag>}
-        <Button type="text" icon={<ArrowLeftOutlined />} onClick={() => history.back()} aria-label={t("back")} title={t("back")} />
+        <Button type="text" icon={listOpen ? <MenuFoldOutlined aria-hidden /> : <MenuUnfoldOutlined aria-hidden />} onClick={onToggleList} aria-expanded={listOpen} aria-label={t(listOpen ? "closeList" : "openList")} />
+        <h1 className="bar-title">{t("serverTitle")}</h1>
+        {now && <Badge status={now.pending ? "processing" : "success"} text={now.pending ? t("compiling", { n: now.pending }) : t("ready")} />}
+        <Button type="text" icon={<ArrowLeftOutlined aria-hidden />} onClick={() => history.back()} aria-label={t("back")} title={t("back")} />
       </header>
       {failed && <Alert banner type="error" title={t("unreachable")} />}
       <div className="scroll" tabIndex={0} role="region" aria-label={t("serverTitle")}>
@@ -75,7 +75,7 @@ function Models() {
       <ul className="plain">
         {servers.map((server) => (
           <li key={server.label}>
-            <strong>{server.label}</strong> <Tag color={server.status === "ready" ? "success" : server.status === "failed" ? "error" : "default"}>{server.status}</Tag>
+            <strong>{server.label}</strong> <Badge status={server.status === "ready" ? "success" : server.status === "failed" ? "error" : "default"} text={server.status} />
             <span className="muted">{server.error ?? server.tools.map((tool) => tool.name).join(", ")}</span>
           </li>
         ))}

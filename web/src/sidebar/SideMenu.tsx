@@ -2,6 +2,7 @@ import { BulbOutlined, GlobalOutlined, KeyOutlined, MoreOutlined, QuestionCircle
 import { Button, Dropdown } from "antd";
 import { useT } from "../i18n";
 import { LANGUAGES, type Language } from "../i18n/languages";
+import { inSide } from "../popups";
 import { usePreferences, type Theme } from "../store/preferences";
 
 export function SideMenu({ onKey, onHelp }: { onKey: () => void; onHelp: () => void }) {
@@ -10,19 +11,19 @@ export function SideMenu({ onKey, onHelp }: { onKey: () => void; onHelp: () => v
   const themes: Theme[] = ["system", "light", "dark"];
   const items = [
     {
-      key: "theme", icon: <BulbOutlined />, label: t("theme"),
+      key: "theme", icon: <BulbOutlined aria-hidden />, label: t("theme"),
       children: themes.map((name) => ({ key: name, label: mark(t(name), name === theme), onClick: () => set({ theme: name }) })),
     },
     {
-      key: "language", icon: <GlobalOutlined />, label: t("language"),
+      key: "language", icon: <GlobalOutlined aria-hidden />, label: t("language"),
       children: Object.entries(LANGUAGES).map(([tag, name]) => ({ key: tag, label: mark(name, tag === language), onClick: () => set({ language: tag as Language }) })),
     },
-    { key: "key", icon: <KeyOutlined />, label: t("key"), onClick: onKey },
-    { key: "shortcuts", icon: <QuestionCircleOutlined />, label: t("shortcuts"), onClick: onHelp },
+    { key: "key", icon: <KeyOutlined aria-hidden />, label: t("key"), onClick: onKey },
+    { key: "shortcuts", icon: <QuestionCircleOutlined aria-hidden />, label: t("shortcuts"), onClick: onHelp },
   ];
   return (
-    <Dropdown menu={{ items }} trigger={["click"]}>
-      <Button type="text" icon={<MoreOutlined />} aria-label={t("menu")} title={t("menu")} />
+    <Dropdown menu={{ items }} trigger={["click"]} getPopupContainer={inSide}>
+      <Button type="text" icon={<MoreOutlined aria-hidden />} aria-label={t("menu")} title={t("menu")} />
     </Dropdown>
   );
 }

@@ -5,6 +5,7 @@ import { Conversations } from "@ant-design/x";
 import { App, Button, Input, type InputRef } from "antd";
 import { useEffect, useMemo, useRef, useState } from "react";
 import { useT } from "../i18n";
+import { inSide } from "../popups";
 import { hrefOf, useRoute, go } from "../router";
 import { searchContents, type Entry } from "../store/database";
 import { changeEntry, removeConversation, useConversations } from "../store/conversations";
@@ -38,8 +39,8 @@ export function Sidebar({ onKey, onHelp }: { onKey: () => void; onHelp: () => vo
         <SideMenu onKey={onKey} onHelp={onHelp} />
       </div>
       <div className="side-tools">
-        <Button block type="primary" icon={<PlusOutlined />} href="#/">{t("newChat")}</Button>
-        <Input ref={search} allowClear prefix={<SearchOutlined />} placeholder={t("searchChats")} aria-label={t("searchChats")} value={words} onChange={(event) => setWords(event.target.value)} />
+        <Button block type="primary" icon={<PlusOutlined aria-hidden />} href="#/">{t("newChat")}</Button>
+        <Input ref={search} allowClear prefix={<SearchOutlined aria-hidden />} placeholder={t("searchChats")} aria-label={t("searchChats")} value={words} onChange={(event) => setWords(event.target.value)} />
       </div>
       <nav className="side-list" aria-label={t("conversations")}>
         {items?.length ? (
@@ -52,10 +53,10 @@ export function Sidebar({ onKey, onHelp }: { onKey: () => void; onHelp: () => vo
         )}
       </nav>
       <div className="side-foot">
-        <Button type="text" icon={<ApiOutlined />} href="#/server" aria-current={route.page === "server" ? "page" : undefined}>{t("server")}</Button>
+        <Button type="text" icon={<ApiOutlined aria-hidden />} href="#/server" aria-current={route.page === "server" ? "page" : undefined}>{t("server")}</Button>
         <span>
-          <Button type="text" icon={<ImportOutlined />} aria-label={t("import")} title={t("import")} onClick={importFile} />
-          <Button type="text" icon={<ExportOutlined />} aria-label={t("exportAll")} title={t("exportAll")} onClick={() => void exportAll()} />
+          <Button type="text" icon={<ImportOutlined aria-hidden />} aria-label={t("import")} title={t("import")} onClick={importFile} />
+          <Button type="text" icon={<ExportOutlined aria-hidden />} aria-label={t("exportAll")} title={t("exportAll")} onClick={() => void exportAll()} />
         </span>
       </div>
     </>
@@ -110,12 +111,13 @@ function useEntryMenu() {
       },
     });
   return (entry: Entry) => ({
-    trigger: () => <Button type="text" size="small" className="entry-menu" icon={<EllipsisOutlined />} aria-label={t("moreFor", { name: entry.title || t("untitled") })} />,
+    trigger: () => <Button type="text" size="small" className="entry-menu" icon={<EllipsisOutlined aria-hidden />} aria-label={t("moreFor", { name: entry.title || t("untitled") })} />,
+    getPopupContainer: inSide,
     items: [
-      { key: "rename", icon: <EditOutlined />, label: t("rename"), onClick: () => rename(entry) },
-      { key: "pin", icon: <PushpinOutlined />, label: entry.pinned ? t("unpin") : t("pin"), onClick: () => void changeEntry(entry.id, { pinned: !entry.pinned }) },
-      { key: "export", icon: <ExportOutlined />, label: t("export"), onClick: () => void exportOne(entry) },
-      { key: "delete", icon: <DeleteOutlined />, label: t("delete"), danger: true, onClick: () => remove(entry) },
+      { key: "rename", icon: <EditOutlined aria-hidden />, label: t("rename"), onClick: () => rename(entry) },
+      { key: "pin", icon: <PushpinOutlined aria-hidden />, label: entry.pinned ? t("unpin") : t("pin"), onClick: () => void changeEntry(entry.id, { pinned: !entry.pinned }) },
+      { key: "export", icon: <ExportOutlined aria-hidden />, label: t("export"), onClick: () => void exportOne(entry) },
+      { key: "delete", icon: <DeleteOutlined aria-hidden />, label: t("delete"), danger: true, onClick: () => remove(entry) },
     ],
   });
 }
