@@ -10,7 +10,7 @@ GPU  := $(abspath .venv-gpu)
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow check check-gpu format bench clean
+.PHONY: help serve test test-slow test-web web check check-web check-gpu format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -30,6 +30,20 @@ test-slow: $(VENV)/.installed-dev ## Run the tests that take hours: fuzzers, soa
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes the pictures of docs/web.md
+	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) --editable '.[web-test]'
+	cd web && npm ci --silent
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/python -m pytest -m browser tests/web $(ARGS)
+
+web: ## Build the page from web/ into jaxllm/serving/web/static; needs Node 20.19 or newer
+	cd web && npm ci --silent && npm run build
+
+check-web: web ## Build the page, compare with what is committed, check its types and run its unit tests
+	@test -z "$$(git status --porcelain jaxllm/serving/web/static)" \
+		|| { echo "jaxllm/serving/web/static is not what web/ builds; commit it:" >&2; git status --short jaxllm/serving/web/static >&2; exit 1; }
+	cd web && npm test
+
 check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -47,7 +61,7 @@ bench: $(VENV)/.installed ## Measure prefill and decode at 1, 4, 16 and 32 strea
 	$(BIN)/jaxllm bench throughput $(MODEL) --num-streams 1 4 16 32 $(ARGS)
 
 clean: ## Remove the virtual environment and caches; downloaded models stay in ~/.cache/jaxllm
-	rm -rf $(VENV) $(GPU) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU) web/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,6 @@ class Driver:
         assert not lines, "\n".join(lines)
 
     def picture(self, name: str) -> None:
-        """Keep a screenshot for the documentation."""
-        PICTURES.mkdir(exist_ok=True)
-        self.page.screenshot(path=PICTURES / f"{name}.png")
+        """With PICTURES=1 in the environment, a screenshot for docs/web.md."""
+        if os.environ.get("PICTURES"):
+            self.page.screenshot(path=PICTURES / f"{name}.png")

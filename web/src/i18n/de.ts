@@ -142,7 +142,7 @@ export const de: Texts = {
   yes: "ja",
   no: "nein",
   perLine: "je eine pro Zeile",
-  withCommas: "Zahlen mit Kommas",
+  withCommas: "wie 1, 2, 3",
   notWithTools: "Wird nicht gesendet, solange Werkzeuge an sind: {names}",
   resetSettings: "Zurücksetzen",
   makeDefault: "Für neue Unterhaltungen übernehmen",

@@ -140,7 +140,7 @@ export const en = {
   yes: "yes",
   no: "no",
   perLine: "one a line",
-  withCommas: "numbers with commas",
+  withCommas: "as 1, 2, 3",
   notWithTools: "Not sent while tools are on: {names}",
   resetSettings: "Reset",
   makeDefault: "Use for new conversations",

@@ -142,7 +142,7 @@ export const zh: Texts = {
   yes: "是",
   no: "否",
   perLine: "每行一个",
-  withCommas: "用逗号分隔的数字",
+  withCommas: "如 1, 2, 3",
   notWithTools: "启用工具时不发送：{names}",
   resetSettings: "重置",
   makeDefault: "用于新对话",
