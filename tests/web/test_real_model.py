@@ -50,8 +50,10 @@ def test_a_conversation_with_a_model(open_page: Callable[..., Driver], tmp_path:
         other.write("Write a story about a fox.")
         other.button("Send").click()
         expect(page.page.get_by_role("main")).to_contain_text(re.compile("Requests running1"))
-        other.wait()
-        page.page.wait_for_timeout(4000)
+        page.page.wait_for_timeout(6000)
+        other.button("Stop").click()
+        expect(page.page.get_by_role("main")).to_contain_text(re.compile("Requests running0"))
+        page.page.wait_for_timeout(2000)
         page.picture("server")
         for each in (page, other):
             each.close()
