@@ -1,0 +1,57 @@
+"""The tool servers of one jaxllm server, or of one session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.mcp.server import ToolServer
+from jaxllm.mcp.settings import ServerSettings
+from jaxllm.mcp.tools import ServerTool, ToolResult
+
+RESULT_LIMIT = 20_000
+"""Characters of a result that the model is told."""
+
+
+class ToolServers:
+    def __init__(self, settings: Sequence[ServerSettings] = (), *, result_limit: int = RESULT_LIMIT):
+        self._result_limit = result_limit
+        self._servers = {one.label: self._server(one) for one in settings}
+
+    @property
+    def servers(self) -> Mapping[str, ToolServer]:
+        """By label, in the order of the configuration."""
+        return self._servers
+
+    async def start(self) -> None:
+        """Begin to connect to all of them; waits for none: see ToolServer.ready."""
+        for server in self._servers.values():
+            server.start()
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.close()
+
+    async def reload(self, settings: Sequence[ServerSettings]) -> None:
+        """Have these servers from now on; those whose settings are the same go on as they are."""
+        raise NotImplementedError
+
+    def tools(self) -> list[ServerTool]:
+        """Of all servers that are ready."""
+        return [tool for server in self._servers.values() if server.status == "ready" for tool in server.tools]
+
+    def find(self, full_name: str) -> ServerTool | None:
+        return next((tool for tool in self.tools() if tool.full_name == full_name), None)
+
+    async def call(self, tool: ServerTool, arguments: dict[str, Any]) -> ToolResult:
+        """See ToolServer.call."""
+        return await self._servers[tool.server].call(tool.name, arguments)
+
+    async def connect(self, settings: ServerSettings) -> ToolServer:
+        """One server more, which is in no list of this: the caller waits until it is ready, and closes it."""
+        server = self._server(settings)
+        server.start()
+        return server
+
+    def _server(self, settings: ServerSettings) -> ToolServer:
+        return ToolServer(settings, result_limit=self._result_limit)
