@@ -179,6 +179,13 @@ class ServeConfig(EngineConfig):
     score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"
     """How /score and /rerank compare: auto is Qwen3-Reranker's yes or no, a classification head, or cosine."""
 
+    mcp_inject: bool = True
+    """Offer the MCP servers' tools to chats and responses that bring no tools of their own."""
+    mcp_max_calls: Annotated[int, Field(ge=1)] = 32
+    """Most MCP tools that the server runs in one chat or response."""
+    allow_mcp_urls: bool = False
+    """Let responses bring MCP servers of their own by server_url: https, at public addresses."""
+
     data_dir: Path = DATA_DIR
     """Where uploaded files, batches, stored responses and conversations are kept."""
     database_url: str | None = None

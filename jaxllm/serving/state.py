@@ -11,6 +11,7 @@ from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
 from jaxllm.config import ServeConfig
+from jaxllm.mcp.servers import ToolServers
 from jaxllm.requests.grammar_process import MAX_PROCESSES
 from jaxllm.requests.structured_outputs import end_compiling
 from jaxllm.serving.http.body_process import BodyProcess
@@ -37,6 +38,7 @@ class ServerState:
         """For templates that come with requests: those who wait for one hold up nobody else."""
         self.bodies = BodyProcess(config.max_body_size)
         self.created = int(time.time())
+        self.tool_servers = ToolServers()
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-bodies")
         self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
