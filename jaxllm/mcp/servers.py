@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxllm.config import ServeConfig
+from jaxllm.mcp.problems import CLOSED, Problem
+from jaxllm.mcp.results import failure
 from jaxllm.mcp.server import ToolServer
 from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.tools import ServerTool, ToolResult
 
-RESULT_LIMIT = 20_000
-"""Characters of a result that the model is told."""
+RESULT_LIMIT: int = ServeConfig.model_fields["mcp_result_limit"].default
 
 
 class ToolServers:
     def __init__(self, settings: Sequence[ServerSettings] = (), *, result_limit: int = RESULT_LIMIT):
         self._result_limit = result_limit
+        self._reloading = asyncio.Lock()
         self._servers = {one.label: self._server(one) for one in settings}
 
     @property
@@ -29,12 +33,22 @@ class ToolServers:
             server.start()
 
     async def close(self) -> None:
-        for server in self._servers.values():
-            await server.close()
+        """End all of them; see ToolServer.close."""
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
 
     async def reload(self, settings: Sequence[ServerSettings]) -> None:
         """Have these servers from now on; those whose settings are the same go on as they are."""
-        raise NotImplementedError
+        async with self._reloading:
+            await self._replace(settings)
+
+    async def _replace(self, settings: Sequence[ServerSettings]) -> None:
+        before = self._servers
+        kept = {label: server for label, server in before.items() if server.settings in settings}
+        self._servers = {one.label: kept.get(one.label) or self._server(one) for one in settings}
+        await asyncio.gather(*(server.close() for label, server in before.items() if label not in kept))
+        for label, server in self._servers.items():
+            if label not in kept:
+                server.start()
 
     def tools(self) -> list[ServerTool]:
         """Of all servers that are ready."""
@@ -45,7 +59,12 @@ class ToolServers:
 
     async def call(self, tool: ServerTool, arguments: dict[str, Any]) -> ToolResult:
         """See ToolServer.call."""
-        return await self._servers[tool.server].call(tool.name, arguments)
+        server = self._servers.get(tool.server)
+        if server is None:
+            return failure(
+                tool.name, tool.server, Problem("mcp_protocol_error", CLOSED, "there is no such server any more")
+            )
+        return await server.call(tool.name, arguments)
 
     async def connect(self, settings: ServerSettings) -> ToolServer:
         """One server more, which is in no list of this: the caller waits until it is ready, and closes it."""
