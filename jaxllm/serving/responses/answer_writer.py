@@ -48,6 +48,9 @@ from jaxllm.serving.responses.objects import (
 )
 from jaxllm.serving.responses.toolbox import OfferedTool
 
+Written = OutputMessage | OutputReasoning | OutputFunctionCall | OutputMcpCall | OutputMcpApprovalRequest
+"""What a model writes."""
+
 
 class OutputItems:
     """A response's items: each keeps the place at which it began, while others begin behind it."""
@@ -93,7 +96,7 @@ class AnswerWriter:
         self._logprobs_count = logprobs_count
         self._token_text = token_text
         self._find_tool = find_tool
-        self._open: OutputItem | None = None
+        self._open: Written | None = None
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._held = ""
@@ -182,12 +185,15 @@ class AnswerWriter:
                 OutputFunctionCall(id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments="")
             )
             return
-        fields = {"server_label": offered.tool.server, "name": offered.tool.name, "arguments": ""}
+        label, tool_name = offered.tool.server, offered.tool.name
         if offered.needs_approval:
             yield from self._close("completed")
-            self._open, self._held = OutputMcpApprovalRequest(id=new_id("mcpr"), **fields), ""
+            request = OutputMcpApprovalRequest(id=new_id("mcpr"), server_label=label, name=tool_name, arguments="")
+            self._open, self._held = request, ""
         else:
-            call = OutputMcpCall(id=new_id("mcp"), status="in_progress", **fields)
+            call = OutputMcpCall(
+                id=new_id("mcp"), status="in_progress", server_label=label, name=tool_name, arguments=""
+            )
             yield from self._begin(call)
             yield McpCallInProgress(**self._output.place(call))
 
@@ -200,7 +206,7 @@ class AnswerWriter:
             case OutputMcpCall() as call:
                 yield McpArgumentsDelta(**self._output.place(call), delta=text)
 
-    def _begin(self, item: OutputItem) -> Iterator[Event]:
+    def _begin(self, item: Written) -> Iterator[Event]:
         yield from self._close("completed")
         self._open, self._held = item, ""
         yield self._output.begin(item)

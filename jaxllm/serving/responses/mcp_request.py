@@ -8,12 +8,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from jaxllm.mcp.settings import ServerSettings
+from jaxllm.mcp.settings import LABEL, ServerSettings
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.shown import shown
 
-LABEL = r"^[a-zA-Z0-9_-]{1,64}$"
 HEADER_NAME = r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}$"
 MAX_HEADERS = 64
 MAX_TOOL_NAMES = 1024
@@ -59,7 +58,7 @@ class McpTool(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "connector_id", "defer_loading", "tunnel_id"})
 
     type: Literal["mcp"]
-    server_label: str = Field(pattern=LABEL)
+    server_label: str = Field(pattern=f"^{LABEL}$")
     """Of a configured server; with server_url any name, which those of its tools begin with."""
     server_url: str | None = Field(default=None, max_length=MAX_URL)
     """Of a server that is not configured: https and a public address, and only where allow_mcp_urls is set."""

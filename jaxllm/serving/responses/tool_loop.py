@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 
 import msgspec
 
@@ -78,7 +78,7 @@ class ToolLoop:
         finally:
             await self._toolbox.aclose()
 
-    async def events(self, keep_alive: float | None = None) -> AsyncIterator[Iterable[Event]]:
+    async def events(self, keep_alive: float | None = None) -> AsyncGenerator[Iterable[Event], None]:
         """What happens, as it happens; see EventWriter. Nothing after `keep_alive` seconds of silence.
 
         Raises what stops the generation.

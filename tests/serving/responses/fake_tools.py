@@ -11,6 +11,14 @@ from typing import Any
 from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.tools import ServerTool, ToolResult
 
+TEMPLATE = (
+    "{% if tools %}(tools={{ tools | tojson }}){% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""A chat template that knows tools."""
 ANYTHING = {"type": "object", "properties": {}, "additionalProperties": True}
 
 
@@ -29,14 +37,14 @@ class FakeServer:
         self._running = 0
         self._functions = tools
         self.tools = [
-            ServerTool(label, name, f"{label}_{name}", f"Does {name}", ANYTHING, name in read_only)
-            for name in tools
+            ServerTool(label, name, f"{label}_{name}", f"Does {name}", ANYTHING, name in read_only) for name in tools
         ]
 
     async def ready(self, timeout: float) -> None:
         pass
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        self.loop = asyncio.get_running_loop()
         self.calls.append((name, arguments))
         self._running += 1
         self.most_running = max(self.most_running, self._running)
