@@ -121,10 +121,10 @@ class ToolLoop:
         """Whether there is a reply to read, begun now if need be. A response without room for one ends as it is."""
         if self._reply is not None:
             return True
-        if not self._goes_on or self._writer.asks_client:
-            return False
-        if self._aborted:
+        if self._goes_on and self._aborted:
             self._writer.finish_reason = "abort"
+            return False
+        if not self._goes_on or self._writer.asks_client:
             return False
         limit = self._body.max_output_tokens
         try:

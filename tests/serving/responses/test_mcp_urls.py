@@ -30,7 +30,7 @@ def test_secrets_are_used_and_never_seen_again(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     server = FakeServer("elsewhere", ask=lambda: "It is far.")
-    client, engine = tools(server, script=[says(("elsewhere_ask", {}))], serving=ALLOWED)
+    client, _ = tools(server, script=[says(("elsewhere_ask", {}))], serving=ALLOWED)
     response = client.responses.create(model="fake", input="x", tools=[ELSEWHERE])
     (settings,) = client.fakes.asked
     assert settings.url == ELSEWHERE["server_url"] and settings.public_only and settings.transport == "http"
