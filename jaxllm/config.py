@@ -180,7 +180,7 @@ class ServeConfig(EngineConfig):
     """How /score and /rerank compare: auto is Qwen3-Reranker's yes or no, a classification head, or cosine."""
 
     mcp_config: Path | None = None
-    """A file of MCP tool servers to start with this one (default ./mcp.json if there is one; none for none)."""
+    """A file of MCP tool servers to start with this one (default ./mcp.json if there is one; off for none)."""
     mcp_inject: bool = True
     """Offer the MCP servers' tools to chats and responses that bring no tools of their own."""
     mcp_result_limit: Annotated[int, Field(ge=100)] = 20_000

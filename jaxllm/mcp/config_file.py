@@ -22,7 +22,7 @@ from jaxllm.errors import ConfigError, one_line
 from jaxllm.mcp.settings import LABEL, ServerSettings, Transport
 
 DEFAULT_PATH = Path("mcp.json")
-NONE = Path("none")
+OFF = Path("off")
 """Given instead of a file: no servers, whatever lies here."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -47,7 +47,7 @@ class Entry(BaseModel):
     args: list[str] = []
     env: dict[str, str] = {}
     cwd: Text | None = None
-    url: Annotated[str, Field(pattern=r"^https?://[^/]")] | None = None
+    url: Text | None = None
     auth: Text | None = None
     headers: dict[str, str] = {}
     timeout_secs: Annotated[float, Field(gt=0, le=3600)] = 30.0
@@ -57,13 +57,13 @@ class Entry(BaseModel):
 
 
 def find_settings(path: Path | None) -> tuple[Path | None, list[ServerSettings]]:
-    """The file that is meant, and its servers: `path`, or ./mcp.json if that exists; NONE means none.
+    """The file that is meant, and its servers: `path`, or ./mcp.json if that exists; OFF means none.
 
     Raises ConfigError: see `read_settings`.
     """
     if path is None and DEFAULT_PATH.is_file():
         path = DEFAULT_PATH
-    if path is None or path == NONE:
+    if path is None or path == OFF:
         return None, []
     return path, read_settings(path)
 
@@ -129,6 +129,8 @@ def _entries(path: Path, document: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _entry(place: str, value: Any) -> Entry:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: is {one_line(json.dumps(value), 80)}; it must be an object")
     try:
         return Entry.model_validate(value)
     except ValidationError as error:
@@ -139,8 +141,6 @@ def _entry(place: str, value: Any) -> Entry:
                 f"{place}: unknown field {one_line(name)!r}{did_you_mean(name, Entry.model_fields)}"
             ) from None
         accepted = first["msg"].replace("Input should", "it must")
-        if not name:
-            raise ConfigError(f"{place}: {accepted[:1].lower()}{accepted[1:]}") from None
         secret = first["loc"][0] in ("env", "auth", "headers", "url")
         shown = "not what it must be" if secret else one_line(json.dumps(first["input"]), 80)
         raise ConfigError(f"{place}: {one_line(name)} is {shown}: {accepted}") from None
@@ -161,6 +161,9 @@ def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str]) 
 
         return _VARIABLE.sub(value, text)
 
+    url = entry.url and filled("url", entry.url)
+    if url is not None and not re.match(r"https?://[^/]", url):
+        raise ConfigError(f"{place}: url must begin with http:// or https://")
     headers = {name: filled(f"headers.{name}", value) for name, value in entry.headers.items()}
     if entry.auth is not None:
         if any(name.lower() == "authorization" for name in headers):
@@ -176,7 +179,7 @@ def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str]) 
         args=tuple(filled(f"args.{at}", value) for at, value in enumerate(entry.args)),
         env={name: filled(f"env.{name}", value) for name, value in entry.env.items()},
         cwd=entry.cwd and filled("cwd", entry.cwd),
-        url=entry.url and filled("url", entry.url),
+        url=url,
         headers=headers,
         timeout=entry.timeout_secs,
         description=entry.instructions,

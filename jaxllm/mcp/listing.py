@@ -70,6 +70,8 @@ def offered(listed: Iterable[Any], settings: ServerSettings) -> Listing:
 def _problem(tool: Any, full_name: str, names: set[str]) -> str | None:
     if tool.name in names:
         return "the server has two of this name"
+    if not tool.name:
+        return "the server has a tool without a name"
     if not FUNCTION_NAME.fullmatch(full_name):
         if len(full_name) > 64:
             return f"with the server's name before it, it has {len(full_name)} characters; it may have 64"

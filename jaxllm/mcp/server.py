@@ -52,7 +52,7 @@ class ToolServer:
         self._result_limit = result_limit
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None
         self._settled = asyncio.Event()
         """Whether it is known how the last attempt went."""
         self._changed = asyncio.Event()
@@ -63,6 +63,7 @@ class ToolServer:
 
     def start(self) -> None:
         """Begin to connect, on the running event loop."""
+        self._scope = anyio.CancelScope()
         self._task = asyncio.create_task(self._supervise(), name=f"mcp-{self.label}")
 
     async def ready(self, timeout: float) -> None:
@@ -82,9 +83,14 @@ class ToolServer:
             found = await self._call(name, arguments)
         return failure(name, self.label, found) if isinstance(found, Problem) else found
 
+    def stop(self) -> None:
+        """Begin to disconnect."""
+        if self._scope is not None:
+            self._scope.cancel()
+
     async def close(self) -> None:
         """Disconnect; a stdio server and all it has started are gone when this returns."""
-        self._scope.cancel()
+        self.stop()
         if self._task is not None:
             await asyncio.wait({self._task})
         self._settle("stopped", None)
@@ -96,7 +102,8 @@ class ToolServer:
             return Problem("http_error", CLOSED, f"it is not connected: {self.error or self.status}")
         statuses = failed_statuses.set([])
         try:
-            return tool_result(await client.call_tool(name, arguments), self._result_limit)
+            result = await client.call_tool(name, arguments, read_timeout_seconds=self.settings.timeout)
+            return tool_result(result, self._result_limit)
         except Exception as error:  # whatever the SDK makes of what the server sent
             found = problem(error, self.settings)
             return await self._why_lost(found) if found.closed else found
@@ -113,9 +120,10 @@ class ToolServer:
         return found
 
     async def _supervise(self) -> None:
-        await asyncio.to_thread(importlib.import_module, "mcp")  # takes a second
+        assert self._scope is not None
         delay = FIRST_DELAY
         with self._scope:
+            await asyncio.to_thread(importlib.import_module, "mcp")  # takes a second
             while True:
                 began, known = time.monotonic(), self.error
                 found = await self._attempt()

@@ -33,7 +33,9 @@ class ToolServers:
             server.start()
 
     async def close(self) -> None:
-        """End all of them; see ToolServer.close."""
+        """End all of them; see ToolServer.close. Once begun they end, even if this is cancelled."""
+        for server in self._servers.values():
+            server.stop()
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
     async def reload(self, settings: Sequence[ServerSettings]) -> None:

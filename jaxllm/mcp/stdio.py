@@ -94,7 +94,7 @@ class Child:
         """Wait until the process, and its family, have ended, but no longer than that."""
         with anyio.move_on_after(seconds):
             while self._process.returncode is None or (family and (_alive(family) or _group_lives(self._process.pid))):
-                await anyio.sleep(0.01)
+                await anyio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager
@@ -202,12 +202,19 @@ def _alive(family: list[psutil.Process]) -> bool:
 
 
 def _group_lives(pid: int) -> bool:
-    """Whether anybody is left in the group that the process led; `pid` names it as long as there is."""
+    """Whether anybody is left in the group that the process led; those whom nobody buries do not count."""
     try:
         os.killpg(pid, 0)
     except (ProcessLookupError, PermissionError, AttributeError):
         return False
-    return True
+    return _alive([one for one in psutil.process_iter() if _group(one) == pid])
+
+
+def _group(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except OSError:
+        return None
 
 
 def _signal(pid: int, family: list[psutil.Process], kind: int) -> None:
