@@ -96,7 +96,7 @@ def test_private_addresses_are_not_reached(
     listen: Callable[..., str], roomy: Callable[..., Any], tmp_path: Path, host: str
 ) -> None:
     """With the real ToolServers."""
-    url = listen(roomy(), data_dir=tmp_path, mcp_config="none", **ALLOWED)
+    url = listen(roomy(), data_dir=tmp_path, mcp_config="off", **ALLOWED)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     tool = MCP | {"server_label": "near", "server_url": f"https://{host}/mcp"}
     response = client.responses.create(model="fake", input="x", tools=[tool])

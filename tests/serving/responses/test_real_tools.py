@@ -46,7 +46,7 @@ def test_a_real_tool_is_called_fails_and_is_cut(real: Any) -> None:
         assert made.output == output and (error is None or error in made.error.content[0]["text"])
         assert response.output_text == REPLY and (output or error) in prompt_text(engine)
     assert "readOnlyHint" in response.output[0].model_dump_json()
-    engine.script.append(says(("lab_huge", {"size": 10_000_000})))
+    engine.script.append(says(("lab_huge", {"size": 1_000_000})))
     response = client.responses.create(model="fake", input="x", tools=[LAB])
     assert response.output_text == REPLY and len(response.output[1].output) < 21_000
     assert response.output[1].output.endswith("characters]")
