@@ -44,7 +44,8 @@ class ResponsesSession:
             holds for the first turn of a conversation.
 
     Servers begin when the tools are first needed, on a thread of the session's own, and end with `close`, with `with`
-    or `async with`, or when the session is forgotten. The engine or client stays its owner's.
+    or `async with`, or when the session is forgotten. The engine or client stays its owner's; a client belongs to one
+    event loop, so a session with one uses either `run` or the async methods on one loop.
     """
 
     def __init__(
