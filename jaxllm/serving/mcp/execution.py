@@ -103,6 +103,7 @@ class Execution:
                     yield [(0, event) for event in said]
             if ended.finish_reason != "tool_calls":
                 break
+            await self._leave()
             answer = join_events(events)
             runs = self._runs.begin(answer.tool_calls)
             yield [(0, run) for run in runs]
@@ -125,7 +126,6 @@ class Execution:
 
     async def _next_answer(self, answer: ParsedOutput, runs: Sequence[ToolRun], left: int | None) -> None:
         """Begin the answer to the results. Raises ContextLengthError where the context holds no part of them."""
-        await self._leave()
         turn = len(self._replies) + 1
         asked = self._settings.request_id
         settings = dataclasses.replace(
