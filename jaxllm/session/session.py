@@ -174,8 +174,8 @@ class ResponsesSession:
 
     async def _told(self, call: ToolCalled, result: ToolResult, offered: Sequence[ServerTool]) -> dict[str, Any]:
         """The result as the model is told it: a tool's own words are marked as data."""
-        tool = next((tool for tool in offered if tool.full_name == call.name), None)
-        text = result.text if tool is None else as_data(tool, result, await self._model.special_tokens())
+        known = any(tool.full_name == call.name for tool in offered)
+        text = result.text if not known else as_data(call.name, result, await self._model.special_tokens())
         return {"role": "tool", "tool_call_id": call.id, "content": text}
 
 

@@ -1,4 +1,4 @@
-"""A tool server as most are that people have: it knows MCP of 2025 only, lists in pages, and says more than it is asked.
+"""A tool server as people have them: it knows MCP of 2025 only, lists in pages, and says more than it is asked.
 
 Spoken without the SDK: `python old_server.py`.
 """

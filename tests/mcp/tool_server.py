@@ -55,6 +55,15 @@ async def slow(note: str) -> str:
 
 
 @app.tool()
+async def meet(mine: str, yours: str) -> str:
+    """Leave the file `mine`, and wait for `yours`."""
+    Path(mine).touch()
+    while not Path(yours).exists():
+        await asyncio.sleep(0.01)
+    return "met"
+
+
+@app.tool()
 def huge(size: int) -> str:
     """A long text."""
     return "x" * size

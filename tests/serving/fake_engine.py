@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -191,10 +191,10 @@ class FakeEngine(AsyncLLM):
         self.pooled: list[tuple[list[int], PoolingParams, dict[str, Any]]] = []
         self.most_active = 0
         self.hold_back: set[int] = set()
-        self.script: deque[str] = deque()
-        """What the next requests say, one each, before `reply`."""
         self.replies: list[str] | None = None
         """What the choices say, in turn, instead of `reply`."""
+        self.script: list[str] = []
+        """What the next sequences say, one after the other, before all that."""
         self.logprobs = [-1.0]
         """Log-probability of the choices' tokens, in turn."""
         self.next_tokens: Callable[[list[int]], list[tuple[int, Logprob]]] | None = None
@@ -253,8 +253,7 @@ class FakeEngine(AsyncLLM):
             finish_reason = "stop" if steps[-1][0][0] in self.info.eos_token_ids else "length"
         else:
             reply = self.reply if self.replies is None else self.replies[choice % len(self.replies)]
-            if self.script:
-                reply = self.script.popleft()
+            reply = self.script.pop(0) if self.script else reply
             ids = list(reply.encode()) if self.tokenizer is None else self.tokenizer.encode(reply, False)
             finish_reason = "stop" if params.max_tokens is None or len(ids) <= params.max_tokens else "length"
             logprob = self.logprobs[choice % len(self.logprobs)]

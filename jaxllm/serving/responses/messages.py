@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.results import as_data
-from jaxllm.mcp.tools import ServerTool, ToolResult, full_name
+from jaxllm.mcp.tools import ToolResult, full_name
 from jaxllm.serving.conversation import Call, Message, parse_arguments
 from jaxllm.serving.responses.items import Item
 
@@ -143,9 +143,7 @@ class _Outcomes:
         if item["type"] == "mcp_call":
             error = item["error"]
             output = item["output"] or "" if error is None else error_text(error)
-            label, name = item["server_label"], item["name"]
-            tool = ServerTool(label, name, full_name(label, name), None, {})
-            return as_data(tool, ToolResult(output), self._special_tokens)
+            return as_data(full_name(item["server_label"], item["name"]), ToolResult(output), self._special_tokens)
         if item["id"] in self._made:
             return None
         answer = self._answers.get(item["id"])

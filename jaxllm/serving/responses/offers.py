@@ -24,13 +24,12 @@ class Offer:
     choice: ToolChoice
 
 
-def with_configured(body: PromptFields, tools: Sequence[ServerTool]) -> None:
-    """Offer servers' tools as functions, which the client runs, where a request says nothing of tools."""
-    if "tools" not in body.model_fields_set:
-        body.tools = [
-            FunctionTool(type="function", name=tool.full_name, description=tool.description, parameters=tool.parameters)
-            for tool in tools[:MAX_TOOLS]
-        ]
+def as_functions(tools: Sequence[Tool]) -> list[FunctionTool]:
+    """Servers' tools as functions, which the client runs."""
+    return [
+        FunctionTool(type="function", name=tool.name, description=tool.description, parameters=tool.parameters)
+        for tool in tools
+    ]
 
 
 def check_choice(body: PromptFields) -> None:

@@ -13,6 +13,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.mcp.injection import injected_tools
 from jaxllm.serving.prompts import render
 from jaxllm.serving.responses.any_item import ItemReference
 from jaxllm.serving.responses.approvals import approved_calls
@@ -20,7 +21,7 @@ from jaxllm.serving.responses.background import BackgroundRuns
 from jaxllm.serving.responses.items import Item, MessageItem, new_id
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import ConversationReference, Response
-from jaxllm.serving.responses.offers import check_choice, make_offer, with_configured
+from jaxllm.serving.responses.offers import as_functions, check_choice, make_offer
 from jaxllm.serving.responses.replies import Replies, special_tokens
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest
 from jaxllm.serving.responses.run import ResponseRun
@@ -45,7 +46,7 @@ class Responses:
 
     async def prepare(self, body: ResponseRequest) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
-        toolbox = self._toolbox(body)
+        toolbox = await self._toolbox(body)
         context, own = await self._context(body)
         approved = approved_calls(context, own, body.server_labels.values())
         replies = Replies(self._state, body, context, own)
@@ -70,7 +71,7 @@ class Responses:
     async def count_tokens(self, body: PromptFields) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
         _, model = self._state.find_model(body.model)
-        toolbox = self._toolbox(body)
+        toolbox = await self._toolbox(body)
         context, own = await self._context(body)
         async with aclosing(toolbox):
             await toolbox.open()
@@ -80,14 +81,14 @@ class Responses:
             rendered = await render(self._state, model, translation.conversation())
         return len(rendered.token_ids)
 
-    def _toolbox(self, body: PromptFields) -> Toolbox:
-        """The request's tools, settled."""
-        servers, config = self._state.tool_servers, self._state.config
-        if config.mcp_inject:
-            with_configured(body, servers.tools())
+    async def _toolbox(self, body: PromptFields) -> Toolbox:
+        """The request's tools, settled: without any, those of the configured servers, as functions."""
+        _, model = self._state.find_model(body.model)
+        if "tools" not in body.model_fields_set:
+            body.tools = list(as_functions(await injected_tools(self._state, model)))
         check_choice(body)
         wanted = {at: tool for at, tool in enumerate(body.tools) if isinstance(tool, McpTool)}
-        return Toolbox(servers, wanted, body.function_names, allow_urls=config.allow_mcp_urls)
+        return Toolbox(self._state, model, wanted, body.function_names)
 
     async def _context(self, body: PromptFields) -> tuple[list[Item], list[Item]]:
         """All that the response is given, and the part of it that the request itself brings."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.server import ToolServer
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.serving.conversation import Tool, parse_arguments
+from jaxllm.serving.mcp.injection import offered
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import OutputMcpCall
+from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.state import ServerState
 
 READY_SECONDS = 30.0
 """How long a response waits for a server that is not ready."""
@@ -46,18 +49,19 @@ class Toolbox:
         InvalidRequestError: no configured server has the label, or the request may not bring a server of its own.
     """
 
-    def __init__(
-        self, servers: ToolServers, wanted: Mapping[int, McpTool], taken: Mapping[int, str], *, allow_urls: bool
-    ):
+    def __init__(self, state: ServerState, model: ServedModel, wanted: Mapping[int, McpTool], taken: Mapping[int, str]):
         """`wanted` and the names of functions, `taken`, are by their places in the request's tools."""
+        servers = state.tool_servers
         self._servers = servers
+        self._model = model
         self._wanted = wanted
         self._taken = taken
         for at, asked in wanted.items():
-            _check_known(asked, at, servers, allow_urls=allow_urls)
+            _check_known(asked, at, servers, allow_urls=state.config.allow_mcp_urls)
         self.listings: list[Listing] = []
         self._connected: dict[str, ToolServer] = {}
         self._by_name: dict[str, OfferedTool] = {}
+        self._told: dict[str, Tool] = {}
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
@@ -71,8 +75,10 @@ class Toolbox:
             tools = [tool for tool in server.tools if asked.allows(tool)] if ready else []
             error = None if ready else server.error or f"the server {asked.server_label!r} is {server.status}"
             self.listings.append(Listing(asked.server_label, tools, error))
-            for tool in tools:
+            for tool, told in zip(tools, offered(self._model, tools), strict=True):
                 self._add(OfferedTool(tool, asked.asks_approval(tool)), at)
+                described = "\n".join(filter(None, (asked.server_description, told.description)))
+                self._told[told.name] = replace(told, description=described, parameters_field=Field("tools", at))
 
     async def aclose(self) -> None:
         await self._stack.aclose()
@@ -83,11 +89,8 @@ class Toolbox:
 
     def tools(self) -> Iterator[tuple[ServerTool, Tool]]:
         """Each tool with what the model is told of it."""
-        asked = {wanted.server_label: (at, wanted) for at, wanted in self._wanted.items()}
-        for name, offered in self._by_name.items():
-            at, wanted = asked[offered.tool.server]
-            told = "\n".join(filter(None, (wanted.server_description, offered.tool.description)))
-            yield offered.tool, Tool(name, told, offered.tool.parameters, parameters_field=Field("tools", at))
+        for name, one in self._by_name.items():
+            yield one.tool, self._told[name]
 
     async def call(self, call: OutputMcpCall) -> ToolResult:
         """Run a tool. What fails is told in the result, a tool that is not there and wrong arguments too."""
@@ -109,15 +112,15 @@ class Toolbox:
         self._stack.push_async_callback(server.close)
         return server
 
-    def _add(self, offered: OfferedTool, at: int) -> None:
-        name = offered.tool.full_name
+    def _add(self, one: OfferedTool, at: int) -> None:
+        name = one.tool.full_name
         other = next((f"tools[{place}]" for place, taken in self._taken.items() if taken == name), None)
         if other is None and name in self._by_name:
             other = f"server {self._by_name[name].tool.server!r}"
         if other is not None:
-            problem = f" ({offered.tool.server!r}) has a tool that the model would call {name!r}, as one of {other}"
+            problem = f" ({one.tool.server!r}) has a tool that the model would call {name!r}, as one of {other}"
             raise InvalidRequestError([Field("tools", at), problem])
-        self._by_name[name] = offered
+        self._by_name[name] = one
 
 
 def failed(problem: str) -> ToolResult:

@@ -289,3 +289,32 @@ def test_input_tokens_count_the_tools(tools: Callable[..., Any]) -> None:
     counted = client.responses.input_tokens.count(model="fake", input="x", tools=[MCP])
     client.responses.create(model="fake", input="x", tools=[MCP])
     assert counted.input_tokens == len(engine.seen[-1][0])
+
+
+@pytest.mark.covers("McpListToolsItem", "server_label", "tools", "error")
+@pytest.mark.covers("ListedToolItem", "name", "input_schema", "description", "annotations")
+@pytest.mark.covers("McpCallItem", "server_label", "name", "arguments", "output", "error", "approval_request_id")
+@pytest.mark.covers("McpCallItem", "status")
+def test_calls_of_earlier_responses_are_sent_back(tools: Callable[..., Any]) -> None:
+    server = weather()
+    client, engine = tools(server)
+    schema = {"type": "object", "properties": {}}
+    tool = {"name": "forecast", "input_schema": schema, "description": "d", "annotations": {"readOnlyHint": True}}
+    call = {
+        "type": "mcp_call", "id": "mcp_1", "server_label": "weather", "name": "forecast", "status": "completed",
+        "arguments": '{"city": "Rome"}', "output": "Sun.", "error": None, "approval_request_id": None,
+    }  # fmt: skip
+    error = {"type": "http_error", "code": 500, "message": "out of order"}
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "weather", "tools": [tool], "error": None},
+        call,
+        call | {"id": "mcp_2", "output": None, "error": error, "status": "failed"},
+        call | {"id": "mcp_3", "output": "never seen", "status": "incomplete"},
+    ]
+    response = client.responses.create(model="fake", input=items, tools=[MCP])
+    assert kinds(response) == ["message"] and not server.calls
+    said = '[assistant]<weather_forecast {"city": "Rome"}>[tool]' + TOLD
+    assert prompt_text(engine).endswith(f"[user]x{said}Sun.{said}The tool failed: out of order[assistant]")
+    listed = client.responses.input_items.list(response.id, order="asc").data
+    assert [item.model_dump(exclude_unset=True) for item in listed[1:3]] == items[1:3]
