@@ -181,7 +181,7 @@ class ResponsesSession:
 
 def _model(engine: LLM | AsyncLLM | AsyncOpenAI, name: str | None, thread: LoopThread) -> ChatModel:
     if hasattr(engine, "chat") and hasattr(engine, "base_url"):
-        return ClientModel(engine, name)
+        return ClientModel(engine, name)  # type: ignore[arg-type]
     if name is not None:
         raise ConfigError(f"model is {name!r}; it names one of a client's models, and an engine has only its own")
     return EngineModel(engine, thread)  # type: ignore[arg-type]
