@@ -32,6 +32,10 @@ class ToolServers:
         for server in self._servers.values():
             server.start()
 
+    async def ready(self, timeout: float) -> None:
+        """Return once it is known of each how its start went, or after `timeout` seconds."""
+        await asyncio.gather(*(server.ready(timeout) for server in self._servers.values()))
+
     async def close(self) -> None:
         """End all of them; see ToolServer.close. Once begun they end, even if this is cancelled."""
         for server in self._servers.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,10 +18,10 @@ from agents import (
     function_tool,
 )
 from agents.items import MCPApprovalRequestItem, MCPListToolsItem, ToolCallItem, ToolCallOutputItem
-from agents.mcp import MCPServerStdio
+from agents.mcp import MCPServerStreamableHttp
 from openai import AsyncOpenAI
 
-from tests.mcp.conftest import TOOL_SERVER
+from tests.mcp.conftest import Listening, wait_for
 from tests.serving.fake_engine import REPLY
 from tests.serving.responses.fake_tools import FORECAST, MCP, WARN, says, weather
 from tests.serving.responses.shared import prompt_text
@@ -75,15 +74,20 @@ def test_its_own_functions_streamed(agent: Callable[..., Any], mode: Mode) -> No
 
 @BOTH
 def test_mcp_servers_of_its_own(agent: Callable[..., Any], mode: Mode) -> None:
-    async def go() -> None:
-        async with MCPServerStdio({"command": sys.executable, "args": [TOOL_SERVER, "stdio"]}) as server:
+    async def go(url: str) -> None:
+        async with MCPServerStreamableHttp({"url": url}) as server:
             helper, _, engine = agent(mode, says(("add", {"a": 2, "b": 3})), mcp_servers=[server])
             result = await Runner.run(helper, "2 + 3?", run_config=QUIET)
             assert result.final_output == REPLY
             (output,) = (item for item in result.new_items if isinstance(item, ToolCallOutputItem))
             assert "5" in str(output.output) and "5" in prompt_text(engine).partition("[tool]")[2]
 
-    asyncio.run(go())
+    listening = Listening("http")
+    try:
+        wait_for(listening.listens)
+        asyncio.run(go(listening.url))
+    finally:
+        listening.end()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
