@@ -25,9 +25,15 @@ url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
 set_tracing_disabled(True)  # traces would go to OpenAI
 
-# A model as small as SmolLM2 does not know when to call a tool, so its first turn has to; larger ones need no
-# tool_choice.
-FORCED = ModelSettings(tool_choice="required", temperature=0, max_tokens=64)
+# A model as small as SmolLM2 does not know when to call a tool, so its first turn has to, and repeats the call unless
+# repetition is penalized; larger ones need neither.
+FORCED = ModelSettings(
+    tool_choice="required",
+    parallel_tool_calls=False,
+    temperature=0,
+    max_tokens=200,
+    extra_body={"repetition_penalty": 1.1},
+)
 
 
 @function_tool

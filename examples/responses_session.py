@@ -15,10 +15,19 @@ from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolRetur
 CONFIG = Path(__file__).parent / "mcp" / "mcp.json"
 QUESTION = [{"role": "user", "content": "What is 6 times 7? Use the tool."}]
 
-# A model as small as SmolLM2 does not know when to call a tool, so the first turn has to; larger ones need no
-# tool_choice. `session.add_mcp_server("name", command=…)`, or url=…, adds servers that are in no file.
+# A model as small as SmolLM2 does not know when to call a tool, so the first turn has to, and repeats the call unless
+# repetition is penalized; larger ones need neither.
+SETTINGS = {
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "repetition_penalty": 1.1,
+    "temperature": 0,
+    "max_tokens": 64,
+}
+
+# `session.add_mcp_server("name", command=…)`, or url=…, adds servers that are in no file.
 llm = LLM("smollm2-135m")
-with ResponsesSession.from_config_path(CONFIG, llm, tool_choice="required", temperature=0, max_tokens=64) as session:
+with ResponsesSession.from_config_path(CONFIG, llm, **SETTINGS) as session:
     print([tool["function"]["name"] for tool in asyncio.run(session.list_openai_tools())])
     print(asyncio.run(session.call_tool("toolbox_multiply", {"a": 6, "b": 7})).text)
 
@@ -35,9 +44,9 @@ with ResponsesSession.from_config_path(CONFIG, llm, tool_choice="required", temp
                 case Said(text):
                     print(text, end="", flush=True)
                 case ToolCalled(name=name, arguments=arguments):
-                    print(f"[{name}({arguments})", end="")
+                    print(f"{name}({arguments})")
                 case ToolReturned(output=output):
-                    print(f" -> {output}]")
+                    print(f"-> {output}")
                 case ConversationResult(completed=completed):
                     print("\ncompleted" if completed else "\ncut off")
 
