@@ -47,7 +47,7 @@ class EngineModel:
         from jaxllm.serving.state import ServerState
 
         shared = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()
-        config = ServeConfig(**engine.config.model_dump(), mcp_config=OFF)
+        config = ServeConfig(**engine.config.model_dump() | {"mcp_config": OFF})
         self._thread = thread
         self._model = ServedModel(config, shared, config.model)
         self._state = ServerState(config, {config.model: self._model})

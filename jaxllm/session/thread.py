@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from jaxllm.errors import JaxLLMError
+
 T = TypeVar("T")
 
 
@@ -18,10 +20,15 @@ class LoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin it; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._started())
+        """Begin it; cancelling the future cancels it. Raises JaxLLMError once this is closed."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._started())
+        except JaxLLMError:
+            work.close()
+            raise
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it while the calling thread waits; what interrupts that cancels it."""
@@ -60,9 +67,10 @@ class LoopThread:
             reading.cancel()
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run `last`, and end the thread; it begins again with the next that is submitted."""
+        """Run `last`, if anything has run, and end the thread: nothing more can be submitted."""
         with self._lock:
-            loop, self._loop = self._loop, None
+            self._closed = True
+            loop = self._loop
         if loop is None:
             last.close()
             return
@@ -73,6 +81,8 @@ class LoopThread:
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._closed:
+                raise JaxLLMError("the session is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.errors import ConfigError, Field, InvalidRequestError
 from jaxllm.mcp.config_file import parse_settings, read_settings, refuse_collisions
 from jaxllm.mcp.servers import RESULT_LIMIT, ToolServers
 from jaxllm.mcp.settings import ServerSettings
@@ -66,13 +66,12 @@ class SessionTools:
     async def aclose(self) -> None:
         """On the servers' own thread."""
         await self._servers.close()
-        await self._servers.reload(())
 
     def _extend(self, settings: Sequence[ServerSettings]) -> None:
         labels = [one.label for one in (*self._settings, *settings)]
         for label in labels:
             if labels.count(label) > 1:
-                raise InvalidRequestError(f"there are two servers named {label!r}", "name")
+                raise ConfigError(f"there are two servers named {label!r}")
         refuse_collisions("add_mcp_server", labels)
         self._settings += settings
 

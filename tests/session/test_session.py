@@ -17,7 +17,7 @@ import pytest
 
 import jaxllm
 from jaxllm import ResponsesSession
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError, JaxLLMError
 from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolReturned
 from tests.mcp.conftest import TOOL_SERVER
 from tests.serving.conftest import listen, wait_for  # noqa: F401
@@ -162,6 +162,9 @@ def test_servers_end_with_their_session(ending: str) -> None:
     assert children
     if ending == "close":
         session.close()
+        session.close()
+        with pytest.raises(JaxLLMError, match="the session is closed"):
+            session.run(USER)
     del session
     gc.collect()
     wait_for(lambda: not any(child.is_running() for child in children), 10)
@@ -175,7 +178,7 @@ def test_two_servers_and_a_file(tmp_path: Path) -> None:
         names = [tool["function"]["name"] for tool in asyncio.run(session.list_openai_tools())]
         assert "lab_add" in names and [name for name in names if name.startswith("other")] == ["other_add"]
         for name, told in (("lab", "two servers named 'lab'"), ("lab_2", "could have the same name")):
-            with pytest.raises((ConfigError, InvalidRequestError), match=told):
+            with pytest.raises(ConfigError, match=told):
                 session.add_mcp_server(name, **LAB)
         with pytest.raises(ConfigError, match="neither command nor url"):
             session.add_mcp_server("none")

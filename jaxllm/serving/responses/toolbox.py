@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.server import ToolServer
-from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.serving.conversation import Tool, parse_arguments
 from jaxllm.serving.mcp.injection import offered
@@ -20,6 +19,9 @@ from jaxllm.serving.state import ServerState
 
 READY_SECONDS = 30.0
 """How long a response waits for a server that is not ready."""
+
+MAX_BROUGHT = 16
+"""Servers of a request's own."""
 
 
 @dataclass(frozen=True)
@@ -51,31 +53,38 @@ class Toolbox:
 
     def __init__(self, state: ServerState, model: ServedModel, wanted: Mapping[int, McpTool], taken: Mapping[int, str]):
         """`wanted` and the names of functions, `taken`, are by their places in the request's tools."""
-        servers = state.tool_servers
-        self._servers = servers
+        self._state = state
         self._model = model
         self._wanted = wanted
         self._taken = taken
-        for at, asked in wanted.items():
-            _check_known(asked, at, servers, allow_urls=state.config.allow_mcp_urls)
         self.listings: list[Listing] = []
-        self._connected: dict[str, ToolServer] = {}
+        self._servers: dict[str, ToolServer] = {}
         self._by_name: dict[str, OfferedTool] = {}
         self._told: dict[str, Tool] = {}
         self._stack = AsyncExitStack()
+        num_brought = 0
+        for at, asked in wanted.items():
+            if asked.server_url is None:
+                self._servers[asked.server_label] = _configured(state, asked.server_label, at)
+                continue
+            num_brought += 1
+            _check_brought(state, num_brought, at)
 
     async def open(self) -> None:
         """Wait for the servers. Raises InvalidRequestError where the model could not tell two tools apart."""
         for asked in self._wanted.values():
-            self._connected[asked.server_label] = await self._server(asked)
-        await asyncio.gather(*(server.ready(READY_SECONDS) for server in self._connected.values()))
+            if asked.server_url is not None:
+                server = await self._state.tool_servers.connect(asked.settings())
+                self._stack.push_async_callback(server.close)
+                self._servers[asked.server_label] = server
+        await asyncio.gather(*(server.ready(READY_SECONDS) for server in self._servers.values()))
         for at, asked in self._wanted.items():
-            server = self._connected[asked.server_label]
+            server = self._servers[asked.server_label]
             ready = server.status == "ready"
             tools = [tool for tool in server.tools if asked.allows(tool)] if ready else []
             error = None if ready else server.error or f"the server {asked.server_label!r} is {server.status}"
             self.listings.append(Listing(asked.server_label, tools, error))
-            for tool, told in zip(tools, offered(self._model, tools), strict=True):
+            for tool, told in zip(tools, await self._state.offload(offered, self._model, tools), strict=True):
                 self._add(OfferedTool(tool, asked.asks_approval(tool)), at)
                 described = "\n".join(filter(None, (asked.server_description, told.description)))
                 self._told[told.name] = replace(told, description=described, parameters_field=Field("tools", at))
@@ -103,14 +112,7 @@ class Toolbox:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none now"
             return failed(f"server {label!r} has no tool {name!r} here; {has}")
-        return await self._connected[label].call(name, arguments)
-
-    async def _server(self, asked: McpTool) -> ToolServer:
-        if asked.server_url is None:
-            return self._servers.servers[asked.server_label]
-        server = await self._servers.connect(asked.settings())
-        self._stack.push_async_callback(server.close)
-        return server
+        return await self._servers[label].call(name, arguments)
 
     def _add(self, one: OfferedTool, at: int) -> None:
         name = one.tool.full_name
@@ -129,11 +131,17 @@ def failed(problem: str) -> ToolResult:
     return ToolResult(problem, error)
 
 
-def _check_known(asked: McpTool, at: int, servers: ToolServers, *, allow_urls: bool) -> None:
-    if asked.server_url is not None:
-        if not allow_urls:
-            field = Field("tools", at, "server_url")
-            raise InvalidRequestError([field, " is not accepted by this server (allow_mcp_urls is not set)"])
-    elif asked.server_label not in servers.servers:
-        known = f"this server has {', '.join(servers.servers)}" if servers.servers else "this server has none"
-        raise InvalidRequestError([Field("tools", at, "server_label"), f" is {asked.server_label!r}; {known}"])
+def _configured(state: ServerState, label: str, at: int) -> ToolServer:
+    servers = state.tool_servers.servers
+    if label not in servers:
+        known = f"this server has {', '.join(servers)}" if servers else "this server has none"
+        raise InvalidRequestError([Field("tools", at, "server_label"), f" is {label!r}; {known}"])
+    return servers[label]
+
+
+def _check_brought(state: ServerState, count: int, at: int) -> None:
+    field = Field("tools", at, "server_url")
+    if not state.config.allow_mcp_urls:
+        raise InvalidRequestError([field, " is not accepted by this server (allow_mcp_urls is not set)"])
+    if count > MAX_BROUGHT:
+        raise InvalidRequestError([field, f" is one more than the {MAX_BROUGHT} that a request may bring"])

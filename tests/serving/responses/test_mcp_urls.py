@@ -51,6 +51,14 @@ def test_only_where_the_server_allows_it(tools: Callable[..., Any]) -> None:
     assert caught.value.param == "tools[0].server_url" and not client.fakes.asked
 
 
+def test_how_many_a_request_may_bring(tools: Callable[..., Any]) -> None:
+    client, _ = tools(FakeServer("elsewhere"), serving=ALLOWED)
+    many = [ELSEWHERE | {"server_label": f"s{at}"} for at in range(17)]
+    with pytest.raises(openai.BadRequestError, match="one more than the 16") as caught:
+        client.responses.create(model="fake", input="x", tools=many)
+    assert caught.value.param == "tools[16].server_url" and not client.fakes.asked
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
