@@ -45,7 +45,9 @@ def test_what_a_model_says_stays_text(page: Driver):
     answer = page.answers.last
     expect(answer).to_contain_text("<script>")
     assert answer.locator("img, script").count() == 0
-    expect(answer.get_by_role("link", name="Image: a picture")).to_have_attribute("href", "https://example.com/picture.png")
+    expect(answer.get_by_role("link", name="Image: a picture")).to_have_attribute(
+        "href", "https://example.com/picture.png"
+    )
     hrefs = answer.get_by_role("link").evaluate_all("links => links.map(link => link.getAttribute('href'))")
     assert not [href for href in hrefs if href.startswith("javascript")]
     assert page.page.title() != "owned"

@@ -65,10 +65,15 @@ def test_the_key_is_typed_once(open_page: Callable[..., Driver], listen: Callabl
     assert page.page.evaluate("localStorage.getItem('jaxllm.key') ?? sessionStorage.getItem('jaxllm.key')") is None
 
 
-def test_a_key_that_is_not_remembered_goes_with_the_tab(open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker):
+def test_a_key_that_is_not_remembered_goes_with_the_tab(
+    open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker
+):
     page = open_page(listen(talker, api_key="secret"))
     page.expected += ["401 (Unauthorized)"]
     page.page.get_by_role("dialog").get_by_label("API key").fill("secret")
     page.button("OK").click()
     expect(page.page.get_by_role("meter")).to_be_visible()
-    assert page.page.evaluate("[sessionStorage.getItem('jaxllm.key'), localStorage.getItem('jaxllm.key')]") == ["secret", None]
+    assert page.page.evaluate("[sessionStorage.getItem('jaxllm.key'), localStorage.getItem('jaxllm.key')]") == [
+        "secret",
+        None,
+    ]

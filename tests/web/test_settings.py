@@ -8,9 +8,11 @@ from tests.web.driver import Driver
 from tests.web.talker import Talker
 
 SET = {
-    "temperature": ("0.7", 0.7), "top_p": ("0.9", 0.9), "top_k": ("12", 12), "min_p": ("0.05", 0.05), "seed": ("42", 42),
+    "temperature": ("0.7", 0.7), "top_p": ("0.9", 0.9), "top_k": ("12", 12), "min_p": ("0.05", 0.05),
+    "seed": ("42", 42),
     "presence_penalty": ("0.5", 0.5), "frequency_penalty": ("-0.5", -0.5), "repetition_penalty": ("1.2", 1.2),
-    "repeat_last_n": ("64", 64), "max_completion_tokens": ("99", 99), "min_tokens": ("2", 2), "stop": ("END\nSTOP", ("END", "STOP")),
+    "repeat_last_n": ("64", 64), "max_completion_tokens": ("99", 99), "min_tokens": ("2", 2),
+    "stop": ("END\nSTOP", ("END", "STOP")),
     "stop_token_ids": ("3, 4", (3, 4)), "bad_words": ("worse", ("worse",)), "logit_bias": ('{"5": -1}', {5: -1.0}),
 }  # fmt: skip
 """Field -> what is typed, and what the engine gets."""
@@ -34,7 +36,9 @@ def test_every_field_reaches_the_engine(page: Driver, talker: Talker):
     page.page.keyboard.press("Escape")
     page.say("Hello")
     prompt, params, labels = talker.seen[-1]
-    assert {name: getattr(params, ENGINE_NAMES.get(name, name)) for name in SET} == {name: value for name, (_, value) in SET.items()}
+    assert {name: getattr(params, ENGINE_NAMES.get(name, name)) for name in SET} == {
+        name: value for name, (_, value) in SET.items()
+    }
     assert labels == {"priority": 3, "cache_salt": "mine"}
     assert bytes(prompt).decode().startswith("[system]Be brief.[user]Hello")
 

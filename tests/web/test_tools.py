@@ -13,14 +13,33 @@ from tests.web.driver import Driver
 SERVERS = {
     "object": "list",
     "data": [
-        {"label": "clock", "description": "Tells the time", "status": "ready", "error": None, "tools": [{"name": "now", "description": "The time"}]},
+        {"label": "clock", "description": "Tells the time", "status": "ready", "error": None, "tools": ["clock_now"]},
         {"label": "files", "description": None, "status": "failed", "error": "the command was not found", "tools": []},
     ],
 }  # fmt: skip
-LISTED = {"id": "mcpl_1", "type": "mcp_list_tools", "server_label": "clock", "tools": [{"name": "now", "input_schema": {}}]}
-CALL = {"id": "mcp_1", "type": "mcp_call", "server_label": "clock", "name": "now", "arguments": "", "output": None, "error": None}
+LISTED = {
+    "id": "mcpl_1",
+    "type": "mcp_list_tools",
+    "server_label": "clock",
+    "tools": [{"name": "now", "input_schema": {}}],
+}
+CALL = {
+    "id": "mcp_1",
+    "type": "mcp_call",
+    "server_label": "clock",
+    "name": "now",
+    "arguments": "",
+    "output": None,
+    "error": None,
+}
 ARGUMENTS = '{"zone":"Europe/Paris"}'
-USAGE = {"input_tokens": 40, "output_tokens": 12, "total_tokens": 52, "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+USAGE = {
+    "input_tokens": 40,
+    "output_tokens": 12,
+    "total_tokens": 52,
+    "input_tokens_details": {"cached_tokens": 0},
+    "output_tokens_details": {"reasoning_tokens": 0},
+}
 END = [{"type": "response.completed", "response": {"status": "completed", "usage": USAGE}}]
 
 
@@ -36,7 +55,10 @@ def item(value: dict[str, Any], **done: Any) -> list[dict[str, Any]]:
 
 
 def text(said: str) -> list[dict[str, Any]]:
-    return [{"type": "response.output_text.delta", "item_id": "msg_1", "delta": part, "logprobs": []} for part in said.split("|")]
+    return [
+        {"type": "response.output_text.delta", "item_id": "msg_1", "delta": part, "logprobs": []}
+        for part in said.split("|")
+    ]
 
 
 @pytest.fixture
@@ -56,11 +78,11 @@ def script(page: Driver) -> list[list[dict[str, Any]]]:
     return turns
 
 
-def switch_on(page: Driver, approval: str | None = None) -> None:
+def switch_on(page: Driver, approval: str | None = None, server: str = "clock") -> None:
     page.button("Tools").click()
-    page.page.get_by_role("switch", name="clock").click()
+    page.page.get_by_role("switch", name=server).click()
     if approval is not None:
-        page.page.get_by_label("Ask before calls of clock").click()
+        page.page.get_by_label(f"Ask before calls of {server}").click()
         page.page.get_by_title(approval).click()
     page.page.keyboard.press("Escape")
 
@@ -78,7 +100,14 @@ def test_servers_are_listed_with_what_is_wrong_with_them(page: Driver, script: l
 
 
 def test_a_call_is_shown_with_its_arguments_and_result(page: Driver, script: list):
-    script.append([*item(LISTED), *item(CALL, arguments=ARGUMENTS, output='{"time":"12:00"}', status="completed"), *text("It is |noon."), *END])
+    script.append(
+        [
+            *item(LISTED),
+            *item(CALL, arguments=ARGUMENTS, output='{"time":"12:00"}', status="completed"),
+            *text("It is |noon."),
+            *END,
+        ]
+    )
     switch_on(page, "Never ask")
     page.say("What time is it?")
     assert page.asked[0]["tools"] == [{"type": "mcp", "server_label": "clock", "require_approval": "never"}]
@@ -92,7 +121,13 @@ def test_a_call_is_shown_with_its_arguments_and_result(page: Driver, script: lis
 
 @pytest.mark.parametrize("answer, state", [("Allow", "done"), ("Refuse", "refused")])
 def test_approval_is_asked_for_and_sent(page: Driver, script: list, answer: str, state: str):
-    asked = {"id": "mcpr_1", "type": "mcp_approval_request", "server_label": "clock", "name": "now", "arguments": ARGUMENTS}
+    asked = {
+        "id": "mcpr_1",
+        "type": "mcp_approval_request",
+        "server_label": "clock",
+        "name": "now",
+        "arguments": ARGUMENTS,
+    }
     script.append([*item(LISTED), *item(asked), *END])
     called = CALL | {"approval_request_id": "mcpr_1"}
     result = item(called, arguments=ARGUMENTS, output="12:00", status="completed") if answer == "Allow" else []
@@ -109,14 +144,21 @@ def test_approval_is_asked_for_and_sent(page: Driver, script: list, answer: str,
     expect(page.answers).to_contain_text("So be it.")
     expect(page.page.get_by_role("button", name="clock: now")).to_contain_text(state)
     sent = page.asked[1]["input"]
-    assert [one.get("type") for one in sent] == [None, "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"]
+    assert [one.get("type") for one in sent] == [
+        None,
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+    ]
     assert sent[-1] == {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": answer == "Allow"}
 
 
 def test_a_failing_call_and_a_failing_list(page: Driver, script: list):
     error = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": "no such zone"}]}
     broken = LISTED | {"tools": [], "error": "connection refused"}
-    script.append([*item(broken), *item(CALL, arguments=ARGUMENTS, error=error, status="failed"), *text("I cannot tell."), *END])
+    script.append(
+        [*item(broken), *item(CALL, arguments=ARGUMENTS, error=error, status="failed"), *text("I cannot tell."), *END]
+    )
     switch_on(page)
     page.say("What time is it?")
     expect(page.answers).to_contain_text("The tools of clock could not be listed: connection refused")

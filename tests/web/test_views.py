@@ -15,7 +15,9 @@ SCHEMES = ("light", "dark")
 
 
 @pytest.fixture(params=SCHEMES)
-def themed(request: pytest.FixtureRequest, open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker) -> Driver:
+def themed(
+    request: pytest.FixtureRequest, open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker
+) -> Driver:
     page = open_page(listen(talker, reasoning_parser="think", served_model_name="talker"), color_scheme=request.param)
     page.scheme = request.param  # type: ignore[attr-defined]
     expect(page.page.locator("html")).to_have_attribute("data-theme", request.param)
@@ -99,8 +101,13 @@ def test_phone(open_page: Callable[..., Driver], listen: Callable[..., str], tal
     expect(page.page.get_by_role("dialog")).to_have_count(0)
 
 
-@pytest.mark.parametrize("language, words", [("de-DE", "Worüber reden wir?"), ("zh-CN", "聊点什么？"), ("fr-FR", "What shall we talk about?")])
-def test_the_browsers_language(open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker, language: str, words: str):
+@pytest.mark.parametrize(
+    "language, words",
+    [("de-DE", "Worüber reden wir?"), ("zh-CN", "聊点什么？"), ("fr-FR", "What shall we talk about?")],
+)
+def test_the_browsers_language(
+    open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker, language: str, words: str
+):
     page = open_page(listen(talker, served_model_name="talker"), locale=language)
     expect(page.page.get_by_role("heading", name=words)).to_be_visible()
     expect(page.page.locator("html")).to_have_attribute("lang", {"de-DE": "de", "zh-CN": "zh-Hans"}.get(language, "en"))

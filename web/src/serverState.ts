@@ -23,6 +23,11 @@ export async function loadServer(): Promise<void> {
   }
 }
 
+/** Look again how the tool servers are; what was known stays where the server does not answer. */
+export async function refreshToolServers(): Promise<void> {
+  await listToolServers().then((toolServers) => useServer.setState({ toolServers }), () => {});
+}
+
 /** The context of a model, of the first one by default. */
 export function contextOf(models: Model[], name: string | null): number | null {
   return (models.find((model) => model.id === name) ?? models[0])?.max_model_len ?? null;

@@ -72,7 +72,13 @@ def test_no_key_is_needed_to_be_asked_for_one(make_client: Callable[..., TestCli
 
 
 def test_other_paths_stay_the_apis(client: TestClient):
-    for path in ("/nothing", "/assets/nothing.js", "/assets/../routes.py", "/assets/%2e%2e/%2e%2e/routes.py", "/assets"):
+    for path in (
+        "/nothing",
+        "/assets/nothing.js",
+        "/assets/../routes.py",
+        "/assets/%2e%2e/%2e%2e/routes.py",
+        "/assets",
+    ):
         response = client.get(path)
         assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
     assert client.post("/").status_code == 405

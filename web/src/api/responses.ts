@@ -75,7 +75,7 @@ export function responseRequest(settings: Settings, history: Message[]): Record<
 function answerItems(answer: AssistantMessage): Item[] {
   const decided: Item[] = [];
   const items = answer.parts.flatMap((part): Item[] => {
-    if (part.kind === "call" && part.approval !== null && part.state !== "asking") {
+    if (part.kind === "call" && part.approval !== null && part.state !== "asking" && part.state !== "stopped") {
       decided.push({ type: "mcp_approval_response", approval_request_id: part.approval, approve: part.state !== "denied" });
     }
     return partItems(part);
@@ -95,7 +95,7 @@ function partItems(part: Part): Item[] {
       return part.error === null ? [part.item] : [];
     case "call": {
       const { server: server_label, name, arguments: args, output, error, approval } = part;
-      const request = approval === null || part.state === "asking" ? [] : [{ type: "mcp_approval_request", id: approval, server_label, name, arguments: args }];
+      const request = approval === null ? [] : [{ type: "mcp_approval_request", id: approval, server_label, name, arguments: args }];
       const call = { type: "mcp_call", id: part.id, server_label, name, arguments: args, output, error, approval_request_id: approval };
       return part.state === "done" || part.state === "failed" ? [...request, call] : request;
     }

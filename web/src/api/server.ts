@@ -1,6 +1,6 @@
 /** What the server tells about itself. */
 
-import { APIError, getJSON, postJSON, request } from "./http";
+import { getJSON, postJSON, request } from "./http";
 
 export interface Model {
   id: string;
@@ -12,7 +12,8 @@ export interface ToolServer {
   description: string | null;
   status: "starting" | "ready" | "failed" | "stopped";
   error: string | null;
-  tools: { name: string; description: string | null }[];
+  /** What the model calls them. */
+  tools: string[];
 }
 
 /** What the checkpoint recommends; null where it says nothing. */
@@ -33,14 +34,9 @@ export async function samplingDefaults(): Promise<SamplingDefaults> {
   return (await getJSON<{ default_generation_settings: { params: SamplingDefaults } }>("v1/props")).default_generation_settings.params;
 }
 
-/** The MCP servers of this server's configuration; none where it has no such route. */
+/** The MCP servers of this server's configuration. */
 export async function listToolServers(): Promise<ToolServer[]> {
-  try {
-    return (await getJSON<{ data: ToolServer[] }>("v1/mcp/servers")).data;
-  } catch (error) {
-    if (error instanceof APIError && error.status === 404) return [];
-    throw error;
-  }
+  return (await getJSON<{ data: ToolServer[] }>("v1/mcp/servers")).data;
 }
 
 export async function countTokens(text: string, model: string | null, signal: AbortSignal): Promise<number> {

@@ -1,10 +1,13 @@
 import { ToolOutlined } from "@ant-design/icons";
 import { Button, Popover, Select, Switch, Tooltip } from "antd";
+import { useEffect, useState } from "react";
 import { useT } from "../i18n";
 import { inMain } from "../popups";
-import { useServer } from "../serverState";
+import { refreshToolServers, useServer } from "../serverState";
 import type { ToolServer } from "../api/server";
 import type { Approval, Settings } from "../settings/fields";
+
+const REFRESH_MS = 2000;
 
 const APPROVALS: Approval[] = ["always", "writes", "never"];
 
@@ -17,11 +20,18 @@ interface Props {
 export function ToolSwitches({ settings, onChange }: Props) {
   const t = useT();
   const servers = useServer((state) => state.toolServers);
+  const [open, setOpen] = useState(false);
+  useEffect(() => {
+    if (!open) return;
+    void refreshToolServers();
+    const timer = setInterval(() => void refreshToolServers(), REFRESH_MS);
+    return () => clearInterval(timer);
+  }, [open]);
   if (!servers.length) return null;
   const on = servers.filter((server) => server.label in settings.servers).length;
   const content = <ul className="tool-servers">{servers.map((server) => <li key={server.label}><OneServer server={server} settings={settings} onChange={onChange} /></li>)}</ul>;
   return (
-    <Popover trigger="click" title={t("toolServers")} content={content} placement="topLeft" getPopupContainer={inMain}>
+    <Popover trigger="click" open={open} onOpenChange={setOpen} title={t("toolServers")} content={content} placement="topLeft" getPopupContainer={inMain}>
       <Button type="text" icon={<ToolOutlined aria-hidden />}>{on ? `${t("tools")} (${on})` : t("tools")}</Button>
     </Popover>
   );
@@ -34,12 +44,11 @@ function OneServer({ server, settings, onChange }: Props & { server: ToolServer 
     const { [server.label]: _, ...others } = settings.servers;
     onChange({ ...settings, servers: value === null ? others : { ...others, [server.label]: value } });
   };
-  const names = server.tools.map((tool) => tool.name).join(", ");
   const state = server.status === "failed" ? t("serverFailed", { why: server.error ?? "" }) : server.status === "starting" ? t("serverStarting") : server.status === "stopped" ? t("serverStopped") : t("toolCount", { n: server.tools.length });
   return (
     <>
       <Switch size="small" checked={approval !== undefined} disabled={server.status !== "ready" && approval === undefined} aria-label={server.label} onChange={(checked) => set(checked ? "always" : null)} />
-      <span className="tool-server"><strong>{server.label}</strong><Tooltip title={names}><span className={server.status === "failed" ? "bad" : "muted"}>{state}</span></Tooltip></span>
+      <span className="tool-server"><strong>{server.label}</strong><Tooltip title={server.tools.join(", ")}><span className={server.status === "failed" ? "bad" : "muted"}>{state}</span></Tooltip></span>
       {approval !== undefined && (
         <Select size="small" value={approval} onChange={set} aria-label={t("approval", { name: server.label })} popupMatchSelectWidth={false} options={APPROVALS.map((value) => ({ value, label: t(value) }))} />
       )}

@@ -76,7 +76,7 @@ function Models() {
         {servers.map((server) => (
           <li key={server.label}>
             <strong>{server.label}</strong> <Badge status={server.status === "ready" ? "success" : server.status === "failed" ? "error" : "default"} text={server.status} />
-            <span className="muted">{server.error ?? server.tools.map((tool) => tool.name).join(", ")}</span>
+            <span className="muted">{server.error ?? server.tools.join(", ")}</span>
           </li>
         ))}
       </ul>
