@@ -121,9 +121,13 @@ class OneTool(ToolServers):
 
 
 def make_app(data_dir: Path, engine: FakeEngine | None = None) -> FastAPI:
-    """A server that can do everything: the model has a class for /classify, and the engine writes text all the same."""
+    """A server that can do everything: the model has a class for /classify, and the engine writes text all the same.
+
+    The page is no part of the API.
+    """
     engine = engine or EveryTask()
-    app = create_app(ServeConfig(model="fake", data_dir=data_dir, mcp_inject=False), engine)  # type: ignore[arg-type]
+    config = ServeConfig(model="fake", data_dir=data_dir, mcp_inject=False, web=False)
+    app = create_app(config, engine)  # type: ignore[arg-type]
     app.state.server.tool_servers = OneTool()
     return app
 
