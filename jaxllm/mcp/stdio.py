@@ -53,6 +53,7 @@ class Child:
         self._process = process
         self._complaints: deque[str] = deque(maxlen=_KEPT_COMPLAINTS)
         self._heard_all = anyio.Event()
+        self.read_all = anyio.Event()
         self.problem: str | None = None
         """Why we gave up on it, where it did not simply end."""
 
@@ -89,6 +90,9 @@ class Child:
                 break
             _signal(self._process.pid, family, kind)
             await self._gone(family, seconds)
+        with anyio.move_on_after(_LAST_WORDS_SECONDS):  # asyncio keeps what belongs to a pipe until its end is read
+            await self.read_all.wait()
+            await self._heard_all.wait()
 
     async def _gone(self, family: list[psutil.Process], seconds: float) -> None:
         """Wait until the process, and its family, have ended, but no longer than that."""
@@ -104,12 +108,13 @@ async def started(settings: ServerSettings) -> AsyncIterator[tuple[Any, Any, Chi
     Raises OSError when it cannot be started.
     """
     assert settings.command is not None
-    process = await anyio.open_process(
-        [settings.command, *settings.args],
-        env={name: os.environ[name] for name in INHERITED if name in os.environ} | dict(settings.env),
-        cwd=settings.cwd,
-        start_new_session=True,
-    )
+    with anyio.CancelScope(shield=True):  # who is cancelled half way has no process to end
+        process = await anyio.open_process(
+            [settings.command, *settings.args],
+            env={name: os.environ[name] for name in INHERITED if name in os.environ} | dict(settings.env),
+            cwd=settings.cwd,
+            start_new_session=True,
+        )
     child = Child(settings, process)
     heard, messages = anyio.create_memory_object_stream[Any](0)
     outbox, to_send = anyio.create_memory_object_stream[Any](0)
@@ -148,6 +153,7 @@ async def _read(child: Child, process: Process, heard: Any) -> None:
                 child.problem = str(error)
     async for _ in _chunks(process.stdout):
         pass  # who waits for us to read cannot end
+    child.read_all.set()
 
 
 async def _write(process: Process, to_send: Any, heard: Any) -> None:
