@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -119,8 +119,9 @@ async def started(settings: ServerSettings) -> AsyncIterator[tuple[Any, Any, Chi
     heard, messages = anyio.create_memory_object_stream[Any](0)
     outbox, to_send = anyio.create_memory_object_stream[Any](0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(child.listen)
-        tasks.start_soon(_read, child, process, heard)
+        reading = [anyio.CancelScope(shield=True) for _ in range(2)]  # goes on to the end, whoever is cancelled
+        tasks.start_soon(_within, reading[0], child.listen)
+        tasks.start_soon(_within, reading[1], _read, child, process, heard)
         tasks.start_soon(_write, process, to_send, heard)
         try:
             yield messages, outbox, child
@@ -129,7 +130,13 @@ async def started(settings: ServerSettings) -> AsyncIterator[tuple[Any, Any, Chi
                 await child.stop()
                 for stream in (heard, messages, outbox, to_send):
                     await stream.aclose()
-            tasks.cancel_scope.cancel()
+            for scope in (*reading, tasks.cancel_scope):
+                scope.cancel()
+
+
+async def _within(scope: anyio.CancelScope, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    with scope:
+        await work(*arguments)
 
 
 async def _read(child: Child, process: Process, heard: Any) -> None:
