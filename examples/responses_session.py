@@ -15,7 +15,7 @@ from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolRetur
 CONFIG = Path(__file__).parent / "mcp" / "mcp.json"
 QUESTION = [{"role": "user", "content": "What is 6 times 7? Use the tool."}]
 
-# A model as small as SmolLM2 does not know when to call a tool, so the first turn has to, nor when to stop, so there are
+# A model as small as SmolLM2 does not know when to call a tool, so its first turn has to, nor when to stop, so it has
 # two turns at most. Larger ones need neither.
 SETTINGS = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200}
 
