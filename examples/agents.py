@@ -28,7 +28,13 @@ set_tracing_disabled(True)  # traces would go to OpenAI
 # A model as small as SmolLM2 does not know when to call a tool, or when to stop: its first turn has to call, and calls
 # are counted. Larger ones need none of that.
 FORCED = ModelSettings(tool_choice="required", parallel_tool_calls=False, temperature=0)
-FORCED_ONCE = ModelSettings(tool_choice="required", temperature=0, max_tokens=500, extra_args={"max_tool_calls": 1})
+FORCED_ONCE = ModelSettings(
+    tool_choice="required",
+    parallel_tool_calls=False,
+    temperature=0,
+    max_tokens=500,
+    extra_args={"max_tool_calls": 1},
+)
 
 
 @function_tool
