@@ -25,14 +25,15 @@ url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
 set_tracing_disabled(True)  # traces would go to OpenAI
 
-# A model as small as SmolLM2 does not know when to call a tool, so its first turn has to, and repeats the call unless
-# repetition is penalized; larger ones need neither.
-FORCED = ModelSettings(
+# A model as small as SmolLM2 does not know when to call a tool, or when to stop: its first turn has to call, and calls
+# are counted. Larger ones need none of that.
+FORCED = ModelSettings(tool_choice="required", parallel_tool_calls=False, temperature=0)
+FORCED_ONCE = ModelSettings(
     tool_choice="required",
     parallel_tool_calls=False,
     temperature=0,
-    max_tokens=200,
-    extra_body={"repetition_penalty": 1.1},
+    max_tokens=500,
+    extra_args={"max_tool_calls": 1},
 )
 
 
@@ -64,18 +65,20 @@ async def main() -> None:
     # Functions that this program runs, over either API.
     question = "How many people live in Paris?"
     for name, kind in (("responses", responses), ("chat", chat)):
-        agent = Agent("guide", model=kind, tools=[population], model_settings=FORCED)
+        agent = Agent(
+            "guide", model=kind, tools=[population], model_settings=FORCED, tool_use_behavior="stop_on_first_tool"
+        )
         show(name, await Runner.run(agent, question))
 
     # Tools of an MCP server that jaxllm has in its configuration, and runs itself.
     toolbox = {"type": "mcp", "server_label": "toolbox", "allowed_tools": ["multiply"], "require_approval": "never"}
-    agent = Agent("teacher", model=responses, tools=[HostedMCPTool(toolbox)], model_settings=FORCED)
-    show("an MCP server's tools", await Runner.run(agent, "What is 6 times 7?"))
+    agent = Agent("teacher", model=responses, tools=[HostedMCPTool(toolbox)], model_settings=FORCED_ONCE)
+    show("an MCP server's tools", await Runner.run(agent, "What is 6 times 7? Use the tool."))
 
     # Without require_approval "never" each call waits until somebody has approved of it.
     asking = HostedMCPTool(toolbox | {"require_approval": "always"}, on_approval_request=lambda _: {"approve": True})
-    agent = Agent("teacher", model=responses, tools=[asking], model_settings=FORCED)
-    show("with approval", await Runner.run(agent, "What is 6 times 7?", max_turns=3))
+    agent = Agent("teacher", model=responses, tools=[asking], model_settings=FORCED_ONCE)
+    show("with approval", await Runner.run(agent, "What is 6 times 7? Use the tool."))
 
 
 asyncio.run(main())

@@ -15,15 +15,9 @@ from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolRetur
 CONFIG = Path(__file__).parent / "mcp" / "mcp.json"
 QUESTION = [{"role": "user", "content": "What is 6 times 7? Use the tool."}]
 
-# A model as small as SmolLM2 does not know when to call a tool, so the first turn has to, and repeats the call unless
-# repetition is penalized; larger ones need neither.
-SETTINGS = {
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-    "repetition_penalty": 1.1,
-    "temperature": 0,
-    "max_tokens": 64,
-}
+# A model as small as SmolLM2 does not know when to call a tool, so its first turn has to, nor when to stop, so it has
+# two turns at most. Larger ones need neither.
+SETTINGS = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 200}
 
 # `session.add_mcp_server("name", command=…)`, or url=…, adds servers that are in no file.
 llm = LLM("smollm2-135m")
@@ -32,14 +26,14 @@ with ResponsesSession.from_config_path(CONFIG, llm, **SETTINGS) as session:
     print(asyncio.run(session.call_tool("toolbox_multiply", {"a": 6, "b": 7})).text)
 
     # All at once. This works in notebooks too, whose event loop is running already.
-    result = session.run(QUESTION, max_turns=4, allowed_tools=["toolbox_multiply"])
+    result = session.run(QUESTION, max_turns=2, allowed_tools=["toolbox_multiply"])
     for call in result.tool_calls:
         print(f"{call.call.name}({call.call.arguments}) -> {call.output}")
     print(f"{result.final_message!r} after {result.turns_taken} turns")
 
     # Step by step.
     async def show() -> None:
-        async for step in session.stream_conversation(QUESTION, allowed_tools=["toolbox_multiply"]):
+        async for step in session.stream_conversation(QUESTION, max_turns=2, allowed_tools=["toolbox_multiply"]):
             match step:
                 case Said(text):
                     print(text, end="", flush=True)
@@ -48,7 +42,7 @@ with ResponsesSession.from_config_path(CONFIG, llm, **SETTINGS) as session:
                 case ToolReturned(output=output):
                     print(f"-> {output}")
                 case ConversationResult(completed=completed):
-                    print("\ncompleted" if completed else "\ncut off")
+                    print("completed" if completed else "it would have gone on")
 
     asyncio.run(show())
 llm.shutdown()

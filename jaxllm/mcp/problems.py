@@ -14,6 +14,9 @@ CLOSED = -32000
 _TERMINATED = "Session terminated"
 """What the SDK says of a session that its server, started anew perhaps, no longer knows."""
 
+_NO_REASON = ("Server returned an error response", "Not Found")
+"""What it says where a server gave a status of HTTP and no more."""
+
 failed_statuses: ContextVar[list[int] | None] = ContextVar("failed_statuses", default=None)
 """Where statuses of refusals over HTTP are noted, for what the current task asks: the SDK keeps them to itself."""
 
@@ -65,7 +68,7 @@ def problem(error: BaseException, settings: ServerSettings) -> Problem:
             return _protocol(TIMED_OUT, f"it did not answer within {settings.timeout:g} s", settings)
         case MCPError() if error.error.code == TIMED_OUT:
             return _protocol(TIMED_OUT, f"it did not answer within {settings.timeout:g} s", settings)
-        case MCPError() if statuses and error.error.code != CLOSED and error.error.message != _TERMINATED:
+        case MCPError() if statuses and error.error.message in _NO_REASON:
             return _refused(statuses[-1])
         case MCPError():
             return _protocol(error.error.code, error.error.message, settings)

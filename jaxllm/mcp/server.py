@@ -55,6 +55,12 @@ class ToolServer:
         self._scope: anyio.CancelScope | None = None
         self._settled = asyncio.Event()
         """Whether it is known how the last attempt went."""
+        self._problem: Problem | None = None
+        """What ended the connection before."""
+        self._ready_at: float | None = None
+        """When the present connection was made."""
+        self._in_haste = False
+        """Whether the next attempt is not to wait: the server is there, and has only forgotten us."""
         self._changed = asyncio.Event()
         self._lost = asyncio.Event()
         """Of the present connection: it is to be left."""
@@ -78,6 +84,7 @@ class ToolServer:
         """
         found = await self._call(name, arguments)
         if isinstance(found, Problem) and found.forgotten:
+            self._in_haste = True
             self._settle("starting", found.message)
             self._lost.set()
             found = await self._call(name, arguments)
@@ -112,12 +119,11 @@ class ToolServer:
 
     async def _why_lost(self, found: Problem) -> Problem:
         """What the supervisor learns of the end that a call has noticed, if it does so soon."""
-        attempt = self._attempted
+        attempt, self._problem = self._attempted, None
         self._lost.set()
         with anyio.move_on_after(LOST_SECONDS):
             await attempt.wait()
-            return Problem(found.type, found.code, self.error or found.message)
-        return found
+        return self._problem or found
 
     async def _supervise(self) -> None:
         assert self._scope is not None
@@ -125,13 +131,16 @@ class ToolServer:
         with self._scope:
             await asyncio.to_thread(importlib.import_module, "mcp")  # takes a second
             while True:
-                began, known = time.monotonic(), self.error
+                self._ready_at, self._in_haste, known = None, False, self.error
                 found = await self._attempt()
-                if self.status == "ready" and time.monotonic() - began >= STEADY_SECONDS:
+                if self._in_haste or (
+                    self._ready_at is not None and time.monotonic() - self._ready_at >= STEADY_SECONDS
+                ):
                     delay = 0.0
                 if found.message != known:
                     logger.warning("MCP server %s: %s", self.label, found.message)
                 self._settle("failed" if delay else "starting", found.message)
+                self._problem = found
                 self._attempted.set()
                 await anyio.sleep(delay)
                 delay = min(max(2 * delay, FIRST_DELAY), LONGEST_DELAY)
@@ -154,7 +163,7 @@ class ToolServer:
             async with connection.open(ended=lost.set, changed=self._changed.set) as client:
                 await self._list(client)
                 opening.deadline = float("inf")
-                self._client = client
+                self._client, self._ready_at = client, time.monotonic()
                 self._settle("ready", None)
                 logger.info("MCP server %s: %d tools", self.label, len(self.tools))
                 await self._keep(client)

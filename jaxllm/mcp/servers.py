@@ -14,6 +14,8 @@ from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.tools import ServerTool, ToolResult
 
 RESULT_LIMIT: int = ServeConfig.model_fields["mcp_result_limit"].default
+STARTING_SECONDS = 3.0
+"""That a request waits for servers which are only just starting, so that it is not without tools for that alone."""
 
 
 class ToolServers:
@@ -32,7 +34,7 @@ class ToolServers:
         for server in self._servers.values():
             server.start()
 
-    async def ready(self, timeout: float) -> None:
+    async def ready(self, timeout: float = STARTING_SECONDS) -> None:
         """Return once it is known of each how its start went, or after `timeout` seconds."""
         await asyncio.gather(*(server.ready(timeout) for server in self._servers.values()))
 

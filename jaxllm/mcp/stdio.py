@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -53,6 +53,7 @@ class Child:
         self._process = process
         self._complaints: deque[str] = deque(maxlen=_KEPT_COMPLAINTS)
         self._heard_all = anyio.Event()
+        self.read_all = anyio.Event()
         self.problem: str | None = None
         """Why we gave up on it, where it did not simply end."""
 
@@ -89,6 +90,9 @@ class Child:
                 break
             _signal(self._process.pid, family, kind)
             await self._gone(family, seconds)
+        with anyio.move_on_after(_LAST_WORDS_SECONDS):  # asyncio keeps what belongs to a pipe until its end is read
+            await self.read_all.wait()
+            await self._heard_all.wait()
 
     async def _gone(self, family: list[psutil.Process], seconds: float) -> None:
         """Wait until the process, and its family, have ended, but no longer than that."""
@@ -104,18 +108,20 @@ async def started(settings: ServerSettings) -> AsyncIterator[tuple[Any, Any, Chi
     Raises OSError when it cannot be started.
     """
     assert settings.command is not None
-    process = await anyio.open_process(
-        [settings.command, *settings.args],
-        env={name: os.environ[name] for name in INHERITED if name in os.environ} | dict(settings.env),
-        cwd=settings.cwd,
-        start_new_session=True,
-    )
+    with anyio.CancelScope(shield=True):  # who is cancelled half way has no process to end
+        process = await anyio.open_process(
+            [settings.command, *settings.args],
+            env={name: os.environ[name] for name in INHERITED if name in os.environ} | dict(settings.env),
+            cwd=settings.cwd,
+            start_new_session=True,
+        )
     child = Child(settings, process)
     heard, messages = anyio.create_memory_object_stream[Any](0)
     outbox, to_send = anyio.create_memory_object_stream[Any](0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(child.listen)
-        tasks.start_soon(_read, child, process, heard)
+        reading = [anyio.CancelScope(shield=True) for _ in range(2)]  # goes on to the end, whoever is cancelled
+        tasks.start_soon(_within, reading[0], child.listen)
+        tasks.start_soon(_within, reading[1], _read, child, process, heard)
         tasks.start_soon(_write, process, to_send, heard)
         try:
             yield messages, outbox, child
@@ -124,7 +130,13 @@ async def started(settings: ServerSettings) -> AsyncIterator[tuple[Any, Any, Chi
                 await child.stop()
                 for stream in (heard, messages, outbox, to_send):
                     await stream.aclose()
-            tasks.cancel_scope.cancel()
+            for scope in (*reading, tasks.cancel_scope):
+                scope.cancel()
+
+
+async def _within(scope: anyio.CancelScope, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    with scope:
+        await work(*arguments)
 
 
 async def _read(child: Child, process: Process, heard: Any) -> None:
@@ -148,6 +160,7 @@ async def _read(child: Child, process: Process, heard: Any) -> None:
                 child.problem = str(error)
     async for _ in _chunks(process.stdout):
         pass  # who waits for us to read cannot end
+    child.read_all.set()
 
 
 async def _write(process: Process, to_send: Any, heard: Any) -> None:

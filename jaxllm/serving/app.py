@@ -59,8 +59,8 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await state.tool_servers.start()
         await app.state.batches.resume()
+        await state.tool_servers.start()
         yield
         await app.state.batches.close()
         await app.state.responses.background.close()

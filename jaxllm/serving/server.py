@@ -51,7 +51,7 @@ def serve(config: ServeConfig) -> None:
     The port is taken before the model loads; who connects meanwhile waits for it. On a signal /ready turns 503, new
     requests are refused, running ones get config.shutdown_timeout seconds and then end with finish_reason "abort". A
     second signal exits at once. So does the first after shutdown_timeout + END_SECONDS, whatever still hangs then, and
-    one that comes while the model loads.
+    one that comes while the model loads. SIGHUP has config.mcp_config read again.
 
     Raises ConfigError when the port cannot be had, and whatever building the engine raises.
     """

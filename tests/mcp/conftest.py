@@ -66,24 +66,21 @@ def wait_for(condition: Callable[[], Any], seconds: float = 15.0) -> None:
 
 
 class Listening:
-    """A test server that is reached by a url, and can be ended and begun anew."""
+    """A test server that is reached by a url."""
 
     def __init__(self, kind: str, key: str | None = None):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/{'sse' if kind == 'sse' else 'mcp'}"
-        self._command = [sys.executable, TOOL_SERVER, kind, str(self.port), *([key] if key else [])]
-        self.process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+        command = [sys.executable, TOOL_SERVER, kind, str(self.port), *([key] if key else [])]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def listens(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def begin(self) -> None:
-        self.process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
-
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 def settle(loop: Loop, servers: ToolServers, seconds: float = 30.0) -> None:

@@ -58,7 +58,7 @@ class Execution:
         self._conversation = conversation
         self._settings = settings
         self._max_turns = max_turns
-        self._runs = ToolRuns(state.tool_servers, max_calls)
+        self._runs = ToolRuns(state.tool_servers, {tool.name for tool in conversation.tools}, max_calls)
         self._replies = [reply]
         self._running: Reply | None = None
         self._aborted = False

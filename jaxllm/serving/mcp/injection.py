@@ -14,9 +14,6 @@ from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.shown import shown
 from jaxllm.serving.state import ServerState
 
-STARTING_SECONDS = 3.0
-"""That a request waits for servers which are only just starting, so that it is not without tools for that alone."""
-
 
 async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
     """What is offered to a request that says nothing of tools; nothing where config.mcp_inject is off.
@@ -25,7 +22,7 @@ async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
     """
     if not state.config.mcp_inject or state.config.tool_call_parser == "none":
         return []
-    await state.tool_servers.ready(STARTING_SECONDS)
+    await state.tool_servers.ready()
     return await state.offload(offered, model, state.tool_servers.tools())
 
 
@@ -36,7 +33,7 @@ async def asked_tools(
 
     Raises InvalidRequestError of `place` where there are none, or not all of these; 503 while no server is ready.
     """
-    await state.tool_servers.ready(STARTING_SECONDS)
+    await state.tool_servers.ready()
     servers, tools = state.tool_servers.servers, state.tool_servers.tools()
     if not servers:
         raise InvalidRequestError([place, " is set, but this server has no tool servers (mcp_config)"])

@@ -82,6 +82,7 @@ class ServerList(msgspec.Struct, kw_only=True):
 async def list_tools(request: Request) -> Response:
     """The tools of all MCP servers that are ready."""
     state: ServerState = request.app.state.server
+    await state.tool_servers.ready()
     return json_response(ToolList(data=[_tool(tool) for tool in state.tool_servers.tools()]))
 
 
@@ -89,6 +90,7 @@ async def list_tools(request: Request) -> Response:
 async def call_tool(name: str, body: ToolCallRequest, request: Request) -> Response:
     """Run one of them. Its failure is told in the answer; a client that goes away ends it."""
     state: ServerState = request.app.state.server
+    await state.tool_servers.ready()
     tool = state.tool_servers.find(name)
     if tool is None:
         message = f"there is no tool {shown(name)}; /v1/mcp/tools lists those that there are"

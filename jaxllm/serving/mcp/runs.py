@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.servers import ToolServers
-from jaxllm.mcp.tools import ToolResult
+from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.serving.conversation import parse_arguments
 from jaxllm.serving.parsing.parser import ParsedCall
+from jaxllm.serving.shown import shown
 
 
 @dataclass
@@ -32,10 +33,11 @@ class ToolRun:
 
 
 class ToolRuns:
-    """All the calls of one request, of which no more than `most` are run."""
+    """All the calls of one request: no more than `most` are run, and none but of the tools `offered` by name."""
 
-    def __init__(self, servers: ToolServers, most: int):
+    def __init__(self, servers: ToolServers, offered: Collection[str], most: int):
         self._servers = servers
+        self._offered = offered
         self._most = most
         self._count = 0
         self._tasks: dict[asyncio.Task[ToolResult], ToolRun] = {}
@@ -49,7 +51,7 @@ class ToolRuns:
         """Start to run these; `ended` gives them back."""
         begun = []
         for call in calls:
-            tool = self._servers.find(call.name)
+            tool = self._find(call.name)
             begun.append(run := ToolRun(self._count, call, "" if tool is None else tool.server))
             self._tasks[asyncio.create_task(self._result(run))] = run
             self._count += 1
@@ -77,12 +79,15 @@ class ToolRuns:
         tasks, self._tasks = self._tasks, {}
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _find(self, name: str) -> ServerTool | None:
+        return self._servers.find(name) if name in self._offered else None
+
     async def _result(self, run: ToolRun) -> ToolResult:
         if run.index >= self._most:
             return _failed(f"no more than {self._most} tools may be called for one answer; answer without it")
-        tool = self._servers.find(run.call.name)
+        tool = self._find(run.call.name)
         if tool is None:
-            return _failed(f"there is no tool {run.call.name!r} now")
+            return _failed(f"there is no tool {shown(run.call.name)}")
         try:
             arguments = parse_arguments(run.call.arguments, Field("arguments"))
         except InvalidRequestError as error:

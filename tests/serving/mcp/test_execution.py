@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,9 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.serving.mcp.runs import ToolRun, ToolRuns
+from jaxllm.serving.parsing.parser import ParsedCall
+from tests.serving.api_surface import OneTool
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import CACHED, FakeEngine
 from tests.serving.mcp.conftest import call
@@ -192,6 +196,21 @@ def test_what_cannot_be_honoured_is_refused(client: TestClient, fields: dict[str
 
 def test_own_tools_are_the_clients_to_run(client: TestClient) -> None:
     assert post(client, mcp=EXECUTE, tools=[TOOL]).json()["error"]["param"] == "mcp"
+
+
+def test_no_tool_is_run_that_was_not_offered(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = [call("maths_variables"), "Never."]
+    message = post(client, mcp=EXECUTE | {"allowed_tools": ["maths_add"]}).json()["choices"][0]["message"]
+    assert message["mcp_calls"] == [] and message["content"] == call("maths_variables")
+
+    async def run() -> ToolRun | None:
+        runs = ToolRuns(OneTool(), offered={"another"}, most=1)
+        runs.begin([ParsedCall("1", "a_tool", "{}")])
+        return await anext(runs.ended(None))
+
+    ended = asyncio.run(run())
+    assert ended is not None and ended.result is not None
+    assert ended.result.text == "The tool was not run: there is no tool 'a_tool'"
 
 
 def test_none_may_be_called(client: TestClient, engine: FakeEngine) -> None:

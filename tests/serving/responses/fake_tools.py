@@ -78,6 +78,9 @@ class FakeServers:
     async def close(self) -> None:
         pass
 
+    async def ready(self, timeout: float) -> None:
+        pass
+
     def tools(self) -> list[ServerTool]:
         return [tool for server in self.servers.values() for tool in server.tools if server.status == "ready"]
 
