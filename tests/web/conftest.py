@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.serving.conftest import listen  # noqa: F401  a fixture
-from tests.web.driver import Driver
 from tests.web.talker import Talker
+
+if TYPE_CHECKING:
+    from tests.web.driver import Driver  # skips who imports it where there is no playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
@@ -25,10 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    from playwright.sync_api import sync_playwright
+
     if CHROMIUM is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
-    with api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser
         browser.close()
@@ -40,6 +43,8 @@ def open_page(chromium: Any, listen: Callable[..., str]) -> Iterator[Callable[..
 
     It is closed before the server is, which it may still ask something.
     """
+    from tests.web.driver import Driver
+
     drivers: list[Driver] = []
 
     def start(url: str, **context: Any) -> Driver:

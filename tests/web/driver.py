@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; make test-web does that")
+expect = playwright.expect
+
 ROOT = Path(__file__).parents[2]
 AXE = ROOT / "web/node_modules/axe-core/axe.min.js"
 PICTURES = ROOT / "docs/images"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from playwright.sync_api import expect
-
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY
-from tests.web.driver import Driver
+from tests.web.driver import Driver, expect
 from tests.web.talker import LONG, Talker
 
 

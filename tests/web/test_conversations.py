@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
 
-from tests.web.driver import Driver
+from tests.web.driver import Driver, expect
 
 
 @pytest.fixture

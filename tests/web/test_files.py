@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from playwright.sync_api import expect
-
-from tests.web.driver import Driver
+from tests.web.driver import Driver, expect
 from tests.web.talker import Talker
 
 DRAG = """(target, [type, name]) => {

@@ -6,10 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from playwright.sync_api import expect
-
 from tests.serving.real_server import assert_idle, served
-from tests.web.driver import Driver
+from tests.web.driver import Driver, expect
 
 
 def test_a_conversation_with_a_model(open_page: Callable[..., Driver], tmp_path: Path):

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
 
 from tests.mcp.conftest import TOOL_SERVER
 from tests.serving.responses.fake_tools import TEMPLATE, says
 from tests.serving.responses.shared import PARSERS
-from tests.web.driver import Driver
+from tests.web.driver import Driver, expect
 from tests.web.talker import Talker
 from tests.web.test_tools import switch_on
 

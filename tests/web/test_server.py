@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from playwright.sync_api import expect
-
-from tests.web.driver import Driver
+from tests.web.driver import Driver, expect
 from tests.web.talker import Talker
 
 

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
 
-from tests.web.driver import Driver
+from tests.web.driver import Driver, expect
 
 SERVERS = {
     "object": "list",

@@ -3,7 +3,7 @@ import { useEffect, useState } from "react";
 import { whenUnauthorized } from "./api/http";
 import { ChatPage } from "./chat/ChatPage";
 import { KeyDialog } from "./KeyDialog";
-import { useRoute } from "./router";
+import { go, useRoute } from "./router";
 import { loadServer } from "./serverState";
 import { ServerPage } from "./server/ServerPage";
 import { ShortcutHelp } from "./ShortcutHelp";
@@ -23,7 +23,7 @@ export function Shell() {
     whenUnauthorized(() => setAsksKey(true));
     void loadServer();
   }, []);
-  useShortcuts({ help: () => setHelps(true) });
+  useShortcuts({ help: () => setHelps(true), new: () => go({ page: "new" }) });
   useEffect(() => setListed(false), [route.page, route.page === "chat" ? route.id : ""]);
   const sidebar = <Sidebar onKey={() => setAsksKey(true)} onHelp={() => setHelps(true)} />;
   const open = wide ? !collapsed : listed;

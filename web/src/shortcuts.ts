@@ -1,5 +1,4 @@
 import { useEffect, useRef } from "react";
-import { go } from "./router";
 
 export const SHORTCUTS = [
   { keys: ["Ctrl", "Alt", "N"], text: "shortcutNew" },
@@ -31,7 +30,7 @@ export function actionOf(event: KeyboardEvent): Action | null {
 /** Handle these actions while the component is shown. */
 export function useShortcuts(handlers: Partial<Record<Action, () => void>>): void {
   const latest = useRef(handlers);
-  latest.current = { new: () => go({ page: "new" }), ...handlers };
+  latest.current = handlers;
   useEffect(() => {
     const listen = (event: KeyboardEvent) => {
       const action = actionOf(event);

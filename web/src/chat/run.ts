@@ -4,9 +4,11 @@ import { create } from "zustand";
 import { streamChat } from "../api/chat";
 import { APIError } from "../api/http";
 import { streamResponse } from "../api/responses";
+import { translate } from "../i18n";
 import { usesTools } from "../settings/fields";
 import { change, changeMessage, changeTree, newId, titleOf, useConversations } from "../store/conversations";
 import { decide, ended, grow, newAnswer, pendingCalls, type AssistantMessage, type Message, type StreamEvent, type TextFile } from "../store/messages";
+import { usePreferences } from "../store/preferences";
 import { append, branch, lineage, path, ROOT } from "../store/tree";
 
 /** Conversation -> what stops its answer. */
@@ -118,7 +120,7 @@ function events(id: string, messageId: string, signal: AbortSignal): AsyncGenera
 }
 
 function describe(error: unknown): string {
-  if (error instanceof APIError && error.status === 0) return `The server cannot be reached: ${error.message}`;
+  if (error instanceof APIError && error.status === 0) return `${translate(usePreferences.getState().language)("unreachable")} ${error.message}`;
   return error instanceof Error ? error.message : String(error);
 }
 

@@ -4,6 +4,7 @@ import {
 import { Conversations } from "@ant-design/x";
 import { App, Button, Input, type InputRef } from "antd";
 import { useEffect, useMemo, useRef, useState } from "react";
+import { stop } from "../chat/run";
 import { useT } from "../i18n";
 import { inSide } from "../popups";
 import { hrefOf, useRoute, go } from "../router";
@@ -106,6 +107,7 @@ function useEntryMenu() {
     void modal.confirm({
       title: t("deleteTitle"), content: t("deleteText", { name: entry.title || t("untitled") }), okText: t("delete"), cancelText: t("cancel"), okButtonProps: { danger: true },
       onOk: async () => {
+        stop(entry.id);
         if (location.hash === hrefOf({ page: "chat", id: entry.id })) go({ page: "new" });
         await removeConversation(entry.id);
       },
