@@ -127,6 +127,7 @@ def test_language_and_theme_are_chosen_and_remembered(page: Driver):
 
 def test_without_a_mouse(page: Driver):
     keyboard = page.page.keyboard
+    expect(page.page.get_by_placeholder("Write a message")).to_be_focused()
     keyboard.type("Hello")
     keyboard.press("Enter")
     page.wait()
