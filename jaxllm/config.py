@@ -179,6 +179,17 @@ class ServeConfig(EngineConfig):
     score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"
     """How /score and /rerank compare: auto is Qwen3-Reranker's yes or no, a classification head, or cosine."""
 
+    mcp_config: Path | None = None
+    """A file of MCP tool servers to start with this one (default ./mcp.json if there is one; off for none)."""
+    mcp_inject: bool = True
+    """Offer the MCP servers' tools to chats and responses that bring no tools of their own."""
+    mcp_result_limit: Annotated[int, Field(ge=100)] = 20_000
+    """Characters of an MCP tool's result that are passed on; what is beyond is cut."""
+    mcp_max_turns: Annotated[int, Field(ge=1)] = 10
+    """Most answers of the model in one chat whose MCP tools the server runs; the last may call none."""
+    mcp_max_calls: Annotated[int, Field(ge=1)] = 32
+    """Most MCP tools that the server runs in one chat."""
+
     data_dir: Path = DATA_DIR
     """Where uploaded files, batches, stored responses and conversations are kept."""
     database_url: str | None = None
@@ -199,7 +210,7 @@ class ServeConfig(EngineConfig):
 SECTIONS = {
     "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
     "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
-    "served_model_name": "API", "data_dir": "Storage", "log_level": "Logging",
+    "served_model_name": "API", "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging",
 }  # fmt: skip
 """The section of --help and of docs/configuration.md that begins with each of these fields."""
 

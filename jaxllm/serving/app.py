@@ -22,6 +22,7 @@ from jaxllm.serving.http.errors import install_error_handlers
 from jaxllm.serving.http.openapi import install_openapi
 from jaxllm.serving.http.origins import OriginGuard
 from jaxllm.serving.http.streaming import ClientDisconnected
+from jaxllm.serving.mcp import routes as mcp
 from jaxllm.serving.metrics import build_registry
 from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import embeddings, scoring
@@ -39,14 +40,15 @@ if TYPE_CHECKING:
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
     anthropic.router, embeddings.router, scoring.router, files.upload_router, files.router,
-    batches.router, llama_cpp.router, server_info.router, sagemaker.router,
+    batches.router, mcp.router, llama_cpp.router, server_info.router, sagemaker.router,
 )  # fmt: skip
 
 
 def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
     """The server's routes over a running engine; the caller keeps the engine and shuts it down.
 
-    Raises ConfigError when config.chat_template cannot be read, or config.score_method does not suit the model.
+    Raises ConfigError when config.chat_template or config.mcp_config cannot be used, or config.score_method does not
+    suit the model.
     """
     names = comma_separated(config.served_model_name) or [config.model]
     model = ServedModel(config, engine, names[0])
@@ -57,6 +59,7 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await app.state.batches.resume()
+        await state.tool_servers.start()
         yield
         await app.state.batches.close()
         await app.state.responses.background.close()

@@ -5,21 +5,37 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
 
-from jaxllm.engine.front.messages import TokenDelta
 from jaxllm.serving.generation import Choice, Generation, collect
 from jaxllm.serving.http.errors import APIError, to_api_error
 from jaxllm.serving.http.streaming import KEEP_ALIVE, EventStream, until_disconnect
 
 logger = logging.getLogger(__name__)
 
+Gained = TypeVar("Gained")
+Gaining = TypeVar("Gaining", contravariant=True)
+
 _encode = msgspec.json.Encoder().encode
 
 
-class ChunkWriter(ABC):
+class Source(Protocol[Gained]):
+    """Where an answer comes from, as a Generation: an async context, within which it arrives."""
+
+    id: str
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *raised: object) -> Any: ...
+
+    def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[tuple[int, Gained]]]:
+        """What choices gain, as (index, gain); an empty list after `timeout` seconds of silence."""
+
+
+class ChunkWriter(ABC, Generic[Gaining]):
     """Turns what choices gain into the chunks of one API; by default events without a name, as OpenAI's."""
 
     done: bytes = b"data: [DONE]\n\n"
@@ -32,7 +48,7 @@ class ChunkWriter(ABC):
         return ()
 
     @abstractmethod
-    def chunks(self, index: int, delta: TokenDelta) -> Iterable[msgspec.Struct]:
+    def chunks(self, index: int, delta: Gaining) -> Iterable[msgspec.Struct]:
         """Chunks for what one choice gained; none when there is nothing to show yet."""
 
     def last(self) -> Iterable[msgspec.Struct]:
@@ -49,9 +65,9 @@ class ChunkWriter(ABC):
 
 
 def chunk_stream(
-    generation: Generation, writer: ChunkWriter, silence: float, headers: Mapping[str, str] | None = None
+    generation: Source[Gained], writer: ChunkWriter[Gained], silence: float, headers: Mapping[str, str] | None = None
 ) -> EventStream:
-    """A generation as server-sent events; so many seconds of `silence` are filled, errors become an event."""
+    """An answer as server-sent events; so many seconds of `silence` are filled, errors become an event."""
     events = _chunks(generation, writer, silence)
     return EventStream(generation.id, events, generation, headers=headers, keep_alive=writer.keep_alive)
 
@@ -62,7 +78,9 @@ async def collect_for(request: Request, generation: Generation) -> list[Choice]:
         return await until_disconnect(request.receive, collect(generation))
 
 
-async def _chunks(generation: Generation, writer: ChunkWriter, silence: float) -> AsyncIterator[list[bytes]]:
+async def _chunks(
+    generation: Source[Gained], writer: ChunkWriter[Gained], silence: float
+) -> AsyncIterator[list[bytes]]:
     try:
         first = [writer.encode(chunk) for chunk in writer.first()]
         if first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import logging
@@ -21,6 +22,7 @@ import uvicorn
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.mcp.config_file import find_settings
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.served_model import read_chat_template
@@ -49,7 +51,7 @@ def serve(config: ServeConfig) -> None:
     The port is taken before the model loads; who connects meanwhile waits for it. On a signal /ready turns 503, new
     requests are refused, running ones get config.shutdown_timeout seconds and then end with finish_reason "abort". A
     second signal exits at once. So does the first after shutdown_timeout + END_SECONDS, whatever still hangs then, and
-    one that comes while the model loads.
+    one that comes while the model loads. SIGHUP has config.mcp_config read again.
 
     Raises ConfigError when the port cannot be had, and whatever building the engine raises.
     """
@@ -57,6 +59,9 @@ def serve(config: ServeConfig) -> None:
     listener = bind(config.host, config.port)
     with listener, _ending_on_sigterm():
         read_chat_template(config)
+        tool_servers, _ = find_settings(config.mcp_config)
+        if tool_servers is not None:
+            logger.info("tool servers from %s", tool_servers)
         from jaxllm.engine.front.async_llm import (
             AsyncLLM,  # imports JAX: a taken port is said before those seconds pass
         )
@@ -74,6 +79,8 @@ def configure_logging(config: ServeConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.log_level == "info":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for chatty in ("mcp", "httpx2", "httpcore2"):  # tell urls and whole messages; jaxllm.mcp says what matters
+        logging.getLogger(chatty).setLevel(logging.CRITICAL)
     if config.enable_request_logging:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
 
@@ -128,6 +135,7 @@ class Server(uvicorn.Server):
         self._state = state
         self._deadline: float | None = None
         self._last_resort: threading.Timer | None = None
+        self._reloading: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._state.draining:
@@ -146,8 +154,22 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+            self._reload_on_sighup(sys.stdin is not None and sys.stdin.isatty())
         for listener in sockets or []:
             announce(self._state, listener)
+
+    def _reload_on_sighup(self, has_terminal: bool) -> None:
+        """SIGHUP reads the tool servers' file again. The same signal tells that a terminal was closed: that ends us."""
+        loop = asyncio.get_running_loop()
+
+        def reload() -> None:
+            if has_terminal and not sys.stdin.isatty():
+                self.handle_exit(signal.SIGTERM, None)
+            else:
+                self._reloading = loop.create_task(self._state.reload_tool_servers())
+
+        loop.add_signal_handler(signal.SIGHUP, reload)
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):

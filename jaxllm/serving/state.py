@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -11,12 +12,17 @@ from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
 from jaxllm.config import ServeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.mcp.config_file import find_settings
+from jaxllm.mcp.servers import ToolServers
 from jaxllm.requests.grammar_process import MAX_PROCESSES
 from jaxllm.requests.structured_outputs import end_compiling
 from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.served_model import Running, ServedModel
 from jaxllm.serving.template_process import TemplateProcesses
+
+logger = logging.getLogger(__name__)
 
 GRAMMAR_THREADS = 2 * MAX_PROCESSES
 """More than can compile at once, so that grammars which have been compiled pass those that have not."""
@@ -26,7 +32,10 @@ R = TypeVar("R")
 
 
 class ServerState:
-    """The settings, the models by the names they are asked for, and what outlives a request."""
+    """The settings, the models by the names they are asked for, and what outlives a request.
+
+    Raises ConfigError when config.mcp_config cannot be used.
+    """
 
     def __init__(self, config: ServeConfig, models: dict[str, ServedModel]):
         self.config = config
@@ -36,6 +45,8 @@ class ServerState:
         self.clients_templates = TemplateProcesses()
         """For templates that come with requests: those who wait for one hold up nobody else."""
         self.bodies = BodyProcess(config.max_body_size)
+        self.tool_servers = ToolServers(find_settings(config.mcp_config)[1], result_limit=config.mcp_result_limit)
+        """Begun and ended with the application."""
         self.created = int(time.time())
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-bodies")
@@ -101,7 +112,18 @@ class ServerState:
     async def _call(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
 
+    async def reload_tool_servers(self) -> None:
+        """Read config.mcp_config again; a file that is wrong changes nothing but the log."""
+        try:
+            path, settings = await self.offload(find_settings, self.config.mcp_config)
+        except ConfigError as error:
+            logger.error("the tool servers stay as they are: %s", error)
+            return
+        logger.info("tool servers from %s: %s", path, ", ".join(one.label for one in settings) or "none")
+        await self.tool_servers.reload(settings)
+
     async def close(self) -> None:
+        await self.tool_servers.close()
         await self.templates.close()
         await self.clients_templates.close()
         self.bodies.close()

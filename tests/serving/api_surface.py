@@ -15,6 +15,8 @@ from fastapi.routing import iter_route_contexts
 
 from jaxllm.config import ServeConfig
 from jaxllm.engine.front.limits import check_request
+from jaxllm.mcp.servers import ToolServers
+from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.serving.app import create_app
@@ -91,6 +93,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": RANKING,
     "/v2/rerank": RANKING,
     "/v1/classify": {"input": "Hi"},
+    "/v1/mcp/tools/{name}": {"arguments": {"a": 1}},
     "/v1/files": {"file": (json.dumps(LINE) + "\n").encode(), "purpose": "batch"},
     "/v1/batches": {"endpoint": LINE["url"], "completion_window": "24h"},
 }
@@ -107,10 +110,22 @@ class EveryTask(FakeEngine):
         check_request(self.info, self.tokenizer, prompt_token_ids, params, pools=True)
 
 
+class OneTool(ToolServers):
+    """A tool server's only tool, which no process is needed for."""
+
+    def tools(self) -> list[ServerTool]:
+        return [ServerTool("a", "tool", "a_tool", "Does nothing.", {"type": "object"})]
+
+    async def call(self, tool: ServerTool, arguments: dict[str, Any]) -> ToolResult:
+        return ToolResult("done")
+
+
 def make_app(data_dir: Path, engine: FakeEngine | None = None) -> FastAPI:
     """A server that can do everything: the model has a class for /classify, and the engine writes text all the same."""
     engine = engine or EveryTask()
-    return create_app(ServeConfig(model="fake", data_dir=data_dir), engine)  # type: ignore[arg-type]
+    app = create_app(ServeConfig(model="fake", data_dir=data_dir, mcp_inject=False), engine)  # type: ignore[arg-type]
+    app.state.server.tool_servers = OneTool()
+    return app
 
 
 def addresses(app: FastAPI) -> set[tuple[str, str]]:

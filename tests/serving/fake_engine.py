@@ -193,6 +193,8 @@ class FakeEngine(AsyncLLM):
         self.hold_back: set[int] = set()
         self.replies: list[str] | None = None
         """What the choices say, in turn, instead of `reply`."""
+        self.script: list[str] = []
+        """What the next sequences say, one after the other, before all that."""
         self.logprobs = [-1.0]
         """Log-probability of the choices' tokens, in turn."""
         self.next_tokens: Callable[[list[int]], list[tuple[int, Logprob]]] | None = None
@@ -251,6 +253,7 @@ class FakeEngine(AsyncLLM):
             finish_reason = "stop" if steps[-1][0][0] in self.info.eos_token_ids else "length"
         else:
             reply = self.reply if self.replies is None else self.replies[choice % len(self.replies)]
+            reply = self.script.pop(0) if self.script else reply
             ids = list(reply.encode()) if self.tokenizer is None else self.tokenizer.encode(reply, False)
             finish_reason = "stop" if params.max_tokens is None or len(ids) <= params.max_tokens else "length"
             logprob = self.logprobs[choice % len(self.logprobs)]

@@ -36,7 +36,7 @@ def encode_event(event: msgspec.Struct) -> bytes:
     return f"event: {name}\ndata: ".encode() + _encode(event) + b"\n\n"
 
 
-class MessageWriter(ChunkWriter):
+class MessageWriter(ChunkWriter[TokenDelta]):
     """Writes the events of one reply's stream; `message()` is what they amount to."""
 
     done = b""

@@ -31,6 +31,7 @@ from jaxllm.serving.openai.chat_response import (
     RenderedPrompt,
     ToolCallDelta,
 )
+from jaxllm.serving.openai.chat_tools import execute, tools_for
 from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, numbered, prompt_logprobs
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import stream_options, usage_object
@@ -50,9 +51,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     state: ServerState = request.app.state.server
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
-        reply = await begin_reply(
-            state, body.model, body.conversation(), body.generation_settings(), prefix="chatcmpl-"
-        )
+        conversation = body.conversation(await tools_for(state, body))
+        if body.executes:
+            return await execute(state, body, conversation, request, labels)
+        reply = await begin_reply(state, body.model, conversation, body.generation_settings(), prefix="chatcmpl-")
     if body.stream:
         return chunk_stream(
             reply.generation, ChatWriter(reply, body, state.config), state.config.sse_keep_alive, labels
@@ -83,7 +85,7 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
     state: ServerState = request.app.state.server
     _, model = state.find_model(body.model)
     with naming(body.own_names()):
-        rendered = await render(state, model, body.conversation())
+        rendered = await render(state, model, body.conversation(await tools_for(state, body)))
     return json_response(
         RenderedPrompt(
             prompt=rendered.text,
@@ -121,7 +123,7 @@ def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLog
     return chat_logprobs(steps, body.logprobs_count, reply.token_text, body.logprob_token_ids)
 
 
-class ChatWriter(ChunkWriter):
+class ChatWriter(ChunkWriter[TokenDelta]):
     """Chunks of a chat stream: the role, then the answer, then the finish reason alone, then the usage if asked for."""
 
     def __init__(self, reply: Reply, body: ChatRequest, config: ServeConfig):

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.conversation import Conversation, renaming
+from jaxllm.serving.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.serving.generation_settings import GenerationSettings
-from jaxllm.serving.http.request_model import refuse
+from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.tools import ToolFields
 
 MAX_METADATA = 16
 """OpenAI's limit."""
+
+
+_NOT_EXECUTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logprobs": (False,), "prompt_logprobs": (),
+    "return_token_ids": (False,), "echo": (False,), "continue_final_message": (False,),
+    "add_generation_prompt": (True,), "truncate_prompt_tokens": (), "timings_per_token": (False,),
+}  # fmt: skip
+"""Fields that one completion of several answers cannot honour, and the values that ask nothing of it."""
+
+
+class MCPOptions(RequestModel):
+    """The MCP servers' tools are offered to the model, whatever else the request asks for."""
+
+    execute: bool = False
+    """The server runs the tools that the model calls, and lets it go on until it calls none; else the client does."""
+    allowed_tools: list[str] | None = Field(default=None, min_length=1, max_length=MAX_TOOLS)
+    """Only these, by the names that /v1/mcp/tools lists."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """With execute: most answers of the model, the last of which may call none; the server has a limit of its own."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """With execute: most tools that are run; the server has a limit of its own."""
 
 
 class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
@@ -48,6 +69,8 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """Accepted, without effect: nothing is stored."""
     store: bool | None = None
     """Accepted, without effect: nothing is stored."""
+    mcp: MCPOptions | None = None
+    """Use the tools of this server's MCP servers; without it they are offered where the request brings no tools."""
     service_tier: str | None = None
     """Accepted, without effect, as OpenAI documents it for a single tier."""
     safety_identifier: str | None = None
@@ -65,6 +88,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             raise refuse("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
         if self.logprob_token_ids is not None and self.top_logprobs:
             raise refuse("logprob_token_ids and top_logprobs are one setting, give one of them", "logprob_token_ids")
+        self._check_mcp()
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise refuse(
@@ -74,15 +98,41 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             )
         return self
 
+    def _check_mcp(self) -> None:
+        if self.mcp is None:
+            return
+        if self.tools is not None:
+            raise refuse("mcp and tools are given; a request's tools are its own, or the MCP servers'", "mcp")
+        if not self.mcp.execute:
+            alone = next((name for name in ("max_turns", "max_calls") if getattr(self.mcp, name) is not None), None)
+            if alone is not None:
+                raise refuse(f"mcp.{alone} needs mcp.execute to be true", f"mcp.{alone}")
+            return
+        for name, neutral in _NOT_EXECUTED.items():
+            if getattr(self, name) not in (None, *neutral):
+                raise refuse(f"{name} is not available with mcp.execute", name)
+
+    @property
+    def executes(self) -> bool:
+        """Whether the server runs the tools that are called."""
+        return self.mcp is not None and self.mcp.execute
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the servers' tools may be offered unasked: not where a certain form of answer is expected."""
+        said = self.tools is not None or self.tool_choice == "none"
+        formed = self.constraint_field is not None or self.use_beam_search
+        return not (said or formed or self.continue_final_message or self.add_generation_prompt is False)
+
     @property
     def logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def conversation(self) -> Conversation:
-        """Raises InvalidRequestError: see `own_names`."""
+    def conversation(self, injected: Sequence[Tool] = ()) -> Conversation:
+        """`injected` are tools for a request that brings none. Raises InvalidRequestError: see `own_names`."""
         return Conversation(
             messages=[message.message() for message in self.messages],
-            tools=self.callable_tools(),
+            tools=self.callable_tools(injected),
             tool_choice=self.choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             rendering=self.rendering(special_tokens=self.add_special_tokens),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,6 +23,24 @@ class MadeToolCall(msgspec.Struct, kw_only=True):
     function: CalledFunction
 
 
+class MCPCall(msgspec.Struct, kw_only=True):
+    """A tool that the server ran; of what a failed one says to the model, `error` has OpenAI's form."""
+
+    id: str
+    name: str
+    server_label: str
+    arguments: str
+    status: Literal["in_progress", "completed", "failed"]
+    output: str | None
+    error: dict[str, Any] | None
+
+
+class MCPCallDelta(MCPCall, kw_only=True):
+    """The whole call: once as it begins, without output, and once as it has ended."""
+
+    index: int
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     """`reasoning` and `reasoning_content` are one thing under vLLM's two names."""
 
@@ -32,6 +50,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[MadeToolCall] | UnsetType = UNSET
+    mcp_calls: list[MCPCall] | UnsetType = UNSET
+    """With mcp.execute: what the server ran before this was said, or while."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -79,6 +99,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    mcp_calls: list[MCPCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

@@ -155,7 +155,7 @@ class ChoiceShaper:
         return None if self._builders is None else self._builders[index].build(steps)
 
 
-class CompletionWriter(ChunkWriter):
+class CompletionWriter(ChunkWriter[TokenDelta]):
     """Chunks of a completion stream; the last of a choice carries its finish reason."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, shaper: ChoiceShaper, config: ServeConfig):

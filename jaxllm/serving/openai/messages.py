@@ -43,11 +43,13 @@ class Message(RequestModel):
     """The assistant's earlier reasoning, given to templates that show it."""
     reasoning: str | None = None
     """Another name of reasoning_content."""
+    mcp_calls: list[dict[str, Any]] | None = None
+    """Accepted, without effect: an answer that the server ran tools for has it, and may be sent back as it came."""
 
     @model_validator(mode="after")
     def _fields_of_role(self) -> Message:
         assistant = self.role == "assistant"
-        for name in ("tool_calls", "refusal", "reasoning_content", "reasoning"):
+        for name in ("tool_calls", "refusal", "reasoning_content", "reasoning", "mcp_calls"):
             if getattr(self, name) is not None and not assistant:
                 raise refuse(f"{name} belongs to messages of role 'assistant', not {self.role!r}", name)
         if (self.tool_call_id is not None) != (self.role == "tool"):

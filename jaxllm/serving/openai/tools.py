@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.errors import Field as Place
+from jaxllm.errors import InvalidRequestError
 from jaxllm.serving import conversation
 from jaxllm.serving.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Tool, parse_arguments
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
@@ -84,23 +86,37 @@ class ToolFields(RequestModel):
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             raise refuse(f"tools has two functions named {shown(repeated)}", "tools")
-        if self.tool_choice in (None, "none"):
-            return self
-        if not names:
-            problem = "tools is empty" if self.tools is not None else "there are no tools"
-            raise refuse(f"tool_choice is set, but {problem}", "tool_choice")
-        unknown = next((name for name in self._chosen_names() if name not in names), None)
-        if unknown is not None:
-            raise refuse(f"tool_choice names {shown(unknown)}; tools has {', '.join(names)}", "tool_choice")
+        if self.tools is not None:
+            with refusing("tool_choice"):
+                self._check_choice(names)
         return self
 
-    def callable_tools(self) -> list[Tool]:
-        """The tools that this answer may call: all, those that allowed_tools names, or none."""
+    def callable_tools(self, injected: Sequence[Tool] = ()) -> list[Tool]:
+        """The tools that this answer may call: all, those that allowed_tools names, or none.
+
+        Where the request brings none they are those that the server has `injected`. Raises InvalidRequestError where
+        tool_choice is not among them.
+        """
         if self.tool_choice == "none":
             return []
+        tools = list(injected)
+        if self.tools is not None:
+            tools = [tool.function.tool("tools", at, "function") for at, tool in enumerate(self.tools)]
+        self._check_choice([tool.name for tool in tools])
         chosen = self._chosen_names() if isinstance(self.tool_choice, AllowedToolsChoice) else None
-        tools = [tool.function.tool("tools", at, "function") for at, tool in enumerate(self.tools or ())]
         return tools if chosen is None else [tool for tool in tools if tool.name in chosen]
+
+    def _check_choice(self, names: Sequence[str]) -> None:
+        if self.tool_choice in (None, "none"):
+            return
+        place = Place("tool_choice")
+        if not names:
+            problem = "tools is empty" if self.tools is not None else "there are no tools"
+            raise InvalidRequestError([place, f" is set, but {problem}"])
+        unknown = next((name for name in self._chosen_names() if name not in names), None)
+        if unknown is not None:
+            known = f"tools has {', '.join(names)}" if self.tools is not None else f"the tools are {', '.join(names)}"
+            raise InvalidRequestError([place, f" names {shown(unknown)}; {known}"])
 
     def choice(self) -> conversation.ToolChoice:
         """What matters only where there are tools to call."""

@@ -109,6 +109,7 @@ def ids(server: Server) -> dict[str, str]:
     conversation = post("/v1/conversations", json=BODIES["/v1/conversations"]).json()["id"]
     return {
         "model": "fake",
+        "name": "a_tool",
         "file_id": file,
         "batch_id": post("/v1/batches", json=BODIES["/v1/batches"] | {"input_file_id": file}).json()["id"],
         "conversation_id": conversation,

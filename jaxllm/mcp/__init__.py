@@ -1,0 +1,1 @@
+"""Tool servers that speak the Model Context Protocol: started, listed, called and stopped."""

@@ -1,0 +1,100 @@
+"""HTTP clients for the tool servers that are reached by a url."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import AsyncIterator
+
+import httpx2
+
+from jaxllm.mcp.problems import failed_statuses
+from jaxllm.mcp.settings import ServerSettings
+from jaxllm.mcp.stdio import MAX_MESSAGE
+
+READ_SECONDS = 300.0
+"""Of silence after which a stream counts as dead; servers send something more often than that."""
+
+
+def http_client(settings: ServerSettings) -> httpx2.AsyncClient:
+    """A client that sends the server's headers, and reads no answer larger than MAX_MESSAGE."""
+    return httpx2.AsyncClient(
+        headers={"Accept-Encoding": "identity", **settings.headers},
+        timeout=httpx2.Timeout(settings.timeout, read=max(READ_SECONDS, settings.timeout)),
+        event_hooks={"response": [_note, _limit]},
+        transport=PublicOnly() if settings.public_only else None,
+        trust_env=not settings.public_only,
+    )
+
+
+class PublicOnly(httpx2.AsyncBaseTransport):
+    """Connects by https, to addresses of the public internet: those that were checked, whatever a second look-up says.
+
+    Raises httpx2.UnsupportedProtocol or httpx2.ConnectError otherwise, for redirects too.
+    """
+
+    def __init__(self) -> None:
+        self._inner = httpx2.AsyncHTTPTransport(trust_env=False)
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.scheme != "https":
+            raise httpx2.UnsupportedProtocol("the url must be https", request=request)
+        try:
+            address = await public_address(request.url.host, request.url.port or 443)
+        except OSError as error:
+            raise httpx2.ConnectError(str(error), request=request) from None
+        sent = httpx2.Request(
+            request.method,
+            request.url.copy_with(host=address),
+            headers=request.headers,
+            stream=request.stream,
+            extensions={**request.extensions, "sni_hostname": request.url.host},
+        )
+        return await self._inner.handle_async_request(sent)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+async def public_address(host: str, port: int) -> str:
+    """The address to connect to. Raises OSError where the name has none, or any that is not public."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in found]
+    for text in addresses:
+        address = ipaddress.ip_address(text.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None) or address
+        if not mapped.is_global or mapped.is_multicast or not address.is_global:
+            raise OSError(f"{host} is {text}, which is no public address")
+    return addresses[0]
+
+
+async def _note(response: httpx2.Response) -> None:
+    statuses = failed_statuses.get()
+    if statuses is not None and response.status_code >= 400:
+        statuses[:] = [response.status_code]
+
+
+async def _limit(response: httpx2.Response) -> None:
+    """A stream of events may go on; each event's size is the SDK's to limit."""
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise httpx2.StreamError("the answer is compressed, although it was asked not to be")
+    if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _Limited(response.stream)
+
+
+class _Limited(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream):
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for chunk in self._stream:
+            size += len(chunk)
+            if size > MAX_MESSAGE:
+                raise httpx2.StreamError(f"the answer has more than {MAX_MESSAGE} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

@@ -1,0 +1,162 @@
+"""/chat/completions whose MCP tools the server runs: one completion of several answers, with results in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import Request, Response
+from msgspec import UNSET
+
+from jaxllm.config import ServeConfig
+from jaxllm.errors import Field
+from jaxllm.serving.chunks import ChunkWriter, chunk_stream
+from jaxllm.serving.conversation import Conversation, Tool
+from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.mcp.execution import Ended, Execution, Happening
+from jaxllm.serving.mcp.injection import asked_tools, injected_tools
+from jaxllm.serving.mcp.runs import ToolRun
+from jaxllm.serving.openai.chat_request import ChatRequest
+from jaxllm.serving.openai.chat_response import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatMessage,
+    MCPCall,
+    MCPCallDelta,
+)
+from jaxllm.serving.openai.usage import stream_options, usage_object
+from jaxllm.serving.parsing.events import Content, Reasoning
+from jaxllm.serving.reply import begin_reply
+from jaxllm.serving.state import ServerState
+
+
+async def tools_for(state: ServerState, body: ChatRequest) -> list[Tool]:
+    """The MCP servers' tools, for a request that asks for them, or says nothing of tools."""
+    _, model = state.find_model(body.model)
+    if body.mcp is not None:
+        return await asked_tools(state, model, body.mcp.allowed_tools, Field("mcp"))
+    return await injected_tools(state, model) if body.takes_tools else []
+
+
+async def execute(
+    state: ServerState, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
+) -> Response:
+    """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
+    assert body.mcp is not None
+    settings = body.generation_settings()
+    reply = await begin_reply(state, body.model, conversation, settings, prefix="chatcmpl-")
+    execution = Execution(
+        state,
+        reply,
+        conversation,
+        settings,
+        max_turns=min(state.config.mcp_max_turns, body.mcp.max_turns or state.config.mcp_max_turns),
+        max_calls=min(state.config.mcp_max_calls, body.mcp.max_calls or state.config.mcp_max_calls),
+    )
+    if body.stream:
+        writer = ExecutionWriter(execution, body, state.config)
+        return chunk_stream(execution, writer, state.config.sse_keep_alive, labels)
+    async with execution:
+        choice = await until_disconnect(request.receive, _collected(execution, body))
+    completion = ChatCompletion(
+        id=execution.id,
+        created=reply.generation.created,
+        model=reply.name,
+        system_fingerprint=reply.system_fingerprint,
+        choices=[choice],
+        usage=usage_object(execution.usage()),
+        conversation_id=body.conversation_id or UNSET,
+        resource_id=body.resource_id or UNSET,
+    )
+    return json_response(completion, request_id=execution.id, headers=labels)
+
+
+async def _collected(execution: Execution, body: ChatRequest) -> ChatChoice:
+    content, reasoning = "", ""
+    calls: dict[int, MCPCall] = {}
+    ended = Ended("abort")
+    async for happenings in execution.arrivals():
+        for _, happening in happenings:
+            match happening:
+                case Content(text=text):
+                    content += text
+                case Reasoning(text=text):
+                    reasoning += text
+                case ToolRun(index=index):
+                    calls[index] = MCPCall(**_call(happening))
+                case Ended():
+                    ended = happening
+    thought = reasoning if reasoning and body.include_reasoning else UNSET
+    message = ChatMessage(
+        content=content, reasoning=thought, reasoning_content=thought, mcp_calls=[calls[at] for at in sorted(calls)]
+    )
+    return ChatChoice(
+        index=0, message=message, logprobs=None, finish_reason=ended.finish_reason, stop_reason=ended.stop_reason
+    )
+
+
+class ExecutionWriter(ChunkWriter[Happening]):
+    """Chunks of the role, of texts as they come, of each call as it begins and as it ends, and of the end."""
+
+    def __init__(self, execution: Execution, body: ChatRequest, config: ServeConfig):
+        self._execution = execution
+        self._body = body
+        self._options = stream_options(body.stream_options, config)
+
+    def first(self) -> Iterator[ChatCompletionChunk]:
+        chunk = self._chunk(ChatDelta(role="assistant", content=""))
+        chunk.warnings = ignored_fields.get() or UNSET
+        yield chunk
+
+    def chunks(self, index: int, delta: Happening) -> Iterator[ChatCompletionChunk]:
+        match delta:
+            case Content(text=text):
+                yield self._chunk(ChatDelta(content=text))
+            case Reasoning(text=text):
+                if self._body.include_reasoning:
+                    yield self._chunk(ChatDelta(reasoning=text, reasoning_content=text))
+            case ToolRun():
+                yield self._chunk(ChatDelta(mcp_calls=[MCPCallDelta(index=delta.index, **_call(delta))]))
+            case Ended():
+                chunk = self._chunk(ChatDelta())
+                choice = chunk.choices[0]
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                yield chunk
+
+    def last(self) -> Iterator[ChatCompletionChunk]:
+        if self._options.include_usage:
+            chunk = self._chunk()
+            chunk.usage = usage_object(self._execution.usage())
+            yield chunk
+
+    def _chunk(self, *deltas: ChatDelta) -> ChatCompletionChunk:
+        reply = self._execution.reply
+        chunk = ChatCompletionChunk(
+            id=self._execution.id,
+            created=reply.generation.created,
+            model=reply.name,
+            system_fingerprint=reply.system_fingerprint,
+            choices=[ChatChunkChoice(index=0, delta=delta) for delta in deltas],
+        )
+        if self._options.continuous_usage_stats:
+            chunk.usage = usage_object(self._execution.usage())
+        elif self._options.include_usage:
+            chunk.usage = None
+        return chunk
+
+
+def _call(run: ToolRun) -> dict[str, Any]:
+    return {
+        "id": run.call.id,
+        "name": run.call.name,
+        "server_label": run.server,
+        "arguments": run.call.arguments,
+        "status": run.status,
+        "output": None if run.result is None else run.result.text,
+        "error": None if run.result is None else run.result.error,
+    }
