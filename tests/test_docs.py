@@ -12,7 +12,8 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.config import ServeConfig, sections
 from jaxllm.models.registry import FAMILIES
-from jaxllm.serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from jaxllm.serving.parsing.formats import TOOL_FORMATS
+from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.serving.api_tables import fields_tables, routes_table
 
 ROOT = Path(__file__).parents[1]

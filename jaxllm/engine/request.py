@@ -17,6 +17,7 @@ from jaxllm.requests.sampling import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.engine.device.admission import Settings
     from jaxllm.engine.grammar import Constraint
+    from jaxllm.engine.thinking import Thinking
 
 
 class Status(enum.Enum):
@@ -68,6 +69,8 @@ class Request:
     """Log-probabilities of its prompt, where they are asked for."""
     constraint: Constraint | None = None
     """Its place in the grammar that its tokens must follow."""
+    thinking: Thinking | None = None
+    """Its reasoning, while that has a budget and is not over."""
     pooling: PoolingParams | None = None
     """What is read off the hidden states instead of sampling."""
     pooled: np.ndarray | None = None
@@ -132,6 +135,12 @@ class Request:
     def needs_history(self) -> bool:
         """Its slot must hold the whole token history and the biases."""
         return self.params.adjusts_logits
+
+    @property
+    def awaits_mask(self) -> bool:
+        """The last token being sampled may be one that its grammar or its thinking budget settles."""
+        thinking = self.thinking
+        return self.constraint is not None or (thinking is not None and self.num_inflight > thinking.left)
 
     @property
     def reads_prompt(self) -> bool:

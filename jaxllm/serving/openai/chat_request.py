@@ -65,6 +65,13 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             raise refuse("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
         if self.logprob_token_ids is not None and self.top_logprobs:
             raise refuse("logprob_token_ids and top_logprobs are one setting, give one of them", "logprob_token_ids")
+        budgets = {self.max_thinking_tokens, super().thinking_budget} - {None}
+        if len(budgets) > 1:
+            raise refuse(
+                f"max_thinking_tokens is {self.max_thinking_tokens} and thinking.budget_tokens is "
+                f"{super().thinking_budget}: they are one setting, give one of them",
+                "max_thinking_tokens",
+            )
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise refuse(
@@ -73,6 +80,10 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
                 "max_tokens",
             )
         return self
+
+    @property
+    def thinking_budget(self) -> int | None:
+        return super().thinking_budget if self.max_thinking_tokens is None else self.max_thinking_tokens
 
     @property
     def logprobs_count(self) -> int | None:

@@ -1,4 +1,4 @@
-"""How model families write tool calls and reasoning, and which a chat template speaks.
+"""How model families write tool calls, and which way a chat template speaks; see also text/reasoning.py.
 
 The formats are those that the families' templates and model cards show; names are vLLM's where it has the same parser.
 """
@@ -22,6 +22,7 @@ from jaxllm.serving.parsing.calls import (
     short_id,
 )
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
+from jaxllm.text.reasoning import REASONING_FORMATS, ReasoningFormat, template_reasoning
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,6 @@ class ToolFormat:
     detect: tuple[tuple[str, ...], ...]
     markers: tuple[str, ...] = ()
     new_id: Callable[[], str] = long_id
-
-
-@dataclass(frozen=True)
-class ReasoningFormat:
-    """One way of marking reasoning.
-
-    Attributes:
-        detect: it is the format of a template that contains one of these.
-        always_open: the answer begins inside the reasoning even if neither template nor model opens it.
-    """
-
-    name: str
-    open: str
-    close: str
-    detect: tuple[str, ...]
-    always_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,17 +238,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
 )
 
-REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
-    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
-    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",)),
-    ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_THINKING|>",)),
-    ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
-    ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",)),
-    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
-    ReasoningFormat("deepseek_r1", "<think>", "</think>", (), always_open=True),
-)
-
 Named = TypeVar("Named", ToolFormat, ReasoningFormat)
 
 
@@ -279,16 +253,17 @@ def detect_formats(
         ConfigError: a parser has an unknown name.
     """
     template = chat_template or ""
-    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, partial(_speaks_tools, template))
-    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, partial(_speaks_reasoning, template))
+    spoken = next((known for known in TOOL_FORMATS if _speaks(template, known)), None)
+    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, spoken)
+    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, template_reasoning(template))
     return OutputFormats(tools, reasoning)
 
 
-def _choose(field: str, wanted: str, formats: tuple[Named, ...], speaks: Callable[[Named], bool]) -> Named | None:
+def _choose(field: str, wanted: str, formats: tuple[Named, ...], detected: Named | None) -> Named | None:
     if wanted == "none":
         return None
     if wanted == "auto":
-        return next(filter(speaks, formats), None)
+        return detected
     found = next((known for known in formats if known.name == wanted), None)
     if found is None:
         names = ", ".join(["auto", "none", *(known.name for known in formats)])
@@ -296,26 +271,5 @@ def _choose(field: str, wanted: str, formats: tuple[Named, ...], speaks: Callabl
     return found
 
 
-def _speaks_tools(template: str, known: ToolFormat) -> bool:
+def _speaks(template: str, known: ToolFormat) -> bool:
     return any(all(text in template for text in group) for group in known.detect)
-
-
-def _speaks_reasoning(template: str, known: ReasoningFormat) -> bool:
-    return any(text in template for text in known.detect)
-
-
-def opens_reasoning(formats: OutputFormats, prompt_text: str, continued: str = "") -> bool:
-    """Whether an answer to the rendered prompt begins inside a reasoning block.
-
-    It does where the prompt ends with the opening marker, and where `continued`, the text of an assistant's message
-    that the model goes on with, opens a block without closing it. Markers elsewhere in the prompt, such as in a user's
-    question about them, count for nothing.
-    """
-    reasoning = formats.reasoning
-    if reasoning is None:
-        return False
-    if prompt_text.rstrip().endswith(reasoning.open):
-        return True
-    if reasoning.open in continued or reasoning.close in continued:
-        return continued.rfind(reasoning.open) > continued.rfind(reasoning.close)
-    return reasoning.always_open and not prompt_text.rstrip().endswith(reasoning.close)

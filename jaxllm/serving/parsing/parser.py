@@ -12,7 +12,7 @@ import msgspec
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.parsing.formats import CallSyntax, OutputFormats, ReasoningFormat
+from jaxllm.serving.parsing.formats import CallSyntax, OutputFormats
 from jaxllm.serving.parsing.source import (
     WHITESPACE,
     MalformedError,
@@ -23,6 +23,7 @@ from jaxllm.serving.parsing.source import (
     possible_start,
     skip_space,
 )
+from jaxllm.text.reasoning import ReasoningFormat
 
 
 class OutputParser:

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import detect_formats, opens_reasoning
+from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.text.reasoning import opens_reasoning
 from tests.serving.parsing.splitting import parse_pieces, parse_whole, seen
 
 fixtures = pytest.importorskip("canitoolcall.fixtures")
@@ -63,7 +64,7 @@ def _parser(record: dict) -> OutputParser:
     prompt = record.get("generation_prompt")
     if not prompt:  # these templates' default
         prompt = "<think>" if record["models"][0].endswith(("GLM-4.7", "GLM-5.3")) else ""
-    return OutputParser(formats, tools=tools, in_reasoning=opens_reasoning(formats, prompt), parse_tools=True)
+    return OutputParser(formats, tools=tools, in_reasoning=opens_reasoning(formats.reasoning, prompt), parse_tools=True)
 
 
 def _stripped(text: str | None) -> str | None:

@@ -7,7 +7,8 @@ from itertools import permutations
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, detect_formats, opens_reasoning
+from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
+from jaxllm.text.reasoning import REASONING_FORMATS, opens_reasoning
 
 # What is telling in the families' templates.
 TEMPLATES = {
@@ -99,12 +100,12 @@ def test_markers_of_one_format_are_told_apart_at_once() -> None:
     ],
 )
 def test_opens_reasoning(prompt: str, continued: str, opens: bool) -> None:
-    assert opens_reasoning(detect_formats(None, reasoning_parser="think"), prompt, continued) is opens
-    assert opens_reasoning(detect_formats(None, reasoning_parser="none"), prompt, continued) is False
+    assert opens_reasoning(detect_formats(None, reasoning_parser="think").reasoning, prompt, continued) is opens
+    assert opens_reasoning(detect_formats(None, reasoning_parser="none").reasoning, prompt, continued) is False
 
 
 def test_a_model_that_never_opens_its_reasoning() -> None:
-    formats = detect_formats(None, reasoning_parser="deepseek_r1")
-    assert opens_reasoning(formats, "<｜Assistant｜>")
-    assert not opens_reasoning(formats, "<｜Assistant｜></think>")
+    reasoning = detect_formats(None, reasoning_parser="deepseek_r1").reasoning
+    assert opens_reasoning(reasoning, "<｜Assistant｜>")
+    assert not opens_reasoning(reasoning, "<｜Assistant｜></think>")
     assert "deepseek_r1" in {known.name for known in REASONING_FORMATS}
