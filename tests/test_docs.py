@@ -57,7 +57,7 @@ def tool_formats_table() -> str:
     rows = [("Name", "A call")]
     for tool_format in TOOL_FORMATS:
         layout = tool_format.layout
-        text = layout.start + layout.call.replace("{name}", "NAME") + "…" + layout.end + layout.stop
+        text = layout.start + layout.head("NAME") + "…" + layout.end + layout.stop
         rows.append((f"`{tool_format.name}`", verbatim(text)))
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---", "---"), *rows[1:]])
 

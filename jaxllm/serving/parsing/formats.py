@@ -21,6 +21,7 @@ from jaxllm.serving.parsing.calls import (
     sectioned_calls,
     short_id,
 )
+from jaxllm.serving.parsing.invocations import action_calls, invoked_calls, pythonic_calls
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
 from jaxllm.text.reasoning import REASONING_FORMATS, ReasoningFormat, template_reasoning
 
@@ -41,11 +42,29 @@ class CallSyntax:
 
 
 @dataclass(frozen=True)
+class Tags:
+    """How raw arguments are written, each between tags of its own.
+
+    Attributes:
+        open: the opening tag, or its parts, between which a newline may come; with {key} in it, and {string} where it
+            says whether the value is text ("true") or JSON ("false").
+        close: the closing tag.
+        also_ends: a regular expression of other text that ends a value, so that none can have it.
+        exact: newlines are where `open` and `close` have them, and one is behind each argument; else they may come.
+    """
+
+    open: tuple[str, ...]
+    close: str
+    also_ends: str = ""
+    exact: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
     """How the model writes calls, for grammars: start call end [between call end]… stop.
 
     Attributes:
-        call: what comes before the arguments, with {name} in it.
+        call: what comes before the arguments, with {name} in it, and {index} where calls are numbered.
         arguments: the notation of the arguments.
         marked: the beginning of start + call that only calls have; "" if text may look alike.
     """
@@ -56,8 +75,12 @@ class Layout:
     between: str = ""
     stop: str = ""
     marked: str = ""
-    arguments: Literal["json", "arg_key", "parameter", "gemma"] = "json"
+    arguments: Literal["json", "gemma", "pythonic"] | Tags = "json"
     quote: str = ""
+
+    def head(self, name: str, index: int = 0) -> str:
+        """What comes before the arguments of a call."""
+        return self.call.replace("{index}", str(index)).replace("{name}", name)
 
 
 @dataclass(frozen=True)
@@ -134,6 +157,23 @@ def _gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
     return ToolFormat(name, (CallSyntax(scan, open),), layout, ((open,),), (open, close, quote))
 
 
+def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
+    """Calls as <invoke> tags within <`calls`>; where `typed`, each argument says whether it is text or JSON."""
+    open, close = f"<{calls}>", f"</{calls}>"
+    parameter = f'<{prefix}parameter name="{{key}}"' + (' string="{string}">' if typed else ">")
+    layout = Layout(
+        f'<{prefix}invoke name="{{name}}">\n',
+        f"</{prefix}invoke>\n",
+        start=f"{open}\n",
+        stop=close,
+        marked=open,
+        arguments=Tags((parameter,), f"</{prefix}parameter>"),
+    )
+    scan = partial(invoked_calls, prefix=prefix, end=close)
+    detect = ((open,), (prefix, calls.removeprefix(prefix))) if prefix else ((open,),)
+    return ToolFormat(name, (CallSyntax(scan, open),), layout, detect, (open, close))
+
+
 def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
     """A list of JSON calls between two tags."""
     layout = Layout(_json_call(), "}", start=f"{open}[", between=", ", stop=f"]{close}", marked=open)
@@ -145,6 +185,9 @@ def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    _invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),
+    _invoked("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls", typed=True),
+    _invoked("minimax_m2", "", "minimax:tool_call", typed=False),
     _deepseek(
         "deepseek_v3",
         detect=(("<｜tool▁calls▁begin｜>", "```json"),),
@@ -155,6 +198,65 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     _deepseek(
         "deepseek_v31", detect=(("<｜tool▁calls▁begin｜>",),), prefix="", middle="<｜tool▁sep｜>", end="", between=""
+    ),
+    ToolFormat(
+        "kimi_k2",
+        (
+            CallSyntax(
+                partial(
+                    sectioned_calls,
+                    open="<|tool_call_begin|>",
+                    prefix="functions.",
+                    middles=("<|tool_call_argument_begin|>",),
+                    closers=("<|tool_call_end|>",),
+                    end="<|tool_calls_section_end|>",
+                    numbered=True,
+                ),
+                "<|tool_calls_section_begin|>",
+            ),
+        ),
+        Layout(
+            "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            start="<|tool_calls_section_begin|>",
+            stop="<|tool_calls_section_end|>",
+            marked="<|tool_calls_section_begin|>",
+        ),
+        (("<|tool_calls_section_begin|>",),),
+        (
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    ToolFormat(
+        "cohere_command",
+        (CallSyntax(partial(json_calls, close="<|END_ACTION|>"), "<|START_ACTION|>"),),
+        Layout(
+            '{"tool_call_id": "{index}", ' + _json_call("tool_name", "parameters")[1:],
+            "}",
+            start="<|START_ACTION|>[",
+            between=", ",
+            stop="]<|END_ACTION|>",
+            marked="<|START_ACTION|>",
+        ),
+        (("<|START_ACTION|>",),),
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    ToolFormat(
+        "command_r",
+        (CallSyntax(action_calls, "Action:"),),
+        Layout(
+            _json_call("tool_name", "parameters"),
+            "}",
+            start="Action: ```json\n[",
+            between=", ",
+            stop="]\n```",
+            marked="Action: ```json\n[",
+        ),
+        (("Action:", "tool_name"),),
     ),
     ToolFormat(
         "mistral",
@@ -175,7 +277,13 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "glm45",
         (CallSyntax(keyed_call, "<tool_call>"),),
-        Layout("<tool_call>{name}", "</tool_call>", between="\n", marked="<tool_call>", arguments="arg_key"),
+        Layout(
+            "<tool_call>{name}",
+            "</tool_call>",
+            between="\n",
+            marked="<tool_call>",
+            arguments=Tags(("<arg_key>{key}</arg_key>", "<arg_value>"), "</arg_value>"),
+        ),
         (("<arg_key>",),),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
@@ -187,7 +295,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             "</function>\n</tool_call>",
             between="\n",
             marked="<tool_call>",
-            arguments="parameter",
+            arguments=Tags(
+                ("<parameter={key}>\n",), "\n</parameter>", also_ends=r"\n<(\/function>|parameter=)", exact=True
+            ),
         ),
         (("<function=", "<parameter="),),
         ("<tool_call>", "</tool_call>"),
@@ -214,6 +324,16 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         Layout(_json_call("name", "parameters"), "}", between="; "),
         (("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         ("<|python_tag|>",),
+    ),
+    ToolFormat(
+        "llama4_pythonic",
+        (
+            CallSyntax(partial(pythonic_calls, end="<|python_end|>"), "<|python_start|>"),
+            CallSyntax(partial(pythonic_calls, end=""), first="["),
+        ),
+        Layout("{name}(", ")", start="[", between=", ", stop="]", arguments="pythonic"),
+        (("[func_name1(",), ("<|python_start|>",)),
+        ("<|python_start|>", "<|python_end|>"),
     ),
     _tagged("functools", "functools", "", "functools"),
     ToolFormat(

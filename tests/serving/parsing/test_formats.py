@@ -41,6 +41,39 @@ TEMPLATES = {
         "deepseek_v31",
         None,
     ),
+    "DeepSeek V3.2": (
+        "{% set dsml = '｜DSML｜' %}'<' ~ dsml ~ 'function_calls>' <think></think>",
+        "deepseek_v32",
+        "think",
+    ),
+    "DeepSeek V4": ("<｜DSML｜tool_calls>\n<｜DSML｜invoke name=", "deepseek_v4", None),
+    "MiniMax M2": (
+        "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}<invoke name=\"' + name + '\"> <think> </think>",
+        "minimax_m2",
+        "think",
+    ),
+    "Kimi K2": (
+        "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}<|tool_call_begin|>{{ id }}"
+        "<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>",
+        "kimi_k2",
+        None,
+    ),
+    "Command R7B": (
+        "<|START_THINKING|>{{message.tool_plan}}<|END_THINKING|>"
+        "<|START_ACTION|>[{\"tool_call_id\": \"0\", \"tool_name\":",
+        "cohere_command",
+        "cohere",
+    ),
+    "Command R 08-2024": (
+        "Write 'Action:' followed by a json-formatted list of actions: ```json\n[{\"tool_name\": title of the tool",
+        "command_r",
+        None,
+    ),
+    "Llama 4 pythonic": (
+        "put it in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2()]",
+        "llama4_pythonic",
+        None,
+    ),
     "GLM-4": ("[gMASK]<sop>{% if message.role == 'tool' %}<|observation|>", "glm4", None),
     "GLM-4.5": ("[gMASK]<sop><tool_call>{function-name}\\n<arg_key>{key}</arg_key> <think></think>", "glm45", "think"),
     "Phi-4-mini": ("{{ '<|system|>' + '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json", None),

@@ -17,7 +17,9 @@ SCRAPS = [
     "</function>", "call:", "```json", "```", "[ARGS]", '"name"', '"arguments"', '"function"', '"parameters"', '"id"',
     ": ", ", ", ";", "{", "}", "[", "]", '"', "\\", "\\u12", "\\ud83c", "\n", " ", "\t", "null", "true", "-1.5e3", "x",
     '{"city": "Paris"}', '{"name": "get_weather", "arguments": ', '{"name": "get_time", "parameters": {}}', ">", "{}",
-    '"{\\"a\\": 1}"', "é🌸",
+    '"{\\"a\\": 1}"', "é🌸", '<invoke name="get_weather">', '<parameter name="city">', "</invoke>", "functions.", ":0",
+    '<｜DSML｜invoke name="get_time">', '<｜DSML｜parameter name="days" string="false">', "</｜DSML｜parameter>", "Action: ",
+    "(", ")", "city=", "'a\\'b\\x41'", "True", '"tool_name"',
 ]  # fmt: skip
 formats = st.builds(OutputFormats, st.sampled_from(TOOL_FORMATS), st.sampled_from([None, *REASONING_FORMATS]))
 

@@ -46,6 +46,58 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             [PARIS_CALL],
         ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="true">7</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="days" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            '<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+            [("get_weather", '{"city": "7", "days": 7}'), ("get_time", "{}")],
+        ),
+        (
+            "deepseek_v4",
+            '<｜DSML｜tool_calls><｜DSML｜invoke name="get_time"/></｜DSML｜tool_calls>',
+            [("get_time", "{}")],
+        ),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris\n<b>"x"</b></parameter>\n'
+            '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="get_time"></invoke>\n</minimax:tool_call>',
+            [("get_weather", '{"city": "Paris\\n<b>\\"x\\"</b>", "days": 3}'), ("get_time", "{}")],
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+            f"{PARIS}<|tool_call_end|><|tool_call_begin|>get_time:1 <|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+            "<|tool_calls_section_end|>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "cohere_command",
+            f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}},\n'
+            '    {"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}\n]<|END_ACTION|>',
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "command_r",
+            f'Action: ```json\n[\n  {{\n    "tool_name": "get_weather",\n    "parameters": {PARIS}\n  }}\n]```',
+            [PARIS_CALL],
+        ),
+        (
+            "llama4_pythonic",
+            "<|python_start|>[get_weather(city='Paris', days=2), get_time()]<|python_end|>",
+            [("get_weather", '{"city": "Paris", "days": 2}'), ("get_time", "{}")],
+        ),
+        (
+            "llama4_pythonic",
+            "[get_weather(city=\"L'A\\\"\\n\", days=None, unit={'a': [True, -1.5e3, {}], \"b\": 'x)]'})]",
+            [
+                (
+                    "get_weather",
+                    '{"city": "L\'A\\"\\n", "days": null, "unit": {"a": [true, -1.5e3, {}], "b": "x)]"}}',
+                )
+            ],
+        ),
         ("glm4", f"get_weather\n{PARIS}", [PARIS_CALL]),
         ("glm4", f"get_weather\n{PARIS}\nget_time\n{{}}", [PARIS_CALL, ("get_time", "{}")]),
         (
