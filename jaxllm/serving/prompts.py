@@ -154,7 +154,7 @@ def _checked(
         conversation, formats, rendered.text, in_reasoning=in_reasoning, special_tokens=model.special_tokens
     )
     thinking = thinking_fields(
-        conversation.rendering,
+        conversation,
         formats.reasoning,
         rendered.template,
         settings.sampling.get("max_thinking_tokens"),

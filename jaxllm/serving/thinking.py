@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.serving.conversation import Rendering
+from jaxllm.serving.conversation import Conversation, Rendering
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.text.reasoning import ReasoningFormat, prompt_markers
 
@@ -19,7 +19,12 @@ EFFORT_VARIABLE = "reasoning_effort"
 
 
 def thinking_fields(
-    rendering: Rendering, reasoning: ReasoningFormat | None, template: str, asked: int | None, *, in_reasoning: bool
+    conversation: Conversation,
+    reasoning: ReasoningFormat | None,
+    template: str,
+    asked: int | None,
+    *,
+    in_reasoning: bool,
 ) -> dict[str, Any]:
     """The fields of SamplingParams that bound an answer's reasoning.
 
@@ -30,10 +35,11 @@ def thinking_fields(
         if asked is not None:
             raise unmarked()
         return {}
-    budget = _budget(rendering, template, asked, in_reasoning)
+    budget = _budget(conversation.rendering, template, asked, in_reasoning)
     if budget is None:
         return {}
-    return {"max_thinking_tokens": budget, "thinking_markers": reasoning.markers(opened=in_reasoning)}
+    markers = reasoning.markers(opened=in_reasoning, text_follows=not conversation.tools)
+    return {"max_thinking_tokens": budget, "thinking_markers": markers}
 
 
 def with_completion_markers(model: ServedModel, params: SamplingParams, prompt: list[int]) -> SamplingParams:

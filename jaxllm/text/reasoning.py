@@ -12,6 +12,13 @@ PROMPT_TAIL = 16
 """Tokens at a prompt's end in which an opening marker is looked for."""
 
 
+HARMONY = "harmony"
+"""gpt-oss's messages on channels, which have a parser of their own."""
+HARMONY_TOKENS = (
+    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ReasoningFormat:
     """One way of marking reasoning.
@@ -19,6 +26,8 @@ class ReasoningFormat:
     Attributes:
         detect: it is the format of a template that contains one of these.
         behind: what the family writes right behind `close`.
+        answer: what begins the answer's text behind that, where it is marked.
+        special: further special tokens that the answer's parser must see.
         always_open: the answer begins inside the reasoning even if neither template nor model opens it.
     """
 
@@ -28,14 +37,26 @@ class ReasoningFormat:
     detect: tuple[str, ...]
     behind: str = ""
     always_open: bool = False
+    answer: str = ""
+    special: tuple[str, ...] = ()
 
-    def markers(self, *, opened: bool) -> ThinkingMarkers:
-        """For a request whose prompt has `opened` the block, or has not."""
-        return ThinkingMarkers(open=self.open, close=self.close, behind=self.behind, opened=opened)
+    def markers(self, *, opened: bool, text_follows: bool = False) -> ThinkingMarkers:
+        """For a request whose prompt has `opened` the block, or has not; with `text_follows` nothing else can."""
+        behind = self.behind + (self.answer if text_follows else "")
+        return ThinkingMarkers(open=self.open, close=self.close, behind=behind, opened=opened)
 
 
 # The first whose strings the template has is the template's.
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    ReasoningFormat(
+        HARMONY,
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        ("<|channel|>analysis",),
+        behind="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+        special=HARMONY_TOKENS,
+    ),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",)),

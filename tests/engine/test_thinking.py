@@ -10,9 +10,11 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.engine.thinking import Thinking, allow_only
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.reference import load_golden
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config
 from tests.weights.models import real_model
@@ -216,9 +218,39 @@ def test_beams_have_no_budget():
     assert "max_thinking_tokens" not in BeamSearchParams.__dataclass_fields__
 
 
-def test_only_one_token_is_allowed():
-    from jaxllm.engine.thinking import allow_only
+@pytest.mark.parametrize("known", REASONING_FORMATS, ids=lambda known: known.name)
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_the_markers_of_every_family(llm, known, opened, budget):
+    """A model that writes the opening and goes on thinking; the tokenizer has several tokens for each marker."""
+    tokenizer = llm.tokenizer
+    thinking = Thinking(budget, known.markers(opened=opened), tokenizer.backend)
+    for token in [] if opened else tokenizer.encode(known.open, add_special_tokens=False):
+        assert thinking.forced is None
+        thinking.accept(token)
+    for token in tokenizer.encode(" so it goes on and on and on", add_special_tokens=False)[:budget]:
+        assert thinking.forced is None and not thinking.over
+        thinking.accept(token)
+    written = []
+    while not thinking.over:
+        assert thinking.forced is not None and thinking.left == 0
+        written.append(thinking.forced)
+        thinking.accept(thinking.forced)
+    assert tokenizer.decode(written, skip_special_tokens=False) == known.close + known.behind
 
+
+@pytest.mark.parametrize("known", REASONING_FORMATS, ids=lambda known: known.name)
+def test_any_other_beginning_has_no_budget(llm, known):
+    for text in ("Paris.", known.open[:3] + "x", " " * 40, known.close):
+        thinking = Thinking(0, known.markers(opened=False), llm.tokenizer.backend)
+        for token in llm.tokenizer.encode(text + " and so on and so on and so on and so on and so on and so on"):
+            assert thinking.forced is None
+            if not thinking.over:
+                thinking.accept(token)
+        assert thinking.over
+
+
+def test_only_one_token_is_allowed():
     row = np.full(4, -1, np.int32)
     allow_only(row, 63)
     assert np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0].tolist() == [63]

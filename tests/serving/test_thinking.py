@@ -109,6 +109,42 @@ def test_what_the_template_does_itself_is_left_to_it(
     assert budget is None or params.thinking_markers.opened == opened
 
 
+class TestChannels:
+    """gpt-oss: what comes behind its reasoning begins with a marker of its own."""
+
+    TEMPLATE = TEMPLATE + "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}<|start|>assistant"
+    TOOLS = ({"type": "function", "function": {"name": "clock"}},)
+
+    @pytest.fixture
+    def client(self, make_client: Any, engine: FakeEngine) -> TestClient:
+        engine.tokenizer = ByteTokenizer(self.TEMPLATE)
+        engine.info.max_model_len = 4096
+        return make_client(engine, reasoning_parser="harmony", tool_call_parser="harmony")
+
+    def test_budget(self, client: TestClient, engine: FakeEngine) -> None:
+        chat = "/v1/chat/completions"
+        markers = asked(client, engine, chat, max_thinking_tokens=5).thinking_markers
+        assert markers.close + markers.behind == "<|end|><|start|>assistant<|channel|>final<|message|>"
+        markers = asked(client, engine, chat, max_thinking_tokens=5, tools=self.TOOLS).thinking_markers
+        assert markers.close + markers.behind == "<|end|><|start|>assistant", "a call may follow"
+        assert asked(client, engine, chat, reasoning_effort="low").max_thinking_tokens is None
+
+    def test_constraints(self, client: TestClient, engine: FakeEngine) -> None:
+        chat, json_object = "/v1/chat/completions", {"response_format": {"type": "json_object"}}
+        outputs = asked(client, engine, chat, **json_object).structured_outputs
+        assert (outputs.after, outputs.opening) == ("<|channel|>final<|message|>", None)
+        outputs = asked(client, engine, chat, tools=self.TOOLS, tool_choice="required").structured_outputs
+        assert outputs.after is None and "analysis" in outputs.grammar
+        response = client.post(chat, json=BODIES[chat] | json_object | {"tools": self.TOOLS})
+        assert response.status_code == 400 and "needs a tool_choice" in response.json()["error"]["message"]
+
+    def test_an_answer(self, client: TestClient, engine: FakeEngine) -> None:
+        engine.reply = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Paris"
+        chat = "/v1/chat/completions"
+        message = client.post(chat, json=BODIES[chat]).json()["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("Hm.", "Paris")
+
+
 def test_a_completions_prompt_may_open_the_block(client: TestClient, engine: FakeEngine) -> None:
     for prompt, opened in (("Hi<think>\n", True), ("<think> is a tag", False)):
         params = asked(client, engine, "/v1/completions", prompt=prompt, max_thinking_tokens=3)

@@ -23,7 +23,13 @@ from jaxllm.serving.parsing.calls import (
 )
 from jaxllm.serving.parsing.invocations import action_calls, invoked_calls, pythonic_calls
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
-from jaxllm.text.reasoning import REASONING_FORMATS, ReasoningFormat, template_reasoning
+from jaxllm.text.reasoning import (
+    HARMONY,
+    HARMONY_TOKENS,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    template_reasoning,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Layout:
         call: what comes before the arguments, with {name} in it, and {index} where calls are numbered.
         arguments: the notation of the arguments.
         marked: the beginning of start + call that only calls have; "" if text may look alike.
+        thought: what opens and closes reasoning that may come before all this, where no text of its own sets it apart.
     """
 
     call: str
@@ -77,6 +84,7 @@ class Layout:
     marked: str = ""
     arguments: Literal["json", "gemma", "pythonic"] | Tags = "json"
     quote: str = ""
+    thought: tuple[str, str] | None = None
 
     def head(self, name: str, index: int = 0) -> str:
         """What comes before the arguments of a call."""
@@ -110,8 +118,14 @@ class OutputFormats:
     @property
     def markers(self) -> tuple[str, ...]:
         """Strings that the parser must see in the text, although they may be special tokens."""
-        reasoning = (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
+        known = self.reasoning
+        reasoning = (known.open, known.close, *known.special) if known else ()
         return (*reasoning, *(self.tools.markers if self.tools else ()))
+
+    @property
+    def has_channels(self) -> bool:
+        """The answer is made of messages on channels."""
+        return HARMONY in (self.tools and self.tools.name, self.reasoning and self.reasoning.name)
 
 
 _BARE_JSON = CallSyntax(json_calls, first="{[")
@@ -183,6 +197,17 @@ def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
 
 # The first whose strings the template has is the template's, so the more particular come first.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    ToolFormat(
+        HARMONY,
+        (),
+        Layout(
+            " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
+            between="<|call|><|start|>assistant",
+            thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ),
+        (("<|channel|>analysis",),),
+        HARMONY_TOKENS,
+    ),
     _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     _invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),

@@ -58,6 +58,7 @@ def tool_constraint(
     if formats.tools is None:
         return None
     layout = formats.tools.layout
+    after = None if layout.thought else after
     writer = _Grammar(layout, special_tokens)
     if choice == "auto":
         if not layout.marked or not any(tool.strict for tool in tools):
@@ -85,6 +86,10 @@ class _Grammar:
         if leading_space:
             self._rules["SPACE"] = r"/[ \n]{1,8}/"
         self._rules["call"] = " | ".join(calls)
+        if self._layout.thought is not None:
+            open, close = self._layout.thought
+            self._rules["thought"] = f"{self._text(open)} {self._raw_text('thinking', close)}"
+            space = "thought? "
         return self._lark(f"{space}{self._text(self._layout.start)} call{repeated} {self._text(self._layout.stop)}")
 
     def auto(self, tools: Sequence[Tool], formats: OutputFormats, parallel: bool) -> str:
@@ -165,6 +170,9 @@ class _Grammar:
 
     def _raw_text(self, rule: str, close: str, limits: Sequence[str] = (), also_ends: str = "") -> str:
         """Text within `limits`, regular expressions that all of it matches, up to `close`; and `close`."""
+        mark = self._split.match(close) if self._split else None
+        if mark is not None and mark.group() != close:
+            return f"{self._raw_text(rule, mark.group(), limits, also_ends)} {self._text(close[mark.end() :])}"
         name = rule.upper()
         ends = [also_ends] if also_ends else []
         if close in self._special:

@@ -13,6 +13,7 @@ from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.formats import CallSyntax, OutputFormats
+from jaxllm.serving.parsing.harmony import Harmony
 from jaxllm.serving.parsing.source import (
     WHITESPACE,
     MalformedError,
@@ -50,18 +51,30 @@ class OutputParser:
         in_reasoning: bool,
         parse_tools: bool,
     ):
-        self.in_reasoning = in_reasoning and formats.reasoning is not None
+        self._in_reasoning = in_reasoning and formats.reasoning is not None
         self._source = Source()
         self._events: list[Event] = []
         self._format = formats.tools if parse_tools and tools else None
         schemas = {tool.name: tool.parameters or {} for tool in tools or ()}
         self._writer = CallWriter(self._source, self._events, schemas, self._format.new_id if self._format else str)
-        self._begins = _Beginnings(self._format.syntaxes, schemas) if self._format else None
+        has_syntaxes = self._format is not None and not formats.has_channels
+        self._begins = _Beginnings(self._format.syntaxes, schemas) if self._format and has_syntaxes else None
         self._line_is_blank = True
         self._has_content = False
         self._after_block = False  # reasoning or a call came after the last content
         self._space: list[str] = []  # held back
-        self._scan = self._answer(formats.reasoning)
+        self._harmony: Harmony | None = None
+        if formats.has_channels:
+            calls = self._format is not None
+            self._harmony = Harmony(
+                self._source, self._writer, self._events, in_analysis=self._in_reasoning, calls=calls
+            )
+        self._scan = self._harmony.answer() if self._harmony else self._answer(formats.reasoning)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._harmony.in_analysis if self._harmony else self._in_reasoning
 
     @property
     def num_tool_calls(self) -> int:
@@ -99,17 +112,17 @@ class OutputParser:
         source = self._source
         yield from skip_space(source)
         opened = yield from _next_is(source, reasoning.open)
-        if not self.in_reasoning and not opened:
+        if not self._in_reasoning and not opened:
             self._content("".join(source.kept))
             return
-        self.in_reasoning = True
+        self._in_reasoning = True
         if opened:
             source.take(len(reasoning.open))
             yield from skip_space(source)
         try:
             yield from copy_until(source, (reasoning.close,), _TrailingSpaceLeftOut(source, self._events))
             source.take(len(reasoning.close))
-            self.in_reasoning = False
+            self._in_reasoning = False
         except UnfinishedError:
             pass
         self._after_block = True

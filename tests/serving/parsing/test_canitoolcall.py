@@ -26,7 +26,7 @@ FORMATS = {
     "DeepSeek-V3": ("deepseek_v3", "think"),
     "Kimi-K2": ("kimi_k2", "think"),
     "Kimi": None,
-    "gpt-oss": None,
+    "gpt-oss": ("harmony", "harmony"),
     "GLM-": ("glm45", "think"),
     "gemma-4": ("gemma4", "gemma4"),
     "Mistral-7B": ("mistral_v3", "none"),
@@ -38,6 +38,7 @@ FORMATS = {
     "Qwen3": ("hermes", "think"),
 }
 DIFFERENT = {
+    "gpt-oss/llamacpp-builtin-python-recipient": "a call of an unknown tool is content, markers and all",
     "kimi/k2i-vllm-noise-between-markers": "markers with anything but calls between them are content",
     "kimi/k2i-vllm-empty-tool-section": "markers with anything but calls between them are content",
     "gemma4/truncated-second-parallel-call": "the call under way when the answer was cut has been streamed",

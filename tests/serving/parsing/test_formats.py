@@ -74,6 +74,11 @@ TEMPLATES = {
         "llama4_pythonic",
         None,
     ),
+    "gpt-oss": (
+        "{{- '<|start|>assistant<|channel|>analysis<|message|>' }} to=functions.{{ name }}<|channel|>commentary json",
+        "harmony",
+        "harmony",
+    ),
     "GLM-4": ("[gMASK]<sop>{% if message.role == 'tool' %}<|observation|>", "glm4", None),
     "GLM-4.5": ("[gMASK]<sop><tool_call>{function-name}\\n<arg_key>{key}</arg_key> <think></think>", "glm45", "think"),
     "Phi-4-mini": ("{{ '<|system|>' + '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json", None),

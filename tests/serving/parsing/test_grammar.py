@@ -23,6 +23,7 @@ from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, t
 llguidance = pytest.importorskip("llguidance")
 
 ENDINGS = [
+    "<|end|><|start|>assistant",
     '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
     '<|"|>}', "<escape>}", "}",
 ]  # fmt: skip

@@ -98,6 +98,12 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
                 )
             ],
         ),
+        (
+            "harmony",
+            f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{PARIS}<|call|>"
+            "<|start|>assistant<|channel|>commentary to=functions.get_time<|message|>{}",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
         ("glm4", f"get_weather\n{PARIS}", [PARIS_CALL]),
         ("glm4", f"get_weather\n{PARIS}\nget_time\n{{}}", [PARIS_CALL, ("get_time", "{}")]),
         (
