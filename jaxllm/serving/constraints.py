@@ -10,8 +10,8 @@ from dataclasses import replace
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
 from jaxllm.serving.conversation import Conversation, Tool, ToolChoice
-from jaxllm.serving.parsing.formats import OutputFormats
 from jaxllm.serving.parsing.grammar import tool_constraint
+from jaxllm.serving.parsing.output_format import OutputFormats
 
 CONSTRAINT = Field("structured_outputs")
 """What the request itself asks of the text."""

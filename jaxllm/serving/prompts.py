@@ -12,7 +12,7 @@ from jaxllm.serving.constraints import answer_constraint
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Prompt
 from jaxllm.serving.generation_settings import GenerationSettings
-from jaxllm.serving.parsing.formats import OutputFormats
+from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState

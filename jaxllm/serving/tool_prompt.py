@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import ToolFormat
+from jaxllm.serving.parsing.output_format import ToolFormat
 
 _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its arguments:
 {functions}

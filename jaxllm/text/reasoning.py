@@ -27,6 +27,7 @@ class ReasoningFormat:
         detect: it is the format of a template that contains one of these.
         behind: what the family writes right behind `close`.
         answer: what begins the answer's text behind that, where it is marked.
+        around: marks around the answer's text, which are no part of it.
         special: further special tokens that the answer's parser must see.
         always_open: the answer begins inside the reasoning even if neither template nor model opens it.
     """
@@ -38,6 +39,7 @@ class ReasoningFormat:
     behind: str = ""
     always_open: bool = False
     answer: str = ""
+    around: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
 
     def markers(self, *, opened: bool, text_follows: bool = False) -> ThinkingMarkers:
@@ -60,7 +62,13 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",)),
-    ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_THINKING|>",)),
+    ReasoningFormat(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_THINKING|>",),
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
     ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",), behind="\n\n"),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), behind="\n\n"),

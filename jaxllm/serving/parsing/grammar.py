@@ -15,8 +15,8 @@ import tokenizers
 
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.serving.parsing.formats import Layout, OutputFormats, Tags
 from jaxllm.serving.parsing.notations import value_types
+from jaxllm.serving.parsing.output_format import Layout, OutputFormats, Tags
 from jaxllm.serving.parsing.text_limits import text_limits
 
 _Value = Callable[[str, int, Any, dict[str, Any], bool], str]

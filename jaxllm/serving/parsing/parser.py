@@ -12,8 +12,8 @@ import msgspec
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.parsing.formats import CallSyntax, OutputFormats
 from jaxllm.serving.parsing.harmony import Harmony
+from jaxllm.serving.parsing.output_format import CallSyntax, OutputFormats
 from jaxllm.serving.parsing.source import (
     WHITESPACE,
     MalformedError,
@@ -57,8 +57,9 @@ class OutputParser:
         self._format = formats.tools if parse_tools and tools else None
         schemas = {tool.name: tool.parameters or {} for tool in tools or ()}
         self._writer = CallWriter(self._source, self._events, schemas, self._format.new_id if self._format else str)
-        has_syntaxes = self._format is not None and not formats.has_channels
-        self._begins = _Beginnings(self._format.syntaxes, schemas) if self._format and has_syntaxes else None
+        syntaxes = self._format.syntaxes if self._format else ()
+        around = formats.reasoning.around if formats.reasoning else ()
+        self._begins = _Beginnings(syntaxes, schemas, around) if syntaxes or around else None
         self._line_is_blank = True
         self._has_content = False
         self._after_block = False  # reasoning or a call came after the last content
@@ -137,9 +138,12 @@ class OutputParser:
             if not source.ended:
                 yield
             return
-        start, syntax = found
+        start, mark, syntax = found
         self._content(source.take(start - source.at))
-        if syntax.marker or self._line_is_blank:
+        if syntax is None:
+            source.take(len(mark))
+            source.kept.clear()
+        elif syntax.marker or self._line_is_blank:
             yield from self._calls(syntax)
         else:
             self._content(source.take(1))
@@ -188,19 +192,20 @@ class OutputParser:
 
 
 class _Beginnings:
-    """Where a format's calls may begin."""
+    """Where a format's calls may begin, and where marks are that are no part of the text."""
 
-    def __init__(self, syntaxes: Sequence[CallSyntax], names: Iterable[str]):
-        self.markers = [syntax.marker for syntax in syntaxes if syntax.marker]
-        self._by_text: dict[str, CallSyntax] = {}
+    def __init__(self, syntaxes: Sequence[CallSyntax], names: Iterable[str], around: Sequence[str]):
+        self.markers = [*(syntax.marker for syntax in syntaxes if syntax.marker), *around]
+        self._by_text: dict[str, CallSyntax | None] = dict.fromkeys(around)
         for syntax in syntaxes:
             texts = [syntax.marker] if syntax.marker else list(syntax.first or {name[0] for name in names})
             self._by_text |= dict.fromkeys(texts, syntax)
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._by_text, key=len, reverse=True))))
 
-    def search(self, source: Source) -> tuple[int, CallSyntax] | None:
+    def search(self, source: Source) -> tuple[int, str, CallSyntax | None] | None:
+        """Where the next is, its text, and how the call goes on that begins there; None for a mark."""
         match = self._pattern.search(source.text, source.at)
-        return (match.start(), self._by_text[match.group()]) if match else None
+        return (match.start(), match.group(), self._by_text[match.group()]) if match else None
 
 
 class _TrailingSpaceLeftOut:

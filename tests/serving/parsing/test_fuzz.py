@@ -7,7 +7,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.serving.parsing.formats import TOOL_FORMATS, OutputFormats
+from jaxllm.serving.parsing.formats import TOOL_FORMATS
+from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, seen

@@ -13,8 +13,9 @@ import tokenizers
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.serving.parsing.formats import TOOL_FORMATS, OutputFormats, Tags, ToolFormat, detect_formats
+from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
+from jaxllm.serving.parsing.output_format import OutputFormats, Tags, ToolFormat
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model

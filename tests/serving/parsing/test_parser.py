@@ -364,3 +364,11 @@ def test_work_grows_with_the_text_and_no_faster(
     (small_calls, small_copied), (large_calls, large_copied) = work(1000), work(4000)
     assert large_calls < 5 * small_calls + 500
     assert large_copied < 5 * small_copied + 500
+
+
+@pytest.mark.parametrize("parse_tools", [False, True])
+def test_marks_around_the_text_are_left_out(parse_tools: bool) -> None:
+    answer = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Paris, I <b>say</b>.<|END_RESPONSE|>"
+    for split in (parse_whole, parse_pieces):
+        fresh = parser("cohere_command", "cohere", parse_tools=parse_tools)
+        assert seen(split(fresh, answer)) == ("Paris, I <b>say</b>.", "Hm.", [])
