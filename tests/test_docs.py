@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from jaxllm.config import ServeConfig, sections
 from jaxllm.models.registry import FAMILIES
 from jaxllm.serving.parsing.formats import TOOL_FORMATS
+from jaxllm.serving.thinking import EFFORT_BUDGETS
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.serving.api_tables import fields_tables, routes_table
 
@@ -70,6 +71,12 @@ def reasoning_formats_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---",) * 3, *rows[1:]])
 
 
+def efforts_table() -> str:
+    rows = [("Effort", "Tokens of reasoning"), ("---", "---")]
+    rows += [(f"`{effort}`", "any number" if most is None else str(most)) for effort, most in EFFORT_BUDGETS.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def verbatim(text: str) -> str:
     """'{"a":\\n"b|c"}' in a table's cell."""
     return "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`"
@@ -88,6 +95,7 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "fields": (ROOT / "docs/api.md", fields_tables),
     "settings": (ROOT / "docs/configuration.md", settings_tables),
     "tool formats": (ROOT / "docs/tools.md", tool_formats_table),
+    "efforts": (ROOT / "docs/tools.md", efforts_table),
     "reasoning formats": (ROOT / "docs/tools.md", reasoning_formats_table),
     "families": (ROOT / "README.md", family_table),
 }

@@ -62,10 +62,14 @@ class CallWriter:
         self._source = source
         self._events = events
         self._new_id = new_id
+        self._given: set[str] = set()
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call; `call_id` is the model's own name for it, where it has to see that again."""
-        self._events.append(ToolCall(self.count, call_id or self._new_id(), name))
+        """A call; `call_id` is the model's own name for it, where it has to see that again. No two calls share one."""
+        if call_id is None or call_id in self._given:
+            call_id = self._new_id()
+        self._given.add(call_id)
+        self._events.append(ToolCall(self.count, call_id, name))
         self.count += 1
 
     def write(self, text: str) -> None:

@@ -372,3 +372,14 @@ def test_marks_around_the_text_are_left_out(parse_tools: bool) -> None:
     for split in (parse_whole, parse_pieces):
         fresh = parser("cohere_command", "cohere", parse_tools=parse_tools)
         assert seen(split(fresh, answer)) == ("Paris, I <b>say</b>.", "Hm.", [])
+
+
+def test_kimis_calls_keep_the_ids_that_the_model_gave_them() -> None:
+    call = "<|tool_call_begin|>functions.get_time:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    answer = (
+        "<|tool_calls_section_begin|>" + call.format(3) + call.format(4) + call.format(4) + "<|tool_calls_section_end|>"
+    )
+    output = parse_pieces(parser("kimi_k2"), answer)
+    first, second, repeated = (call.id for call in output.tool_calls)
+    assert (first, second) == ("functions.get_time:3", "functions.get_time:4")
+    assert repeated not in (first, second)
