@@ -151,4 +151,5 @@ class Request:
     @property
     def fast_forwards(self) -> bool:
         """Tokens that its grammar forces need not be sampled: nobody asked for their logits or counts them."""
-        return self.constraint is not None and self.params.logprobs is None and not self.needs_history
+        counted = self.params.logprobs is not None or self.needs_history or self.thinking is not None
+        return self.constraint is not None and not counted

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxllm.requests.thinking import ThinkingMarkers
-from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.text.tokenizer import Tokenizer
 
 PROMPT_TAIL = 16
 """Tokens at a prompt's end in which an opening marker is looked for."""

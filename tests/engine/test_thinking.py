@@ -177,6 +177,21 @@ def test_a_grammar_begins_behind_the_forced_marker(llm):
     assert thought == llm.tokenizer.decode(run(llm, PROMPTS[0], params()).token_ids[:9])
 
 
+def test_a_grammar_that_covers_the_reasoning(llm):
+    """What it forces inside the block counts: tokens put in at once would go past the budget."""
+    inside = " one two three four five six seven eight nine ten"
+    rules = f'start: "{inside}" thought "yes"\nthought: /[^<]*/ "</think>"\n'
+    markers = ThinkingMarkers(open="<think>", close="</think>", opened=True)
+    count = len(llm.tokenizer.encode(inside)) + 4
+    asked = params(
+        max_thinking_tokens=count, thinking_markers=markers, structured_outputs=StructuredOutputs(grammar=rules)
+    )
+    answer = run(llm, PROMPTS[0], asked)
+    end = count + len(closing(llm, markers))
+    assert answer.token_ids[count:end] == closing(llm, markers)
+    assert answer.text.startswith(inside) and answer.text.endswith("</think>yes")
+
+
 def test_stop_strings_see_the_marker(llm):
     asked = params(max_thinking_tokens=4, thinking_markers=OPENED, stop="</think>", include_stop_str_in_output=True)
     answer = run(llm, PROMPTS[0], asked)
