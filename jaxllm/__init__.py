@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM, generate
     from jaxllm.requests.outputs import RequestOutput
     from jaxllm.requests.sampling import SamplingParams
+    from jaxllm.session.session import ResponsesSession
 
 try:
     __version__ = version("jaxllm")
@@ -29,9 +30,12 @@ _HOMES = {
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.requests.sampling",
     "RequestOutput": "jaxllm.requests.outputs",
+    "ResponsesSession": "jaxllm.session.session",
 }
 
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__", "generate"]
+__all__ = [
+    "LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "ResponsesSession", "SamplingParams", "__version__", "generate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -188,7 +188,9 @@ class ServeConfig(EngineConfig):
     mcp_max_turns: Annotated[int, Field(ge=1)] = 10
     """Most answers of the model in one chat whose MCP tools the server runs; the last may call none."""
     mcp_max_calls: Annotated[int, Field(ge=1)] = 32
-    """Most MCP tools that the server runs in one chat."""
+    """Most MCP tools that the server runs in one chat or response."""
+    allow_mcp_urls: bool = False
+    """Let responses bring MCP servers of their own by server_url: https, at public addresses."""
 
     data_dir: Path = DATA_DIR
     """Where uploaded files, batches, stored responses and conversations are kept."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
-from jaxllm.engine.front.async_llm import open_streams
+from jaxllm.engine.front.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.front.limits import check_pooling, check_request
 from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
@@ -158,6 +158,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What generate() uses where it is given none: the checkpoint's own defaults."""
         return SamplingParams(**self.info.default_sampling.fields())
+
+    def asynchronous(self) -> AsyncLLM:
+        """The same engine for asyncio programs, until it is shut down here."""
+        return AsyncLLM.sharing(self.config, self._streams)
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""

@@ -107,6 +107,30 @@ def test_tools(server_url: str):
     assert name == "get_weather" and len(arguments) > 1 and json.loads("".join(arguments))["city"] == "Rome"
 
 
+@pytest.fixture
+def our_python_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/mcp/mcp.json runs "python"."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.slow
+def test_responses_session(our_python_first: None):
+    names, product, *steps = run("examples/responses_session.py").splitlines()
+    assert "toolbox_multiply" in names and product == "42.0"
+    assert 'toolbox_multiply({"a": 6, "b": 7}) -> 42.0' in steps and "-> 42.0" in steps
+
+
+@pytest.mark.slow
+def test_agents(our_python_first: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    monkeypatch.setenv("JAXLLM_MCP_CONFIG", str(EXAMPLES / "mcp" / "mcp.json"))
+    output = run("-P", "examples/agents.py", request.getfixturevalue("server_url"))
+    responses, chat, toolbox, approved = (part.splitlines() for part in output.split(":\n")[1:])
+    for part in (responses, chat):
+        assert part[0].startswith("  we run population(") and part[1].startswith("  -> ")
+    assert toolbox[0].startswith("  the server ran multiply(")
+    assert approved[0].startswith("  approved of multiply(") and "  the server ran multiply(" in "\n".join(approved)
+
+
 @pytest.mark.slow
 def test_notebook():
     nbformat = pytest.importorskip("nbformat")

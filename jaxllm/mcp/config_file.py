@@ -80,8 +80,13 @@ def read_settings(path: Path, environ: Mapping[str, str] = os.environ) -> list[S
         raise ConfigError(f"mcp_config is {str(path)!r}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
+    return parse_settings(str(path), document, environ)
+
+
+def parse_settings(source: str, document: Any, environ: Mapping[str, str] = os.environ) -> list[ServerSettings]:
+    """The servers of what a file has, or would have; `source` is what errors call it. Raises ConfigError."""
     found: dict[str, ServerSettings] = {}
-    for place, label, value in _entries(path, document):
+    for place, label, value in _entries(source, document):
         if not re.fullmatch(LABEL, label):
             raise ConfigError(f"{place}: the name is {label!r}; it must be 1 to 48 letters, digits, _ and -")
         if label in found:
@@ -91,7 +96,7 @@ def read_settings(path: Path, environ: Mapping[str, str] = os.environ) -> list[S
             raise ConfigError(f"{place}: name is {entry.name!r}, but its key is {label!r}; leave name out")
         if not entry.disabled:
             found[label] = _settings(place, label, entry, environ)
-    _refuse_collisions(path, list(found))
+    refuse_collisions(source, list(found))
     return list(found.values())
 
 
@@ -103,7 +108,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _entries(path: Path, document: Any) -> Iterator[tuple[str, str, Any]]:
+def _entries(source: str, document: Any) -> Iterator[tuple[str, str, Any]]:
     """Where each server is, its name, and what is there."""
     servers = document
     if isinstance(document, dict):
@@ -111,20 +116,20 @@ def _entries(path: Path, document: Any) -> Iterator[tuple[str, str, Any]]:
         others = [key for key in document if key not in _LISTS]
         if others or len(given) != 1:
             wrong = f"has {one_line(others[0])!r}" if others else f"has {' and '.join(given) or 'neither'}"
-            raise ConfigError(f"{path}: {wrong}; it must have one of {' and '.join(_LISTS)}, and nothing else")
+            raise ConfigError(f"{source}: {wrong}; it must have one of {' and '.join(_LISTS)}, and nothing else")
         servers = document[given[0]]
     if isinstance(servers, dict):
         for label, value in servers.items():
-            yield f"{path}: server {one_line(label)!r}", label, value
+            yield f"{source}: server {one_line(label)!r}", label, value
     elif isinstance(servers, list):
         for at, value in enumerate(servers):
             label = value.get("name") if isinstance(value, dict) else None
             if not isinstance(label, str):
-                raise ConfigError(f"{path}: servers[{at}] has no name; it must be an object with a name")
-            yield f"{path}: server {one_line(label)!r}", label, value
+                raise ConfigError(f"{source}: servers[{at}] has no name; it must be an object with a name")
+            yield f"{source}: server {one_line(label)!r}", label, value
     else:
         raise ConfigError(
-            f"{path}: the servers are {one_line(json.dumps(servers), 80)}; they must be a list or an object"
+            f"{source}: the servers are {one_line(json.dumps(servers), 80)}; they must be a list or an object"
         )
 
 
@@ -206,12 +211,12 @@ def _transport(place: str, entry: Entry) -> Transport:
     return transport
 
 
-def _refuse_collisions(path: Path, labels: list[str]) -> None:
+def refuse_collisions(source: str, labels: list[str]) -> None:
     """`a` with its tool `b_c`, and `a_b` with its tool `c`, would both have an `a_b_c`."""
     for short, long in itertools.permutations(labels, 2):
         if long.startswith(f"{short}_"):
             better = long.replace(f"{short}_", f"{short}-", 1)
             raise ConfigError(
-                f"{path}: tools of servers {short!r} and {long!r} could have the same name; "
+                f"{source}: tools of servers {short!r} and {long!r} could have the same name; "
                 f"rename the second, as {better!r}"
             )

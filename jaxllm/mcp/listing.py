@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.errors import one_line
 from jaxllm.mcp.problems import BadServer
 from jaxllm.mcp.settings import ServerSettings
-from jaxllm.mcp.tools import ServerTool
+from jaxllm.mcp.tools import ServerTool, full_name
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -56,7 +56,7 @@ def offered(listed: Iterable[Any], settings: ServerSettings) -> Listing:
     for tool in listed:
         if settings.allowed_tools is not None and tool.name not in settings.allowed_tools:
             continue
-        problem = _problem(tool, f"{settings.label}_{tool.name}", {one.name for one in found.tools})
+        problem = _problem(tool, full_name(settings.label, tool.name), {one.name for one in found.tools})
         if problem is None:
             found.tools.append(_server_tool(tool, settings))
         elif len(found.refused) < MAX_LISTED:
@@ -92,7 +92,7 @@ def _server_tool(tool: Any, settings: ServerSettings) -> ServerTool:
     return ServerTool(
         server=settings.label,
         name=tool.name,
-        full_name=f"{settings.label}_{tool.name}",
+        full_name=full_name(settings.label, tool.name),
         description=None if tool.description is None else printable(tool.description)[:MAX_DESCRIPTION],
         parameters=tool.input_schema,
         read_only=bool((annotations or {}).get("readOnlyHint")),

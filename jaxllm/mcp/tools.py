@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def full_name(server: str, name: str) -> str:
+    """("weather", "forecast") -> "weather_forecast": what a model calls a server's tool."""
+    return f"{server}_{name}"
+
+
 @dataclass(frozen=True)
 class ServerTool:
     server: str

@@ -62,6 +62,7 @@ SAMPLES: dict[str, Any] = {
     "database_url": "sqlite+aiosqlite:////data/x.db", "max_file_size": "3MB", "max_batch_concurrency": 3,
     "unknown_fields": "warn", "tool_call_parser": "hermes", "reasoning_parser": "none",
     "mcp_config": "/mcp.json", "mcp_inject": False, "mcp_result_limit": 500, "mcp_max_turns": 3, "mcp_max_calls": 4,
+    "allow_mcp_urls": True,
     "serve_any_model_name": True, "enable_force_include_usage": True,
 }  # fmt: skip
 

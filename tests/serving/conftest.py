@@ -63,11 +63,13 @@ def listen(tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Serve an engine on a real socket in a thread; returns the base URL."""
     running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def start(engine: FakeEngine, **settings: Any) -> str:
+    def start(engine: FakeEngine, tool_servers: Any = None, **settings: Any) -> str:
         config = ServeConfig(**{"model": "fake", "port": 0, "data_dir": tmp_path / "data"} | settings)
         listener = bind(config.host, config.port)
         port = listener.getsockname()[1]
         app = create_app(config, engine)  # type: ignore[arg-type]
+        if tool_servers is not None:
+            app.state.server.tool_servers = tool_servers
         server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()

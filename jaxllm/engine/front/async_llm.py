@@ -43,6 +43,13 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
         weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
 
+    @classmethod
+    def sharing(cls, config: EngineConfig, streams: Streams) -> AsyncLLM:
+        """Another door to an engine that is somebody else's to shut down."""
+        shared = cls.__new__(cls)
+        shared.config, shared._streams, shared.tokenizer = config, streams, streams.tokenizer
+        return shared
+
     @property
     def info(self) -> EngineInfo:
         """What the engine settled on at its start, the last one."""

@@ -126,6 +126,38 @@ class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments
     arguments: str
 
 
+class McpListToolsInProgress(_InItem, kw_only=True, tag="response.mcp_list_tools.in_progress"):
+    pass
+
+
+class McpListToolsCompleted(_InItem, kw_only=True, tag="response.mcp_list_tools.completed"):
+    pass
+
+
+class McpListToolsFailed(_InItem, kw_only=True, tag="response.mcp_list_tools.failed"):
+    pass
+
+
+class McpCallInProgress(_InItem, kw_only=True, tag="response.mcp_call.in_progress"):
+    pass
+
+
+class McpArgumentsDelta(_InItem, kw_only=True, tag="response.mcp_call_arguments.delta"):
+    delta: str
+
+
+class McpArgumentsDone(_InItem, kw_only=True, tag="response.mcp_call_arguments.done"):
+    arguments: str
+
+
+class McpCallCompleted(_InItem, kw_only=True, tag="response.mcp_call.completed"):
+    pass
+
+
+class McpCallFailed(_InItem, kw_only=True, tag="response.mcp_call.failed"):
+    pass
+
+
 class StreamError(Event, kw_only=True, tag="error"):
     code: str | None
     message: str
@@ -135,7 +167,8 @@ class StreamError(Event, kw_only=True, tag="error"):
 StreamEvent = (
     Created | Queued | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
     | TextDelta | TextDone | ReasoningDelta | ReasoningDone | SummaryPartAdded | SummaryPartDone | SummaryDelta
-    | SummaryDone | ArgumentsDelta | ArgumentsDone | StreamError
+    | SummaryDone | ArgumentsDelta | ArgumentsDone | McpListToolsInProgress | McpListToolsCompleted | McpListToolsFailed
+    | McpCallInProgress | McpArgumentsDelta | McpArgumentsDone | McpCallCompleted | McpCallFailed | StreamError
 )  # fmt: skip
 
 

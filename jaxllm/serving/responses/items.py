@@ -14,12 +14,17 @@ from jaxllm.serving.shown import shown
 Item = dict[str, Any]
 """An item in OpenAI's form, with id and, where its kind has one, status."""
 
-ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ID_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+    "mcp_list_tools": "mcpl", "mcp_call": "mcp", "mcp_approval_request": "mcpr", "mcp_approval_response": "mcpa",
+}  # fmt: skip
 
 MAX_ID = 128
 MAX_ITEMS = 10_000
 
 Status = Literal["in_progress", "completed", "incomplete"]
+CallStatus = Literal["in_progress", "calling", "completed", "incomplete", "failed"]
+"""Of a call that the server makes."""
 
 
 def new_id(prefix: str) -> str:
@@ -65,7 +70,7 @@ class ReasoningTextPart(RequestModel):
     """The reasoning."""
 
 
-def _one_of(*known: str) -> BeforeValidator:
+def one_of(*known: str) -> BeforeValidator:
     """Say which types exist, before pydantic reports that none of a union's branches fits."""
 
     def check(value: Any) -> Any:
@@ -79,9 +84,9 @@ def _one_of(*known: str) -> BeforeValidator:
 ContentPart = Annotated[
     InputText | OutputTextPart | RefusalContent,
     Field(discriminator="type"),
-    _one_of("input_text", "output_text", "refusal"),
+    one_of("input_text", "output_text", "refusal"),
 ]
-OutputPart = Annotated[InputText, _one_of("input_text")]
+OutputPart = Annotated[InputText, one_of("input_text")]
 
 
 class InputItem(RequestModel):
@@ -189,38 +194,3 @@ class ReasoningItem(InputItem):
         if self.content is not None:
             fields["content"] = [part.model_dump() for part in self.content]
         return self._identified("reasoning", **fields, status=self.status or "completed")
-
-
-class ItemReference(RequestModel):
-    """An item of a stored response or conversation, by its id."""
-
-    type: Literal["item_reference"] = "item_reference"
-    id: str = Field(min_length=1, max_length=MAX_ID)
-    """Of the item."""
-
-
-def _with_type(value: Any) -> Any:
-    """OpenAI lets messages and references leave their type out."""
-    if isinstance(value, dict) and value.get("type") is None:
-        kind = "message" if "role" in value else "item_reference" if value.keys() <= {"id", "type"} else None
-        return value | {"type": kind}
-    return value
-
-
-NEW_KINDS = ("message", "function_call", "function_call_output", "reasoning")
-
-NewItem = Annotated[
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
-    Field(discriminator="type"),
-    _one_of(*NEW_KINDS),
-    BeforeValidator(_with_type),
-]
-"""An item with its content, as a conversation takes it."""
-
-AnyItem = Annotated[
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
-    Field(discriminator="type"),
-    _one_of(*NEW_KINDS, "item_reference"),
-    BeforeValidator(_with_type),
-]
-"""An item, or a reference to a stored one, as a response's input takes it."""

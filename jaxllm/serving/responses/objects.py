@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.serving.responses.items import Item
+from jaxllm.serving.responses.items import CallStatus, Item
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -65,7 +65,47 @@ class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="fu
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+class ListedTool(msgspec.Struct, kw_only=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None
+    annotations: dict[str, Any] | None
+
+
+class OutputMcpListTools(msgspec.Struct, kw_only=True, tag_field="type", tag="mcp_list_tools"):
+    """What a tool server offers, or why it could not be asked."""
+
+    id: str
+    server_label: str
+    tools: list[ListedTool]
+    error: str | None = None
+
+
+class OutputMcpCall(msgspec.Struct, kw_only=True, tag_field="type", tag="mcp_call"):
+    """A call that this server made; `error` instead of `output` where it failed."""
+
+    id: str
+    status: CallStatus
+    server_label: str
+    name: str
+    arguments: str
+    output: str | None = None
+    error: dict[str, Any] | None = None
+    approval_request_id: str | None = None
+
+
+class OutputMcpApprovalRequest(msgspec.Struct, kw_only=True, tag_field="type", tag="mcp_approval_request"):
+    """A call that is made once the client approves it."""
+
+    id: str
+    server_label: str
+    name: str
+    arguments: str
+
+
+OutputItem = (
+    OutputMessage | OutputReasoning | OutputFunctionCall | OutputMcpListTools | OutputMcpCall | OutputMcpApprovalRequest
+)
 
 
 class ResponseError(msgspec.Struct):
@@ -154,15 +194,24 @@ class ListedItem(msgspec.Struct, kw_only=True):
     """An item of any kind, with the fields of that kind."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call", "function_call_output"]
-    status: ItemStatus
+    type: Literal[
+        "message", "reasoning", "function_call", "function_call_output", "mcp_list_tools", "mcp_call",
+        "mcp_approval_request", "mcp_approval_response",
+    ]  # fmt: skip
+    status: CallStatus | UnsetType = UNSET
     role: Literal["user", "system", "developer", "assistant"] | UnsetType = UNSET
     content: list[dict[str, Any]] | UnsetType = UNSET
     summary: list[dict[str, Any]] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
-    output: str | list[dict[str, Any]] | UnsetType = UNSET
+    output: str | list[dict[str, Any]] | UnsetType | None = UNSET
+    server_label: str | UnsetType = UNSET
+    tools: list[dict[str, Any]] | UnsetType = UNSET
+    error: str | dict[str, Any] | UnsetType | None = UNSET
+    approval_request_id: str | UnsetType | None = UNSET
+    approve: bool | UnsetType = UNSET
+    reason: str | UnsetType | None = UNSET
 
 
 class ItemList(msgspec.Struct):

@@ -12,7 +12,9 @@ from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.openai.sampling import SamplingFields
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
 from jaxllm.serving.openai.tools import FunctionDefinition
-from jaxllm.serving.responses.items import MAX_ITEMS, AnyItem, NewItem
+from jaxllm.serving.responses.any_item import AnyItem, NewItem
+from jaxllm.serving.responses.items import MAX_ITEMS
+from jaxllm.serving.responses.mcp_request import ChosenServer, McpTool
 from jaxllm.serving.shown import shown
 
 MAX_METADATA = 16
@@ -92,11 +94,13 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
-def _only_functions(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") != "function":
-        kind = shown(value.get("type"))
-        raise refuse(f"type is {kind}; this server runs no built-in tools, it must be 'function'", "type")
+def _known_kind(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") not in ("function", "mcp"):
+        raise refuse(f"type is {shown(value.get('type'))}; this server has 'function' and 'mcp'", "type")
     return value
+
+
+AnyTool = Annotated[FunctionTool | McpTool, Field(discriminator="type"), BeforeValidator(_known_kind)]
 
 
 class ChosenFunction(RequestModel):
@@ -107,25 +111,29 @@ class ChosenFunction(RequestModel):
     """Of a function in tools."""
 
 
+Chosen = Annotated[ChosenFunction | ChosenServer, Field(discriminator="type"), BeforeValidator(_known_kind)]
+
+
 class AllowedFunctions(RequestModel):
     """Choose among a part of the tools only."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     """auto lets the model decide, required makes it call one."""
-    tools: list[Annotated[ChosenFunction, BeforeValidator(_only_functions)]] = Field(min_length=1)
-    """Functions of tools, by name."""
+    tools: list[Chosen] = Field(min_length=1)
+    """Functions and servers of tools, by name and label."""
 
 
 def _known_choice(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") not in ("function", "allowed_tools"):
+    if isinstance(value, dict) and value.get("type") not in ("function", "mcp", "allowed_tools"):
         kind = shown(value.get("type"))
-        raise refuse(f"tool_choice.type is {kind}; this server has function and allowed_tools", "type")
+        raise refuse(f"tool_choice.type is {kind}; this server has function, mcp and allowed_tools", "type")
     return value
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedFunctions, Field(discriminator="type")],
+    Literal["none", "auto", "required"]
+    | Annotated[ChosenFunction | ChosenServer | AllowedFunctions, Field(discriminator="type")],
     BeforeValidator(_known_choice),
 ]
 
@@ -148,12 +156,11 @@ class PromptFields(RequestModel):
     """Continue a stored response: its input and output come before this input."""
     conversation: str | ConversationParam | None = None
     """Continue a conversation, which gains this input and the output."""
-    tools: list[Annotated[FunctionTool, BeforeValidator(_only_functions)]] = Field(
-        default_factory=list, max_length=MAX_TOOLS
-    )
-    """Functions the model may call."""
+    tools: list[AnyTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    """Functions the client runs, and servers whose tools this server runs. Without it the configured servers' tools are
+    offered as functions; an empty list offers none."""
     tool_choice: ToolChoice = "auto"
-    """none, auto, required, a function, or allowed_tools."""
+    """none, auto, required, a function, a server, or allowed_tools."""
     parallel_tool_calls: bool = True
     """Allow several calls in one response."""
     text: TextConfig | None = None
@@ -171,24 +178,23 @@ class PromptFields(RequestModel):
             raise refuse("previous_response_id and conversation cannot both be set", "previous_response_id")
         if not self.input and not isinstance(self.input, str) and not self.continues:
             raise refuse("input is required unless previous_response_id or conversation is given", "input")
-        names = [tool.name for tool in self.tools]
-        for at, name in enumerate(names):
-            if name in names[:at]:
-                raise refuse(f"tools[{at}].name is {name!r}, which tools has twice", f"tools[{at}].name")
-        self._check_choice(names)
+        for kind, names in (("name", self.function_names), ("server_label", self.server_labels)):
+            first = {name: at for at, name in reversed(names.items())}
+            for at, name in names.items():
+                if first[name] != at:
+                    field = f"tools[{at}].{kind}"
+                    raise refuse(f"{field} is {shown(name)}, which tools has twice", field)
         return self
 
-    def _check_choice(self, names: list[str]) -> None:
-        choice = self.tool_choice
-        if choice == "required" and not names:
-            raise refuse("tool_choice is 'required', but tools is empty", "tool_choice")
-        chosen = {"tool_choice.name": choice} if isinstance(choice, ChosenFunction) else {}
-        if isinstance(choice, AllowedFunctions):
-            chosen = {f"tool_choice.tools[{at}].name": tool for at, tool in enumerate(choice.tools)}
-        for field, tool in chosen.items():
-            if tool.name not in names:
-                known = f"tools has {', '.join(names)}" if names else "tools is empty"
-                raise refuse(f"{field} is {tool.name!r}; {known}", field)
+    @property
+    def function_names(self) -> dict[int, str]:
+        """By the place in tools."""
+        return {at: tool.name for at, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
+
+    @property
+    def server_labels(self) -> dict[int, str]:
+        """By the place in tools."""
+        return {at: tool.server_label for at, tool in enumerate(self.tools) if isinstance(tool, McpTool)}
 
     @property
     def continues(self) -> bool:
@@ -222,8 +228,8 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
     has its text in the clear, which is what a client has to send back."""
     max_output_tokens: int | None = Field(default=None, ge=1)
     """Upper bound on generated tokens, reasoning included; by default what is left of the context."""
-    max_tool_calls: int | None = Field(default=None, ge=1)
-    """Accepted, without effect: it bounds calls of built-in tools, of which this server has none."""
+    max_tool_calls: int | None = Field(default=None, ge=0)
+    """Most calls that this server makes of servers' tools, all together; mcp_max_calls is the default and the most."""
     store: bool = True
     """Keep the response, so that it can be retrieved and continued."""
     stream: bool = False

@@ -1,15 +1,17 @@
-"""One response under way: its reply, its events, and its place in the store."""
+"""One response under way: its events, and its place in the store."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
 
 from jaxllm.serving.http.errors import to_api_error
-from jaxllm.serving.reply import Reply
-from jaxllm.serving.responses.events import server_sent
+from jaxllm.serving.responses.events import Event, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
+from jaxllm.serving.responses.tool_loop import ToolLoop
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.store.responses import ResponseStore
 
@@ -21,7 +23,7 @@ class ResponseRun:
 
     def __init__(
         self,
-        reply: Reply,
+        loop: ToolLoop,
         writer: EventWriter,
         input_items: Sequence[Item],
         store: ResponseStore,
@@ -31,7 +33,7 @@ class ResponseRun:
         self.keeps_events = keeps_events
         self.sent: list[bytes] = []
         """Every event so far, by its sequence number, with `keeps_events`."""
-        self._reply = reply
+        self._loop = loop
         self._writer = writer
         self._input_items = input_items
         self._store = store
@@ -42,11 +44,11 @@ class ResponseRun:
         return self._writer.response
 
     async def __aenter__(self) -> ResponseRun:
-        await self._reply.generation.__aenter__()
+        await self._loop.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._reply.generation.__aexit__(*error)
+        await self._loop.__aexit__(*error)
 
     async def begin_stored(self) -> None:
         """Keep the response before it has run, as one that will be asked for by its id."""
@@ -54,12 +56,9 @@ class ResponseRun:
 
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
-        async for gained in self._reply.generation.arrivals():
-            for index, delta in gained:
-                for _ in self._writer.add(self._reply.parse(index, delta)):
-                    pass
-        for _ in self._writer.finish(self._reply.usage()):
-            pass
+        async for events in self._loop.events():
+            _exhaust(events)
+        _exhaust(self._writer.finish(self._loop.usage()))
         await self._save()
         return self.response
 
@@ -69,21 +68,20 @@ class ResponseRun:
         What stops the generation becomes an error event and a failed response. The last event follows the store, so
         that whoever has seen it finds the response there.
         """
-        writer, reply = self._writer, self._reply
+        writer, loop = self._writer, self._loop
         yield self._note([server_sent(event) for event in writer.open()])
         try:
-            async for gained in reply.generation.arrivals(keep_alive):
-                sent = [
-                    server_sent(event) for index, delta in gained for event in writer.add(reply.parse(index, delta))
-                ]
-                if sent or not gained:
-                    yield self._note(sent)
-            sent = self._note([server_sent(event) for event in writer.finish(reply.usage())])
+            async with aclosing(loop.events(keep_alive)) as happening:
+                async for events in happening:
+                    sent = [server_sent(event) for event in events]
+                    if sent or events == ():
+                        yield self._note(sent)
+            sent = self._note([server_sent(event) for event in writer.finish(loop.usage())])
         except Exception as error:
             api_error = to_api_error(error)
             if api_error.status == 500:
                 logger.exception("%s failed while running", self.response.id)
-            sent = self._note([server_sent(event) for event in writer.fail(api_error, reply.usage())])
+            sent = self._note([server_sent(event) for event in writer.fail(api_error, loop.usage())])
         if sent:
             yield sent
         last = [server_sent(writer.last())]
@@ -92,7 +90,7 @@ class ResponseRun:
 
     def abort(self) -> None:
         """End now, as failed."""
-        self._reply.generation.abort()
+        self._loop.abort()
 
     def _note(self, sent: list[bytes]) -> list[bytes]:
         if self.keeps_events:
@@ -103,3 +101,7 @@ class ResponseRun:
         response = self.response
         if response.store or response.conversation:
             await self._store.finish(response, self._input_items, begun=response.background, events=events)
+
+
+def _exhaust(events: Iterable[Event]) -> None:
+    deque(events, maxlen=0)

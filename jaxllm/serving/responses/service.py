@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from msgspec import UNSET
 
-from jaxllm.errors import ContextLengthError, InvalidRequestError
+from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.mcp.injection import injected_tools
 from jaxllm.serving.prompts import render
-from jaxllm.serving.reply import Reply, begin_reply
+from jaxllm.serving.responses.any_item import ItemReference
+from jaxllm.serving.responses.approvals import approved_calls
 from jaxllm.serving.responses.background import BackgroundRuns
-from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
+from jaxllm.serving.responses.items import Item, MessageItem, new_id
+from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import ConversationReference, Response
+from jaxllm.serving.responses.offers import as_functions, check_choice, make_offer
+from jaxllm.serving.responses.replies import Replies, special_tokens
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest
 from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.responses.translate import Translation, generation_settings, turns
+from jaxllm.serving.responses.tool_loop import ToolLoop
+from jaxllm.serving.responses.toolbox import Toolbox
+from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.conversations import ConversationStore
@@ -38,25 +46,49 @@ class Responses:
 
     async def prepare(self, body: ResponseRequest) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
+        toolbox = await self._toolbox(body)
         context, own = await self._context(body)
-        reply = await self._fitting_reply(body, context, own)
-        params = reply.generation.prompts[0].params
-        response = _response(body, reply.name, temperature=params.temperature, top_p=params.top_p)
+        approved = approved_calls(context, own, body.server_labels.values())
+        replies = Replies(self._state, body, context, own)
         writer = EventWriter(
-            response,
+            _response(body, replies),
             summarizes=body.summarizes,
             logprobs_count=body.logprobs_count,
-            token_text=reply.token_text,
+            token_text=replies.model.token_text,
+            find_tool=toolbox.find,
         )
-        return ResponseRun(reply, writer, own, self.store, keeps_events=body.background and body.stream)
+        loop = ToolLoop(
+            body,
+            replies,
+            toolbox,
+            writer,
+            approved=approved,
+            listed=_listed(context),
+            most_calls=self._state.config.mcp_max_calls,
+        )
+        return ResponseRun(loop, writer, own, self.store, keeps_events=body.background and body.stream)
 
     async def count_tokens(self, body: PromptFields) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
         _, model = self._state.find_model(body.model)
-        translation = Translation(body, *await self._context(body))
+        toolbox = await self._toolbox(body)
+        context, own = await self._context(body)
+        async with aclosing(toolbox):
+            await toolbox.open()
+            offer = make_offer(body, toolbox, forces=True, runs=True)
+        translation = Translation(body, context, own, offer, special_tokens(model))
         with naming(translation.name):
             rendered = await render(self._state, model, translation.conversation())
         return len(rendered.token_ids)
+
+    async def _toolbox(self, body: PromptFields) -> Toolbox:
+        """The request's tools, settled: without any, those of the configured servers, as functions."""
+        _, model = self._state.find_model(body.model)
+        if "tools" not in body.model_fields_set:
+            body.tools = list(as_functions(await injected_tools(self._state, model)))
+        check_choice(body)
+        wanted = {at: tool for at, tool in enumerate(body.tools) if isinstance(tool, McpTool)}
+        return Toolbox(self._state, model, wanted, body.function_names)
 
     async def _context(self, body: PromptFields) -> tuple[list[Item], list[Item]]:
         """All that the response is given, and the part of it that the request itself brings."""
@@ -98,43 +130,15 @@ class Responses:
             raise APIError(404, message, param=f"input[{at}].id", code="item_not_found")
         return found
 
-    async def _fitting_reply(self, body: ResponseRequest, context: list[Item], own: list[Item]) -> Reply:
-        """With truncation auto, the reply to as many of the latest turns as fit."""
-        try:
-            return await self._reply(body, context, own)
-        except ContextLengthError as error:
-            if body.truncation == "disabled":
-                raise
-            too_long = error
-        fitting: Reply | None = None
-        cuts = [cut for cut in turns(context) if cut > 0]
-        low, high = 0, len(cuts)
-        while low < high:
-            middle = (low + high) // 2
-            kept = [*_leading_instructions(context[: cuts[middle]]), *context[cuts[middle] :]]
-            try:
-                fitting = await self._reply(body, kept, own)
-                high = middle
-            except ContextLengthError as error:
-                too_long = error
-                low = middle + 1
-        if fitting is None:
-            raise too_long
-        return fitting
 
-    async def _reply(self, body: ResponseRequest, context: list[Item], own: list[Item]) -> Reply:
-        translation = Translation(body, context, own)
-        with naming(translation.name):
-            return await begin_reply(
-                self._state, body.model, translation.conversation(), generation_settings(body), prefix="resp-"
-            )
+def _listed(context: Sequence[Item]) -> Iterator[str]:
+    """The servers whose tools are listed in the context."""
+    for item in context:
+        if item["type"] == "mcp_list_tools" and item["error"] is None:
+            yield item["server_label"]
 
 
-def _leading_instructions(items: Sequence[Item]) -> list[Item]:
-    return [item for item in items if item["type"] == "message" and item["role"] in ("system", "developer")]
-
-
-def _response(body: ResponseRequest, model: str, *, temperature: float, top_p: float) -> Response:
+def _response(body: ResponseRequest, replies: Replies) -> Response:
     conversation = body.conversation_id
     return Response(
         id=new_id("resp"),
@@ -145,7 +149,7 @@ def _response(body: ResponseRequest, model: str, *, temperature: float, top_p: f
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
-        model=model,
+        model=replies.model_name,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls,
         previous_response_id=body.previous_response_id,
@@ -154,12 +158,12 @@ def _response(body: ResponseRequest, model: str, *, temperature: float, top_p: f
         reasoning=_reasoning(body),
         safety_identifier=body.safety_identifier,
         store=body.store,
-        temperature=temperature,
+        temperature=replies.params.temperature,
         text=_text(body),
         tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-        tools=[tool.model_dump() for tool in body.tools],
+        tools=[tool.shown() if isinstance(tool, McpTool) else tool.model_dump() for tool in body.tools],
         top_logprobs=body.top_logprobs,
-        top_p=top_p,
+        top_p=replies.params.top_p,
         truncation=body.truncation,
         user=body.user,
         warnings=ignored_fields.get() or UNSET,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ from fastapi.testclient import TestClient
 from openai import OpenAI
 
 from tests.serving.fake_engine import FakeEngine
+from tests.serving.responses.fake_tools import TEMPLATE, FakeServer, FakeServers
+from tests.serving.responses.shared import PARSERS
 
 
 @pytest.fixture
@@ -45,5 +47,27 @@ def sdk(
         engine = roomy(**engine_settings)
         url = listen(engine, data_dir=tmp_path, **serving or {})
         return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), engine
+
+    return start
+
+
+@pytest.fixture
+def tools(
+    listen: Callable[..., str], roomy: Callable[..., FakeEngine], tmp_path: Path
+) -> Callable[..., tuple[OpenAI, FakeEngine]]:
+    """A server in front of tool servers, whose model says `script`, a request at a time, and then REPLY."""
+
+    def start(*servers: FakeServer, script: Sequence[str] = (), serving: dict[str, Any] | None = None, **settings: Any):
+        engine = roomy(**settings)
+        engine.info.max_model_len = 40_000
+        engine.script.extend(script)
+        elsewhere = next((server for server in servers if server.label == "elsewhere"), None)
+        fakes = FakeServers(*(server for server in servers if server is not elsewhere), elsewhere=elsewhere)
+        template = tmp_path / "template.jinja"
+        template.write_text(TEMPLATE)
+        url = listen(engine, fakes, data_dir=tmp_path, chat_template=template, **PARSERS, **serving or {})
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+        client.fakes = fakes  # type: ignore[attr-defined]
+        return client, engine
 
     return start

@@ -1,0 +1,1 @@
+"""A model and MCP servers in one conversation, from Python."""

@@ -1,0 +1,139 @@
+"""Who speaks in a session: an engine of this process, or a server somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.session.thread import LoopThread
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.llm import LLM
+    from jaxllm.serving.openai.chat_request import ChatRequest
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A reply is over: "stop", "tool_calls", "length" or what else its server says."""
+
+    reason: str | None
+
+
+class ChatModel(Protocol):
+    def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        """What the model says to a chat request's body, as it comes; an Ended is the last."""
+
+    async def special_tokens(self) -> Sequence[str]:
+        """Texts that mean more to the model than their letters."""
+
+    async def aclose(self) -> None: ...
+
+
+class EngineModel:
+    """An engine of this process, asked as a chat request asks the server, without HTTP."""
+
+    def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
+        from jaxllm.config import ServeConfig
+        from jaxllm.engine.front.async_llm import AsyncLLM
+        from jaxllm.mcp.config_file import OFF
+        from jaxllm.serving.served_model import ServedModel
+        from jaxllm.serving.state import ServerState
+
+        shared = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()
+        config = ServeConfig(**engine.config.model_dump() | {"mcp_config": OFF})
+        self._thread = thread
+        self._model = ServedModel(config, shared, config.model)
+        self._state = ServerState(config, {config.model: self._model})
+
+    async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        async with aclosing(self._thread.iterate(self._reply(body))) as events:
+            async for event in events:
+                yield event
+
+    async def special_tokens(self) -> Sequence[str]:
+        return list(self._model.special_tokens)
+
+    async def aclose(self) -> None:
+        await self._state.close()
+
+    async def _reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        from jaxllm.serving.conversation import naming
+        from jaxllm.serving.reply import begin_reply
+
+        request = _chat_request(body)
+        with naming(request.own_names()):
+            reply = await begin_reply(
+                self._state, None, request.conversation(), request.generation_settings(), prefix="chatcmpl-"
+            )
+        async with reply.generation:
+            async for gained in reply.generation.arrivals():
+                for index, delta in gained:
+                    piece = reply.parse(index, delta)
+                    for event in piece.events:
+                        yield event
+                    if piece.finish_reason is not None:
+                        yield Ended(piece.finish_reason)
+
+
+class ClientModel:
+    """A server behind an AsyncOpenAI client; without a `name` the first model that it lists."""
+
+    def __init__(self, client: AsyncOpenAI, name: str | None):
+        self._client = client
+        self._name = name
+
+    async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        if self._name is None:
+            self._name = (await self._client.models.list()).data[0].id
+        chunks = await self._client.chat.completions.create(model=self._name, stream=True, **body)
+        reason: str | None = None
+        async with chunks:
+            async for chunk in chunks:
+                for choice in chunk.choices:
+                    for event in _events(choice.delta):
+                        yield event
+                    reason = choice.finish_reason or reason
+        yield Ended(reason)
+
+    async def special_tokens(self) -> Sequence[str]:
+        return ()
+
+    async def aclose(self) -> None:
+        """The client is its owner's to close."""
+
+
+def _chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Raises InvalidRequestError naming the field."""
+    from fastapi.exceptions import RequestValidationError
+    from pydantic import ValidationError
+
+    from jaxllm.serving.http.errors import to_api_error
+    from jaxllm.serving.openai.chat_request import ChatRequest
+
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        told = to_api_error(RequestValidationError(errors, body=body))
+        raise InvalidRequestError(str(told), told.body["error"]["param"]) from None
+
+
+def _events(delta: Any) -> list[Event]:
+    events: list[Event] = []
+    if reasoning := getattr(delta, "reasoning_content", None):
+        events.append(Reasoning(reasoning))
+    if delta.content:
+        events.append(Content(delta.content))
+    for call in delta.tool_calls or ():
+        if call.id and call.function and call.function.name:
+            events.append(ToolCall(call.index, call.id, call.function.name))
+        if call.function and call.function.arguments:
+            events.append(ToolArguments(call.index, call.function.arguments))
+    return events

@@ -1,0 +1,217 @@
+"""ResponsesSession: a model that calls the tools of MCP servers, from a script or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import ConfigError, Field, InvalidRequestError
+from jaxllm.mcp.results import as_data
+from jaxllm.mcp.servers import RESULT_LIMIT
+from jaxllm.mcp.tools import ServerTool, ToolResult
+from jaxllm.serving.conversation import parse_arguments
+from jaxllm.serving.parsing.events import Content, Event, Reasoning
+from jaxllm.serving.parsing.parser import join_events
+from jaxllm.session.models import ChatModel, ClientModel, Ended, EngineModel
+from jaxllm.session.steps import ConversationResult, Said, Step, Thought, ToolCalled, ToolReturned
+from jaxllm.session.thread import LoopThread
+from jaxllm.session.tools import SessionTools
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.llm import LLM
+
+Messages = Iterable[Mapping[str, Any]]
+"""As chat completions take them: {"role": "user", "content": "…"}."""
+MAX_TURNS = 10
+
+
+class ResponsesSession:
+    """A model and the tools of several MCP servers, which it calls until it has an answer.
+
+    Args:
+        engine: an LLM or AsyncLLM of this process, or an openai.AsyncOpenAI client of any server.
+        model: the name that a client asks for; by default the first that its server lists.
+        result_limit: characters of a tool's result that the model is told.
+        request: further fields of every chat request, as temperature, max_tokens or reasoning_effort. A tool_choice
+            holds for the first turn of a conversation.
+
+    Servers begin when the tools are first needed, on a thread of the session's own, and end with `close`, with `with`
+    or `async with`, or when the session is forgotten. The engine or client stays its owner's; a client belongs to one
+    event loop, so a session with one uses either `run` or the async methods on one loop.
+    """
+
+    def __init__(
+        self,
+        engine: LLM | AsyncLLM | AsyncOpenAI,
+        model: str | None = None,
+        *,
+        result_limit: int = RESULT_LIMIT,
+        **request: Any,
+    ):
+        self._thread = LoopThread("jaxllm-session")
+        self._tools = SessionTools(self._thread, result_limit)
+        self._model: ChatModel = _model(engine, model, self._thread)
+        self._request = request
+        self._closing = weakref.finalize(self, _close, self._thread, self._tools, self._model)
+
+    @classmethod
+    def from_config_path(
+        cls, path: str | Path, engine: LLM | AsyncLLM | AsyncOpenAI, **arguments: Any
+    ) -> ResponsesSession:
+        """A session with the servers of an mcp.json. Raises ConfigError where the file cannot be used."""
+        session = cls(engine, **arguments)
+        session._tools.add_file(Path(path))
+        return session
+
+    def add_mcp_server(self, name: str, **fields: Any) -> ResponsesSession:
+        """One server more, which its tools' names begin with; returns the session.
+
+        `fields` are those of mcp.json: command, args, env, cwd, or url, auth, headers, and timeout_secs, instructions,
+        allowed_tools. Raises ConfigError where they cannot be used.
+        """
+        self._tools.add(name, fields)
+        return self
+
+    async def list_openai_tools(self, allowed: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The tools as chat completions take them; `allowed` are exact names, as "weather_forecast".
+
+        Raises InvalidRequestError where there is no tool of such a name.
+        """
+        return [_openai_tool(tool) for tool in await self._tools.offered(allowed)]
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any] | str = "{}") -> ToolResult:
+        """Run one tool. What fails is told in the result, whose `error` is None where the tool ran."""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return await self._tools.call(name, text, await self._tools.offered(None))
+
+    async def run_conversation(
+        self, messages: Messages, *, max_turns: int = MAX_TURNS, allowed_tools: Sequence[str] | None = None
+    ) -> ConversationResult:
+        """Let the model answer, and call tools, until it calls none or has spoken `max_turns` times.
+
+        Tools that fail, are unknown or not in `allowed_tools` are told to the model, and nothing else happens.
+        Raises InvalidRequestError, or what the client raises, where a request cannot be honoured.
+        """
+        steps = self.stream_conversation(messages, max_turns=max_turns, allowed_tools=allowed_tools)
+        async with aclosing(steps):
+            async for step in steps:
+                if isinstance(step, ConversationResult):
+                    return step
+        raise AssertionError("the last step is the result")
+
+    async def stream_conversation(
+        self, messages: Messages, *, max_turns: int = MAX_TURNS, allowed_tools: Sequence[str] | None = None
+    ) -> AsyncGenerator[Step, None]:
+        """The same, step by step; the last is the result."""
+        offered = await self._tools.offered(allowed_tools)
+        said: list[dict[str, Any]] = [dict(message) for message in messages]
+        past: list[ToolReturned] = []
+        turns = 0
+        while True:
+            events: list[Event | Ended] = []
+            async with aclosing(self._model.reply(self._body(said, offered, is_first=not turns))) as reply:
+                async for event in reply:
+                    events.append(event)
+                    if isinstance(event, Content | Reasoning):
+                        yield Said(event.text) if isinstance(event, Content) else Thought(event.text)
+            turns += 1
+            answer = join_events(event for event in events if not isinstance(event, Ended))
+            whole = events[-1] in (Ended("stop"), Ended("tool_calls"))
+            if not answer.tool_calls or not whole or turns >= max_turns:
+                said.append({"role": "assistant", "content": answer.content or ""})
+                completed = whole and not answer.tool_calls
+                yield ConversationResult(answer.content or "", past, turns, completed, said)
+                return
+            calls = [ToolCalled(call.id, call.name, call.arguments) for call in answer.tool_calls]
+            for call in calls:
+                yield call
+            said.append(_message(answer.content, calls))
+            results = await asyncio.gather(*(self._tools.call(call.name, call.arguments, offered) for call in calls))
+            for call, result in zip(calls, results, strict=True):
+                past.append(ToolReturned(call, result.text, result.error))
+                yield past[-1]
+                said.append(await self._told(call, result, offered))
+
+    def run(
+        self, messages: Messages, *, max_turns: int = MAX_TURNS, allowed_tools: Sequence[str] | None = None
+    ) -> ConversationResult:
+        """`run_conversation` for programs without an event loop, and for notebooks: it waits for the end."""
+        return self._thread.wait(self.run_conversation(messages, max_turns=max_turns, allowed_tools=allowed_tools))
+
+    def close(self) -> None:
+        """End the servers."""
+        self._closing()
+
+    async def aclose(self) -> None:
+        """End the servers, without holding up the running event loop."""
+        await asyncio.to_thread(self._closing)
+
+    def __enter__(self) -> ResponsesSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> ResponsesSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _body(self, said: list[dict[str, Any]], offered: Sequence[ServerTool], *, is_first: bool) -> dict[str, Any]:
+        body = {**self._request, "messages": said}
+        if not is_first:
+            body.pop("tool_choice", None)  # or the model would have to call for ever
+        return body | ({"tools": [_openai_tool(tool) for tool in offered]} if offered else {})
+
+    async def _told(self, call: ToolCalled, result: ToolResult, offered: Sequence[ServerTool]) -> dict[str, Any]:
+        """The result as the model is told it: a tool's own words are marked as data."""
+        known = any(tool.full_name == call.name for tool in offered)
+        text = result.text if not known else as_data(call.name, result, await self._model.special_tokens())
+        return {"role": "tool", "tool_call_id": call.id, "content": text}
+
+
+def _model(engine: LLM | AsyncLLM | AsyncOpenAI, name: str | None, thread: LoopThread) -> ChatModel:
+    if hasattr(engine, "chat") and hasattr(engine, "base_url"):
+        return ClientModel(engine, name)  # type: ignore[arg-type]
+    if name is not None:
+        raise ConfigError(f"model is {name!r}; it names one of a client's models, and an engine has only its own")
+    return EngineModel(engine, thread)  # type: ignore[arg-type]
+
+
+def _close(thread: LoopThread, tools: SessionTools, model: ChatModel) -> None:
+    async def close() -> None:
+        await tools.aclose()
+        await model.aclose()
+
+    thread.close(close())
+
+
+def _openai_tool(tool: ServerTool) -> dict[str, Any]:
+    function = {"name": tool.full_name, "description": tool.description or "", "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+def _message(text: str | None, calls: Sequence[ToolCalled]) -> dict[str, Any]:
+    made = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _object(call.arguments)}}
+        for call in calls
+    ]
+    return {"role": "assistant", "content": text or "", "tool_calls": made}
+
+
+def _object(arguments: str) -> str:
+    """Arguments as a history may have them: where they are no object, the call's result says so."""
+    try:
+        parse_arguments(arguments, Field("arguments"))
+    except InvalidRequestError:
+        return "{}"
+    return arguments or "{}"
