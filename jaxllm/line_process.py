@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -27,6 +28,15 @@ def ask(process: Process, line: bytes) -> dict[str, Any] | None:
         return None
     reply = process.stdout.readline()
     return json.loads(reply) if reply.endswith(b"\n") else None
+
+
+def limit_memory(most: int) -> None:
+    """Bytes that this process may have, where the system can hold it to that; no core is kept of a crash."""
+    if os.name == "posix":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def end(process: Process, *, kill: bool = True) -> int:

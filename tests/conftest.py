@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import gc
-import os
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +16,7 @@ CHECKED = ("engine.device", "models", "pallas_kernels", "quantization", "shardin
 install_import_hook([f"jaxllm.{name}" for name in CHECKED], "tests.typecheck.checked")  # the shapes in signatures hold
 
 from jaxllm import compat  # noqa: E402
+from jaxllm.config import CACHE_DIR  # noqa: E402
 from tests.quick_compile import quick_compile  # noqa: E402
 
 gc.set_threshold(
@@ -26,20 +27,31 @@ hypothesis.settings.register_profile("jaxllm", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("jaxllm")
 
 
+COMPILED = CACHE_DIR / "tests"
+"""What XLA made of the tests' steps, which later runs need not make again; half of a run's time."""
+MOST_COMPILED = 2**31
+"""Bytes."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Forget what has been compiled once it has become too much; before there are workers, who may all use it."""
+    first = not hasattr(config, "workerinput")
+    if first and sum(path.stat().st_size for path in COMPILED.glob("*")) > MOST_COMPILED:
+        shutil.rmtree(COMPILED)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def own_compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines built in this run share compiled steps, over its processes, and not with what an earlier run left."""
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compile-cache"
+def own_compile_cache() -> Iterator[None]:
+    """Every engine, in whichever process, shares compiled steps with the tests' others, and with nobody else's."""
     enable = compat.enable_compile_cache
-    enable(directory)
+    enable(COMPILED)
 
     def redirected(_: Path) -> None:
-        enable(directory)
+        enable(COMPILED)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "enable_compile_cache", redirected)
-        patch.setenv("TESTS_COMPILE_CACHE", str(directory))  # of processes that are started
+        patch.setenv("TESTS_COMPILE_CACHE", str(COMPILED))  # of processes that are started
         yield
 
 

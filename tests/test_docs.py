@@ -12,7 +12,9 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.config import ServeConfig, sections
 from jaxllm.models.registry import FAMILIES
-from jaxllm.serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
+from jaxllm.serving.parsing.formats import TOOL_FORMATS
+from jaxllm.serving.thinking import EFFORT_BUDGETS
+from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.serving.api_tables import fields_tables, routes_table
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +58,7 @@ def tool_formats_table() -> str:
     rows = [("Name", "A call")]
     for tool_format in TOOL_FORMATS:
         layout = tool_format.layout
-        text = layout.start + layout.call.replace("{name}", "NAME") + "…" + layout.end + layout.stop
+        text = layout.start + layout.head("NAME") + "…" + layout.end + layout.stop
         rows.append((f"`{tool_format.name}`", verbatim(text)))
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---", "---"), *rows[1:]])
 
@@ -67,6 +69,12 @@ def reasoning_formats_table() -> str:
         note = "without the opening mark too" if form.always_open else ""
         rows.append((f"`{form.name}`", f"{verbatim(form.open)} … {verbatim(form.close)}", note))
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---",) * 3, *rows[1:]])
+
+
+def efforts_table() -> str:
+    rows = [("Effort", "Tokens of reasoning"), ("---", "---")]
+    rows += [(f"`{effort}`", "any number" if most is None else str(most)) for effort, most in EFFORT_BUDGETS.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def verbatim(text: str) -> str:
@@ -87,6 +95,7 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "fields": (ROOT / "docs/api.md", fields_tables),
     "settings": (ROOT / "docs/configuration.md", settings_tables),
     "tool formats": (ROOT / "docs/tools.md", tool_formats_table),
+    "efforts": (ROOT / "docs/tools.md", efforts_table),
     "reasoning formats": (ROOT / "docs/tools.md", reasoning_formats_table),
     "families": (ROOT / "README.md", family_table),
 }

@@ -305,7 +305,9 @@ def test_a_step_that_fails_is_said_and_the_engine_can_be_started_again(directory
         for _ in range(2):
             with pytest.raises(EngineDeadError, match=r"RuntimeError: the device caught fire; restart\(\)"):
                 llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
+        assert llm._streams.is_dead
         llm.restart()
+        assert not llm._streams.is_dead
         assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
         assert llm.info.num_pages == pages
 

@@ -46,5 +46,4 @@ def profile(
         timed_generate(llm, first, num_steps)
         with jax.profiler.trace(str(output), create_perfetto_trace=True):
             timed_generate(llm, traced, num_steps)
-    for path in sorted(output.glob("plugins/profile/*/perfetto_trace.json.gz")):
-        print(path)
+    print(max(output.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime))

@@ -9,7 +9,7 @@ Weights lie in *tiles* of 16 output rows by one block of inputs, `uint8 [ceil(o 
 
 On the host, with NumPy:
 
-    repack(type, blocks) -> tiles        GGUF bytes uint8 [o, i / block, bytes], or a float matrix [o, i]
+    repack(type, blocks) -> tiles        GGUF bytes uint8 [*stack, o, i / block, bytes], or floats [*stack, o, i]
     unpack(format, tiles, rows) -> float32 [rows, i]
 
 While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `products.py`):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from enum import IntEnum
 from typing import Any
 
@@ -14,6 +15,8 @@ from jaxllm.cpu_kernels.library import library, physical_cores
 
 GROUP = 16
 """Output rows in a tile."""
+ALIGNMENT = 64
+"""Bytes, of the address of a buffer that XLA takes as it is on a CPU."""
 
 
 class Format(IntEnum):
@@ -58,13 +61,15 @@ def tile_bytes(format: str) -> int:
     return int(library().jaxllm_tile_bytes(number(format)))
 
 
-def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "groups blocks bytes"]:
-    """Tiles `[ceil(o / 16), i / block, tile_bytes]` of one matrix; rows that 16 does not divide are padded with zeros.
+def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups blocks bytes"]:
+    """Tiles `[*stack, ceil(o / 16), i / block, tile_bytes]` of matrices, whose rows are padded with zeros to 16.
+
+    They lie where JAX on a CPU takes them as they are, without another copy.
 
     Args:
         type: the checkpoint's type, in any case; one of `FORMATS`. Tiles are of the format of that name.
-        blocks: uint8 `[o, i / block, block_bytes]` as a GGUF file has them; of `bf16` and `f32`, the matrix `[o, i]`
-            itself in that type (inputs are padded to 32).
+        blocks: uint8 `[*stack, o, i / block, block_bytes]` as a GGUF file has them; of `bf16` and `f32`, the matrices
+            `[*stack, o, i]` themselves in that type (inputs are padded to 32).
 
     Raises:
         ValueError: no such type, or blocks of another size.
@@ -72,17 +77,27 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "groups blocks by
     name, kind = type.lower(), number(type)
     if name in FLOATS:
         blocks = np.asarray(blocks, FLOATS[name])
-        blocks = np.pad(blocks, ((0, 0), (0, -blocks.shape[1] % 32)))
-        blocks = np.ascontiguousarray(blocks).view(np.uint8).reshape(len(blocks), blocks.shape[1] // 32, -1)
+        if rest := -blocks.shape[-1] % 32:
+            blocks = np.pad(blocks, [(0, 0)] * (blocks.ndim - 1) + [(0, rest)])
+        blocks = np.ascontiguousarray(blocks).view(np.uint8).reshape(*blocks.shape[:-1], blocks.shape[-1] // 32, -1)
     lib = library()
-    if blocks.dtype != np.uint8 or blocks.ndim != 3 or blocks.shape[2] != lib.jaxllm_block_bytes(kind):
+    if blocks.dtype != np.uint8 or blocks.ndim < 3 or blocks.shape[-1] != lib.jaxllm_block_bytes(kind):
         wanted = f"uint8 [o, blocks, {lib.jaxllm_block_bytes(kind)}]"
         raise ValueError(f"the blocks are {blocks.dtype} {list(blocks.shape)}; {name} takes {wanted}")
     blocks = np.ascontiguousarray(blocks)
-    rows, columns, _ = blocks.shape
-    tiles = np.empty((-(-rows // GROUP), columns, tile_bytes(name)), np.uint8)
-    lib.jaxllm_repack(kind, _address(blocks), rows, columns, _address(tiles), physical_cores())
+    *stack, rows, columns, _ = blocks.shape
+    tiles = _aligned((*stack, -(-rows // GROUP), columns, tile_bytes(name)))
+    for index in np.ndindex(*stack):
+        lib.jaxllm_repack(kind, _address(blocks[index]), rows, columns, _address(tiles[index]), physical_cores())
     return tiles
+
+
+def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
+    """Room whose first byte is where XLA's buffers may begin."""
+    size = math.prod(shape)
+    room = np.empty(size + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + size].reshape(shape)
 
 
 def unpack(format: str, tiles: np.ndarray, rows: int, inputs: int | None = None) -> Float32[np.ndarray, "o i"]:

@@ -25,6 +25,7 @@ from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
+from jaxllm.engine.thinking import Thinking, allow_only
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
@@ -120,6 +121,8 @@ class EngineCore:
                 skip_special_tokens=params.skip_special_tokens,
                 shown_special_token_ids=params.shown_special_token_ids,
             )
+        if self._tokenizer is not None:
+            request.thinking = Thinking.of(params, self._tokenizer)
         if params.prompt_logprobs is not None:
             whole = params.prompt_logprobs == -1
             width = self._runner.vocab_size if whole else 1 + params.prompt_logprobs
@@ -142,8 +145,8 @@ class EngineCore:
     def turn(self) -> list[TokenDelta]:
         """Dispatch the next step, then read the one before it.
 
-        A step in which a grammar has a say is dispatched in two halves: the tokens of the step before it settle the
-        masks of its second half, and are read while its first half runs.
+        A step in which a grammar or a thinking budget has a say is dispatched in two halves: the tokens of the step
+        before it settle the masks of its second half, and are read while its first half runs.
         """
         began = time.thread_time()
         deltas = self._start_prepared()
@@ -235,6 +238,9 @@ class EngineCore:
     def _fill_masks(self, requests: list[Request], mask: np.ndarray) -> None:
         assert self._grammars is not None
         self._grammars.fill([request.constraint for request in requests], mask)
+        for row, request in zip(mask, requests, strict=True):
+            if request.thinking is not None and request.thinking.forced is not None:
+                allow_only(row, request.thinking.forced)
 
     def _read(self, handle: Handle) -> list[TokenDelta]:
         for score in handle.scores:
@@ -310,6 +316,8 @@ class EngineCore:
                 _row_logprobs(logprobs, row, token, request.params)
                 for row, token in enumerate(delta.token_ids, result.row)
             ]
+        if request.thinking is not None:
+            self._follow_thinking(request, request.thinking, delta)
         if request.constraint is not None and delta.finish_reason is None:
             num_sampled += self._follow_grammar(request, request.constraint, delta)
         self._scheduler.accept(request, delta.token_ids, num_sampled)
@@ -326,6 +334,13 @@ class EngineCore:
             self._detokenize_and_stop(request, token, len(request.token_ids) + len(delta.token_ids), delta)
             if delta.finish_reason is not None:
                 return
+
+    def _follow_thinking(self, request: Request, thinking: Thinking, delta: TokenDelta) -> None:
+        """Count what was thought; once the reasoning is over the request is like any other."""
+        for token in delta.token_ids:
+            if request.thinking is not None:
+                thinking.accept(token)
+                request.thinking = None if thinking.over else thinking
 
     def _follow_grammar(self, request: Request, constraint: Constraint, delta: TokenDelta) -> int:
         """Move on in the grammar, over the tokens that it forces too; it may be complete then.

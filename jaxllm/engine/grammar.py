@@ -17,6 +17,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
 from jaxllm.engine.device.slots import MASK_BITS
+from jaxllm.engine.markers import MarkerSearch
 from jaxllm.errors import InvalidRequestError, one_line
 from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar, new_matcher
@@ -25,8 +26,6 @@ from jaxllm.threads import call_with_stack
 THREADS = min(4, os.cpu_count() or 1)
 BUILD_STACK_BYTES = 2 * COMPILE_STACK_BYTES
 """For a matcher: a grammar that another process has compiled in half of it does not overflow it."""
-MARKER_TOKENS = 16
-"""How many of the last tokens are searched for the text behind which a constraint begins."""
 
 
 class GrammarError(InvalidRequestError):
@@ -41,9 +40,7 @@ class Constraint:
         self.opening = _only_token(tokenizer, outputs.opening)
         """A token that may come first in place of the grammar, which then begins behind the marker; else None."""
         self.active = outputs.after is None or self.opening is not None
-        self._after = outputs.after or ""
-        self._tokenizer = tokenizer
-        self._tail: list[int] = []
+        self._after = MarkerSearch(tokenizer, outputs.after or "")
 
     @property
     def complete(self) -> bool:
@@ -64,8 +61,7 @@ class Constraint:
             self.matcher.consume_token(token)
             self.check(" (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)")
         else:
-            self._tail = [*self._tail[1 - MARKER_TOKENS :], token]
-            self.active = self._after in self._tokenizer.decode(self._tail, skip_special_tokens=False)
+            self.active = self._after.add(token)
 
     def forced(self) -> list[int]:
         """Tokens that must follow: there is no choice, so they need no sampling."""

@@ -17,6 +17,7 @@ from jaxllm.requests.sampling import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.engine.device.admission import Settings
     from jaxllm.engine.grammar import Constraint
+    from jaxllm.engine.thinking import Thinking
 
 
 class Status(enum.Enum):
@@ -68,6 +69,8 @@ class Request:
     """Log-probabilities of its prompt, where they are asked for."""
     constraint: Constraint | None = None
     """Its place in the grammar that its tokens must follow."""
+    thinking: Thinking | None = None
+    """Its reasoning, while that has a budget and is not over."""
     pooling: PoolingParams | None = None
     """What is read off the hidden states instead of sampling."""
     pooled: np.ndarray | None = None
@@ -134,6 +137,12 @@ class Request:
         return self.params.adjusts_logits
 
     @property
+    def awaits_mask(self) -> bool:
+        """The last token being sampled may be one that its grammar or its thinking budget settles."""
+        thinking = self.thinking
+        return self.constraint is not None or (thinking is not None and self.num_inflight > thinking.left)
+
+    @property
     def reads_prompt(self) -> bool:
         """Every hidden state of the prompt is needed, so none of it may come from the prefix cache."""
         pools_all = self.pooling is not None and self.pooling.kind in ("mean", "cls")
@@ -142,4 +151,5 @@ class Request:
     @property
     def fast_forwards(self) -> bool:
         """Tokens that its grammar forces need not be sampled: nobody asked for their logits or counts them."""
-        return self.constraint is not None and self.params.logprobs is None and not self.needs_history
+        counted = self.params.logprobs is not None or self.needs_history or self.thinking is not None
+        return self.constraint is not None and not counted

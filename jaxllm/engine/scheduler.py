@@ -37,6 +37,8 @@ class Batch:
     admitted: list[Request] = field(default_factory=list)
     num_steps: int = 1
     """How many tokens a decode gives each request, one after another."""
+    masked: bool = False
+    """The host has a say in some token that is sampled, once it has seen the one before: a grammar's, or a budget's."""
 
     @property
     def num_tokens(self) -> int:
@@ -46,11 +48,6 @@ class Batch:
     def decode_only(self) -> bool:
         """Every chunk is one token that samples: one executable does it all."""
         return all(chunk.length == 1 and chunk.num_sampled and chunk.request.pooling is None for chunk in self.chunks)
-
-    @property
-    def constrained(self) -> bool:
-        """Some token is sampled that a grammar must allow."""
-        return any(chunk.num_sampled and chunk.request.constraint is not None for chunk in self.chunks)
 
 
 @dataclass
@@ -161,6 +158,7 @@ class Scheduler:
         decoding = all(
             r.num_total - r.num_computed == 1
             and r.constraint is None
+            and (r.thinking is None or r.num_inflight + steps <= r.thinking.left)
             and r.pooling is None
             and r.num_total + steps <= self.max_model_len
             and not self._outgrown(r, steps)
@@ -256,6 +254,8 @@ class Scheduler:
         batch.chunks.append(Chunk(request, start, length, num_sampled))
         request.num_computed += length + batch.num_steps - 1
         request.num_inflight += num_sampled
+        if request.constraint is not None or request.thinking is not None:
+            batch.masked |= num_sampled > 0 and request.awaits_mask
         self._register_full_pages(request)
 
     def _register_full_pages(self, request: Request) -> None:

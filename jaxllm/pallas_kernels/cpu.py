@@ -38,10 +38,9 @@ def linear(
         return products.linear(x, weight, norm, residual, dtype)
     x, native = _before(x, norm)
     if len(matrices) == 1:
-        out = cpu_kernels.linears(x, matrices, norm=native, residual=residual)[0]
-        return out if residual is not None else out.astype(dtype)
+        return cpu_kernels.linears(x, matrices, norm=native, residual=residual)[0].astype(dtype)
     out = jnp.concatenate(cpu_kernels.linears(x, matrices, norm=native), axis=-1)
-    return out.astype(dtype) if residual is None else out + residual
+    return (out if residual is None else out + residual).astype(dtype)
 
 
 def segments(x: Float[Array, "T i"], weight: Any, norm: Norm | None) -> tuple[jax.Array, ...] | None:

@@ -37,7 +37,7 @@ def linear(
         return reference_linear(x, weight, norm, residual, dtype)
     x = x if norm is None else norm(x)
     out = _joined([_product(x, matrix, dtype if residual is None else residual.dtype) for matrix in matrices])
-    return out if residual is None else residual + out
+    return out if residual is None else (residual + out).astype(dtype)
 
 
 def grouped_matmul(x: Float[Array, "N i"], weight: Any, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:

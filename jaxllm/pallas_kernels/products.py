@@ -20,4 +20,4 @@ def linear(
 ) -> Float[Array, "T o"]:
     """The weight's own product."""
     out = weight.matmul(x if norm is None else norm(x))
-    return out.astype(dtype) if residual is None else residual + out.astype(residual.dtype)
+    return (out if residual is None else residual + out.astype(residual.dtype)).astype(dtype)

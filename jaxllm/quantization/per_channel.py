@@ -24,6 +24,9 @@ from jaxllm.sharding.mesh import Axes
 INT8 = np.dtype(np.int8)
 LARGEST = {INT8: 127.0, FP8: float(ml_dtypes.finfo(FP8).max)}
 """The largest code of each type: it stands for the largest weight of a channel."""
+RUN = 64
+"""Inputs that are rounded by one scale. A few of a token's inputs are a hundred times as large as the others, which one
+scale for all would round away: that costs SmolLM2 five percent of perplexity, runs of 64 cost one."""
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +38,7 @@ class PerChannel(Quantized):
         codes: int8 or float8_e4m3fn `[*stack, o, i]`.
         scale: float32 `[*stack, o]`.
         dtype: of the numbers that `rows` and `dequantize` give.
-        activations: whether a product rounds its inputs to int8 as well, with a scale a row of them (W8A8).
+        activations: whether a product rounds its inputs to int8 as well, with a scale for each RUN of a row (W8A8).
     """
 
     codes: Any
@@ -67,17 +70,36 @@ class PerChannel(Quantized):
         return product(x, self.codes.astype(x.dtype)) * self.scale
 
     def _by_integers(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        codes, scale = quantize_rows(x)
-        sums = lax.dot_general(codes, self.codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-        return sums.astype(jnp.float32) * scale[:, None] * self.scale
+        codes, scale = quantize_runs(x)
+
+        def add(run: jax.Array, total: jax.Array) -> jax.Array:
+            return total + self._of_run(codes, scale, run * RUN, RUN)
+
+        whole, rest = divmod(self.shape[-1], RUN)
+        total = jnp.zeros((len(x), self.shape[0]), jnp.float32)
+        if whole:
+            total = lax.fori_loop(0, whole, add, total)
+        if rest:
+            total += self._of_run(codes, scale, whole * RUN, rest)
+        return total * self.scale
+
+    def _of_run(
+        self, codes: Int8[Array, "T i"], scale: Float[Array, "T r"], start: jax.Array | int, size: int
+    ) -> Float[Array, "T o"]:
+        """What the inputs from `start` on add to the sums."""
+        inputs, weights = (lax.dynamic_slice_in_dim(each, start, size, 1) for each in (codes, self.codes))
+        sums = lax.dot_general(inputs, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return sums.astype(jnp.float32) * lax.dynamic_slice_in_dim(scale, start // RUN, 1, 1)
 
 
-def quantize_rows(x: Float[Array, "T i"]) -> tuple[Int8[Array, "T i"], Float[Array, "T"]]:
-    """The nearest `codes * scale`, a scale a row; a row of zeros has the scale 1."""
-    x = x.astype(jnp.float32)
-    peak = jnp.abs(x).max(axis=1)
+def quantize_runs(x: Float[Array, "T i"]) -> tuple[Int8[Array, "T i"], Float[Array, "T r"]]:
+    """The nearest `codes * scale`, a scale for each RUN inputs of a row; a run of zeros has the scale 1."""
+    size = x.shape[1]
+    runs = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -size % RUN))).reshape(len(x), -1, RUN)
+    peak = jnp.abs(runs).max(axis=2)
     scale = jnp.where(peak > 0, peak / LARGEST[INT8], 1)
-    return jnp.round(x / scale[:, None]).astype(jnp.int8), scale
+    codes = jnp.round(runs / scale[..., None]).astype(jnp.int8)
+    return codes.reshape(len(x), -1)[:, :size], scale
 
 
 @dataclass(frozen=True)

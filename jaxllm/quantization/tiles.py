@@ -94,13 +94,9 @@ class TiledKind:
         return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), self.format, self.stored.dtype)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
-        """What the other kind makes of them, moved into tiles matrix by matrix."""
-        whole = self.stored.pack(tensors, layout)
-        (array,) = jax.tree.leaves(whole)
-        stack = whole.shape[:-2]
-        parts = [cpu_kernels.repack(self.format, array[index]) for index in np.ndindex(stack)]
-        tiles = np.stack(parts).reshape(*stack, *parts[0].shape)
-        return Tiled(tiles, self.format, self.stored.dtype)
+        """What the other kind makes of them, moved into tiles."""
+        (array,) = jax.tree.leaves(self.stored.pack(tensors, layout))
+        return Tiled(cpu_kernels.repack(self.format, array), self.format, self.stored.dtype)
 
 
 def tiled(kind: Kind, rows: Sequence[int], inputs: int, *, stack: bool) -> Kind:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
-from jaxllm.line_process import Process, ask, end, start
+from jaxllm.line_process import Process, ask, end, limit_memory, start
 from jaxllm.threads import call_with_stack
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class GrammarProcesses:
 
 def main(seconds: int, stack_bytes: int) -> None:
     """Compile what stdin asks for until it closes, or nothing comes for long."""
-    _limit_memory(COMPILE_MEMORY_BYTES + stack_bytes)
+    limit_memory(COMPILE_MEMORY_BYTES + stack_bytes)
     while select.select([sys.stdin], [], [], IDLE_SECONDS)[0] and (line := sys.stdin.buffer.readline()):
         signal.alarm(seconds)  # which ends this process, whatever code it is in then
         reply = _reply(json.loads(line), stack_bytes)
@@ -150,13 +150,6 @@ def _follow(matcher: LLMatcher) -> None:
             return
         allowed = matcher.compute_logit_bias()
         matcher.consume_token(next(token for token, bias in enumerate(allowed) if bias))
-
-
-def _limit_memory(most: int) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an answer here, nothing to look into
 
 
 if __name__ == "__main__":

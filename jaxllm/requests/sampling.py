@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.requests.thinking import ThinkingMarkers
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -31,11 +32,14 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "seed": (INT64_MIN, 2**64 - 1, "a 64-bit integer"),
     "max_tokens": (1, INT32_MAX, f"an integer from 1 to {INT32_MAX}"),
     "min_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
+    "max_thinking_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
     "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
 }
 """What each may be, and how an error says it."""
-_MAY_BE_NONE = frozenset({"repeat_last_n", "seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_MAY_BE_NONE = frozenset({
+    "repeat_last_n", "seed", "max_tokens", "max_thinking_tokens", "logprobs", "prompt_logprobs",
+})  # fmt: skip
 _REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 _TOKEN_IDS = ("allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids")
@@ -61,6 +65,9 @@ class SamplingParams:
         structured_outputs: what the generated text must match.
         seed: makes the request's own random stream reproducible; None takes one from the engine's seed.
         max_tokens: upper bound on generated tokens; None runs to the context's end.
+        max_thinking_tokens: after this many tokens of reasoning, markers not counted, its closing marker is forced;
+            None sets no bound. A forced token's log-probability is the model's own.
+        thinking_markers: how the answer marks its reasoning; None takes it from the chat template and the prompt.
         min_tokens: no end-of-sequence and no stop token before this many tokens.
         stop: text that ends generation, one string or a list; left out unless include_stop_str_in_output.
         stop_token_ids: token ids that end generation; kept in token_ids, left out of the text.
@@ -94,6 +101,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     max_tokens: int | None = 16
+    max_thinking_tokens: int | None = None
+    thinking_markers: ThinkingMarkers | None = None
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()

@@ -10,8 +10,8 @@ from dataclasses import replace
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
 from jaxllm.serving.conversation import Conversation, Tool, ToolChoice
-from jaxllm.serving.parsing.formats import OutputFormats
 from jaxllm.serving.parsing.grammar import tool_constraint
+from jaxllm.serving.parsing.output_format import OutputFormats
 
 CONSTRAINT = Field("structured_outputs")
 """What the request itself asks of the text."""
@@ -37,6 +37,8 @@ def answer_constraint(
     constraint = _constraint(conversation, formats, after, special_tokens)
     if constraint is None or constraint.after is None or in_reasoning or formats.reasoning is None:
         return constraint
+    if formats.reasoning.answer:
+        return constraint  # whatever comes before that is no text of the answer's
     return replace(constraint, opening=formats.reasoning.open)
 
 
@@ -54,6 +56,8 @@ def _constraint(
 
     if choice != "auto" or answer is None:
         return _compiled_calls(calls(choice), tools)
+    if formats.has_channels:
+        raise _needs_choice(answer)
     compiled(answer)
     required = calls("required")
     assert required is not None
@@ -104,13 +108,16 @@ def _either(calls: StructuredOutputs, answer: StructuredOutputs) -> StructuredOu
         case "regex":
             escaped = ascii_classes(answer.regex or "").replace("/", r"\/")
             text = f"/{escaped}/"
-        case kind:
-            raise InvalidRequestError(
-                [CONSTRAINT, f" ({kind}) with tools needs a tool_choice: none to answer, required to call"]
-            )
+        case _:
+            raise _needs_choice(answer)
     header, rules = (calls.grammar or "").split("\nstart: ", 1)
     grammar = f"{header}\nstart: calls_alone | answer_text\nanswer_text: {text}\ncalls_alone: {rules}"
     return StructuredOutputs(grammar=grammar, after=calls.after)
+
+
+def _needs_choice(answer: StructuredOutputs) -> InvalidRequestError:
+    problem = f" ({answer.kind}) with tools needs a tool_choice: none to answer, required to call"
+    return InvalidRequestError([CONSTRAINT, problem])
 
 
 def _reasoning_end(
@@ -119,6 +126,8 @@ def _reasoning_end(
     """The text that ends the reasoning the answer may begin with."""
     if formats.reasoning is None:
         return None
+    if formats.reasoning.answer:
+        return formats.reasoning.answer
     close = formats.reasoning.close
     none_left = prompt_text.rstrip().endswith(close) or conversation.rendering.thinks is False
     return close if in_reasoning or not none_left else None

@@ -143,6 +143,18 @@ class Rendering:
         told = next((self.variables[name] for name in THINKING_VARIABLES if name in self.variables), None)
         return None if told is None else bool(told)
 
+    @property
+    def effort(self) -> str | None:
+        """How hard the template was told to let the model think."""
+        effort = self.variables.get("reasoning_effort")
+        return effort if isinstance(effort, str) else None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """How many tokens of reasoning the template was told of."""
+        budget = self.variables.get("thinking_budget")
+        return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
+
     def template_arguments(self, server_template: str | None) -> dict[str, Any]:
         """Keyword arguments of Tokenizer.chat_template_values."""
         documents = {"documents": self.documents} if self.documents is not None else {}
@@ -155,12 +167,16 @@ class Rendering:
         }
 
 
-def thinking_variables(thinks: bool | None, effort: str | None = None) -> dict[str, Any]:
-    """What tells templates to think or not, and how hard; an effort alone turns thinking on, "none" turns it off."""
+def thinking_variables(thinks: bool | None, effort: str | None = None, budget: int | None = None) -> dict[str, Any]:
+    """What tells templates to think or not, how hard, and how long.
+
+    An effort alone turns thinking on, "none" turns it off.
+    """
     if thinks is None and effort is not None:
         thinks = effort != "none"
     told = {} if thinks is None else dict.fromkeys(THINKING_VARIABLES, thinks)
-    return told if effort is None else told | {"reasoning_effort": effort}
+    asked = {"reasoning_effort": effort, "thinking_budget": budget}
+    return told | {name: value for name, value in asked.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

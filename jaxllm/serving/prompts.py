@@ -12,11 +12,13 @@ from jaxllm.serving.constraints import answer_constraint
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Prompt
 from jaxllm.serving.generation_settings import GenerationSettings
-from jaxllm.serving.parsing.formats import OutputFormats, opens_reasoning
+from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
+from jaxllm.serving.thinking import thinking_fields
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
+from jaxllm.text.reasoning import opens_reasoning
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Rendered:
     text: str
     token_ids: list[int]
     formats: OutputFormats
+    template: str
+    """That rendered it."""
 
 
 @dataclass
@@ -137,7 +141,7 @@ def _rendered(model: ServedModel, conversation: Conversation, may_be_cut: bool, 
     """`text` is what the template gave."""
     special = conversation.rendering.special_tokens
     token_ids = model.encode(text, Field("messages"), add_special_tokens=special, may_be_cut=may_be_cut)
-    return Rendered(text, token_ids, model.formats(template))
+    return Rendered(text, token_ids, model.formats(template), template)
 
 
 def _checked(
@@ -145,17 +149,27 @@ def _checked(
 ) -> ConversationPrompt:
     formats = rendered.formats
     continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""
-    in_reasoning = opens_reasoning(formats, rendered.text, continued)
+    in_reasoning = opens_reasoning(formats.reasoning, rendered.text, continued)
     constraint = answer_constraint(
         conversation, formats, rendered.text, in_reasoning=in_reasoning, special_tokens=model.special_tokens
     )
+    thinking = thinking_fields(
+        conversation,
+        formats.reasoning,
+        rendered.template,
+        settings.sampling.get("max_thinking_tokens"),
+        in_reasoning=in_reasoning,
+    )
     if constraint is not None and settings.beam_search is not None:
         raise InvalidRequestError("use_beam_search is not available with tools that constrain the answer", "tools")
+    if thinking and settings.beam_search is not None:
+        raise InvalidRequestError("use_beam_search is not available with a thinking budget", "use_beam_search")
     params = sampling_params(
         model,
         settings,
         structured_outputs=constraint,
         shown_special_token_ids=model.marker_ids(formats, with_tools=bool(conversation.tools)),
+        **thinking,
     )
     prompt = fitted(model, rendered.token_ids, params, settings, Field("messages"))
     return ConversationPrompt(prompt, formats, conversation, in_reasoning)

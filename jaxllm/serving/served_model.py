@@ -11,8 +11,9 @@ from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
 from jaxllm.serving.fingerprint import system_fingerprint
 from jaxllm.serving.http.errors import unavailable
-from jaxllm.serving.parsing.formats import OutputFormats, detect_formats
+from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens
+from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:

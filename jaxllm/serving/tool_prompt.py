@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import ToolFormat
+from jaxllm.serving.parsing.output_format import ToolFormat
 
 _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its arguments:
 {functions}
@@ -68,9 +68,9 @@ def calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
     """Calls as a model of this format writes them."""
     layout = tool_format.layout
     written = (
-        layout.call.replace("{name}", call["function"]["name"])
+        layout.head(call["function"]["name"], at)
         + json.dumps(call["function"]["arguments"], ensure_ascii=False)
         + layout.end
-        for call in calls
+        for at, call in enumerate(calls)
     )
     return layout.start + layout.between.join(written) + layout.stop

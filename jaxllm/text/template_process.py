@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.line_process import Process, ask, end, start
+from jaxllm.line_process import Process, ask, end, limit_memory, start
 from jaxllm.text.chat_template import render
 
 RENDER_SECONDS = 10.0
@@ -78,7 +78,7 @@ class TemplateProcess:
 
 def main() -> None:
     """Render what stdin asks for until it closes."""
-    _limit()
+    limit_memory(MEMORY_BYTES)
     for line in sys.stdin.buffer:
         _alarm(ORPHAN_SECONDS)
         reply = _reply(json.loads(line))
@@ -102,14 +102,6 @@ def _alarm(seconds: int) -> None:
     """End this process after so long, where the system can; 0 calls it off."""
     if os.name == "posix":
         signal.alarm(seconds)
-
-
-def _limit() -> None:
-    """Bound the memory, where the system can."""
-    if os.name == "posix":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 if __name__ == "__main__":

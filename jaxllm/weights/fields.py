@@ -11,6 +11,7 @@ from jaxllm.errors import CheckpointError
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
+_LONGEST = 200
 
 MAX_SIZE = 2**48
 """Of a tensor, in elements or bytes."""
@@ -89,4 +90,5 @@ def is_storable(shape: Sequence[int]) -> bool:
 
 def shown(value: Any) -> str:
     """`repr`, on one line and never long."""
-    return _SHOWN.repr(value)
+    text = _SHOWN.repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

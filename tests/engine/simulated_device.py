@@ -88,7 +88,7 @@ class SimulatedRunner:
         ]
         contexts = {row.row: self._read(row.request, row.position + 1) for row in rows}
         handle = SimulatedHandle(contexts=contexts, num_steps=batch.num_steps, stride=batch.num_steps)
-        if batch.constrained:
+        if batch.masked:
             handle.waiting = rows
         else:
             self._sample(handle, rows)

@@ -76,10 +76,16 @@ def test_fused_products_of_several_kinds():
     np.testing.assert_allclose(found, x @ np.concatenate(list(map(expanded, parts))).T, atol=1e-4)
 
 
-def test_w8a8_rounds_each_row_of_inputs_to_int8():
-    weight, x = random_weight("w8a8", 12, 256), inputs(3, 256)
-    x[1] *= 1000  # a scale a row: others do not notice
+@pytest.mark.parametrize("size", [40, 64, 256, 300])
+def test_w8a8_rounds_each_64_inputs_of_a_row_to_int8(size):
+    weight, x = random_weight("w8a8", 12, size), inputs(3, size)
+    x[1] *= 1000  # others do not notice
+    x[0, :64] *= 1000
     x[2] = 0
     found = jax.jit(lambda w, x: w.matmul(x))(weight, x)
-    step = np.maximum(np.abs(x).max(axis=1, keepdims=True), 1e-9) / 127
-    np.testing.assert_allclose(found, (np.round(x / step) * step) @ expanded(weight).T, rtol=1e-4, atol=1e-4)
+    rounded = np.empty_like(x, np.float64)
+    for start in range(0, size, 64):
+        run = x[:, start : start + 64].astype(np.float64)
+        step = np.maximum(np.abs(run).max(axis=1, keepdims=True), 1e-9) / 127
+        rounded[:, start : start + 64] = np.round(run / step) * step
+    np.testing.assert_allclose(found, rounded @ expanded(weight).T, rtol=1e-4, atol=1e-4)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,18 @@ from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.server import bind
 from tests.serving.fake_engine import FakeEngine
+
+PATIENCE = 10.0
+"""Seconds on the clock for what takes less of the processor, on a machine that does other things as well."""
+
+
+@contextmanager
+def quickly(seconds: float) -> Iterator[None]:
+    """What is done here takes less of this process's processor time, whatever else the machine does."""
+    used, began = time.process_time(), time.monotonic()
+    yield
+    assert time.process_time() - used < seconds
+    assert time.monotonic() - began < PATIENCE
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class Runner:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
         keys = []
         size = self.executables.most_rows
-        if request.params.structured_outputs is not None:
+        if request.params.structured_outputs is not None or request.params.max_thinking_tokens is not None:
             keys.append(Key("head", size, MASKED))
         if request.params.prompt_logprobs is not None:
             keys.append(_scoring_key(request, size))
@@ -77,7 +77,7 @@ class Runner:
         """Enqueue the step for `batch` without waiting for anything."""
         for request in batch.admitted:
             self._admit(request)
-        handle = self._decode(batch) if batch.decode_only and not batch.constrained else self._prefill(batch)
+        handle = self._decode(batch) if batch.decode_only and not batch.masked else self._prefill(batch)
         _copy_to_host(handle)
         return handle
 
@@ -127,7 +127,7 @@ class Runner:
                 scores += self._score(chunk, row)
             row += chunk.length
         handle = Handle(scores=scores, pooled=self._pool(pooling))
-        if batch.constrained:
+        if batch.masked:
             handle.waiting = rows
         elif rows:
             handle.rows, handle.sampled = rows, self._head(rows)

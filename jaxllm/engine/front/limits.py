@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxllm.engine.front.messages import EngineInfo
+from jaxllm.engine.front.thinking import check_thinking
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import MAX_ENTRIES
@@ -55,6 +56,7 @@ def check_request(
         )
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)
+    check_thinking(params, tokenizer, ids)
     if params.bad_words and tokenizer is not None:
         check_bad_words(tokenizer.backend, params.bad_words)
 

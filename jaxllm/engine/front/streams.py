@@ -16,6 +16,7 @@ import msgspec
 
 from jaxllm.engine.front.messages import EngineClient, EngineRequest, TokenDelta
 from jaxllm.engine.front.sequences import name_tokens, split_request
+from jaxllm.engine.front.thinking import with_markers
 from jaxllm.errors import EngineDeadError, JaxLLMError, QueueFullError
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -229,7 +230,8 @@ class Stream:
         loop: asyncio.AbstractEventLoop | None = None,
         at_once: int | None = None,
     ):
-        sequences = [sequence for request in requests for sequence in split_request(request)]
+        settled = [with_markers(request, streams.tokenizer) for request in requests]
+        sequences = [sequence for request in settled for sequence in split_request(request)]
         self.loop = loop
         self.bell = threading.Event() if loop is None else asyncio.Event()
         """Rung when there is something to read."""

@@ -74,6 +74,6 @@ class RowLinear(Linear):
     ) -> Float[Array, "T o"]:
         """The sum of the devices' products, added to `residual` if there is one."""
         if self.bias is None and tensor_size() == 1:
-            return self.kernels.linear(x, self.weight.get_value(), norm, residual, x.dtype).astype(x.dtype)
+            return self.kernels.linear(x, self.weight.get_value(), norm, residual, x.dtype)
         out = self._with_bias(sum_over_tensor(self.partial(x, norm))).astype(x.dtype)
         return out if residual is None else residual + out

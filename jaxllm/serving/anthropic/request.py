@@ -94,7 +94,7 @@ ToolChoiceParam = Annotated[
 class ThinkingEnabled(RequestModel):
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
-    """A target, as Anthropic documents it: told to templates that know thinking_budget; max_tokens is the bound."""
+    """Tokens of thinking after which it is ended; told to templates that know thinking_budget as well."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted leaves the text of thinking blocks empty; otherwise it is shown as generated."""
 
@@ -120,7 +120,7 @@ class JSONOutputFormat(RequestModel):
 
 class OutputConfig(RequestModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Given to templates that know a reasoning effort."""
+    """Given to templates that know a reasoning effort; for others it is a budget, as docs/tools.md has it."""
     format: JSONOutputFormat | None = None
     """The text follows this JSON schema to the letter."""
 

@@ -119,10 +119,9 @@ def _tool_choice(body: CountTokensRequest) -> ToolChoice:
 def _rendering(body: CountTokensRequest) -> Rendering:
     thinks = None if body.thinking is None else not isinstance(body.thinking, ThinkingDisabled)
     effort = body.output_config.effort if body.output_config is not None else None
-    variables = thinking_variables(thinks, effort)
-    if isinstance(body.thinking, ThinkingEnabled):
-        variables["thinking_budget"] = body.thinking.budget_tokens
+    budget = body.thinking.budget_tokens if isinstance(body.thinking, ThinkingEnabled) else None
     continues = body.continues_answer
+    variables = thinking_variables(thinks, effort, budget)
     return Rendering(variables=variables, opens_answer=not continues, continues_last=continues)
 
 

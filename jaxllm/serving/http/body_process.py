@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from jaxllm.line_process import Process, end, start
+from jaxllm.line_process import Process, end, limit_memory, start
 from jaxllm.serving.http.body import check_numbers, check_structure, parse_object
 from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.packed import pack, unpack
@@ -90,11 +90,8 @@ def _ask(process: Process, pieces: Sequence[bytes]) -> bytes | None:
 
 def main(memory_bytes: int) -> None:
     """Read what comes through stdin until it closes."""
-    import resource
-
     os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(memory_bytes)
     while (raw := _received(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, READ_SECONDS)  # which ends this process, whatever code it is in then
         try:

@@ -89,6 +89,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
         if self.logprob_token_ids is not None and self.top_logprobs:
             raise refuse("logprob_token_ids and top_logprobs are one setting, give one of them", "logprob_token_ids")
         self._check_mcp()
+        self._check_budget()
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise refuse(
@@ -97,6 +98,15 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
                 "max_tokens",
             )
         return self
+
+    def _check_budget(self) -> None:
+        budgets = {self.max_thinking_tokens, super().thinking_budget} - {None}
+        if len(budgets) > 1:
+            raise refuse(
+                f"max_thinking_tokens is {self.max_thinking_tokens} and thinking.budget_tokens is "
+                f"{super().thinking_budget}: they are one setting, give one of them",
+                "max_thinking_tokens",
+            )
 
     def _check_mcp(self) -> None:
         if self.mcp is None:
@@ -123,6 +133,10 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
         said = self.tools is not None or self.tool_choice == "none"
         formed = self.constraint_field is not None or self.use_beam_search
         return not (said or formed or self.continue_final_message or self.add_generation_prompt is False)
+
+    @property
+    def thinking_budget(self) -> int | None:
+        return super().thinking_budget if self.max_thinking_tokens is None else self.max_thinking_tokens
 
     @property
     def logprobs_count(self) -> int | None:

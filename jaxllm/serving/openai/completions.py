@@ -32,6 +32,7 @@ from jaxllm.serving.openai.usage import stream_options, usage_object
 from jaxllm.serving.prompts import fitted, sampling_params
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
+from jaxllm.serving.thinking import with_completion_markers
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
 
@@ -76,7 +77,8 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
                 may_be_cut=body.truncate_prompt_tokens is not None,
             )
         )
-        ready = fitted(model, token_ids, params, settings, Field("prompt"))
+        own = with_completion_markers(model, params, token_ids)
+        ready = fitted(model, token_ids, own, settings, Field("prompt"))
         if body.echo:
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):
                 ready.text = prompt

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.serving import conversation
 from jaxllm.serving.conversation import Rendering, check_pieces, thinking_variables
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
@@ -92,10 +93,12 @@ Messages = Annotated[list[Message], BeforeValidator(_bounded), Field(min_length=
 
 
 class Thinking(RequestModel):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"display"})
 
     type: Literal["enabled", "disabled", "adaptive"]
     """adaptive is the same as enabled."""
+    budget_tokens: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    """As max_thinking_tokens, but nothing is refused where the model marks no reasoning."""
 
 
 class TemplateFields(RequestModel):
@@ -112,9 +115,9 @@ class TemplateFields(RequestModel):
     documents: list[dict[str, Any]] | None = None
     """Given to the template, for those that know retrieval."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """Given to the template; none also turns its thinking off, anything else on."""
+    """Given to templates that know an effort; for others it is a budget (docs/tools.md). none turns thinking off."""
     thinking: bool | Thinking | None = None
-    """Turns the template's thinking on or off: a boolean, or {"type": "enabled"} and {"type": "disabled"}."""
+    """Turns thinking on or off: a boolean, or {"type": "enabled", "budget_tokens": 1024} and {"type": "disabled"}."""
 
     @model_validator(mode="after")
     def _one_ending(self) -> TemplateFields:
@@ -127,13 +130,19 @@ class TemplateFields(RequestModel):
             raise refuse(f"reasoning_effort is {self.reasoning_effort!r}, but thinking is off", "reasoning_effort")
         return self
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of reasoning that the template is told of."""
+        return self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
+
     def rendering(self, *, special_tokens: bool = False) -> Rendering:
         """How the messages are rendered. Raises InvalidRequestError naming the field."""
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         thinks = self.thinking.type != "disabled" if isinstance(self.thinking, Thinking) else self.thinking
         return Rendering(
             chat_template=self.chat_template,
-            variables=thinking_variables(thinks, self.reasoning_effort) | (self.chat_template_kwargs or {}),
+            variables=thinking_variables(thinks, self.reasoning_effort, self.thinking_budget)
+            | (self.chat_template_kwargs or {}),
             documents=self.documents,
             opens_answer=opens,
             continues_last=self.continue_final_message,

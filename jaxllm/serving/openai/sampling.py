@@ -37,7 +37,7 @@ _NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
     "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
-    "include_stop_str_in_output": (False,),
+    "include_stop_str_in_output": (False,), "max_thinking_tokens": (),
 }  # fmt: skip
 """Fields that a search for the most likely text cannot honour, and the values that ask nothing of it."""
 
@@ -94,6 +94,8 @@ class SamplingFields(RequestModel):
     """Go on past the model's end-of-sequence token."""
     min_tokens: int | None = None
     """Neither the end of the sequence nor a stop token may come before this many tokens."""
+    max_thinking_tokens: int | None = None
+    """After this many tokens of reasoning it is ended: the model's closing mark is forced. 0 or more."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; true by default."""
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
@@ -237,4 +239,5 @@ _SAMPLING_FIELDS = (
     "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "repeat_last_n", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids",
+    "max_thinking_tokens",
 )  # fmt: skip

@@ -28,11 +28,12 @@ from jaxllm.serving.parsing.source import (
     skip_space,
 )
 
-_NAME_KEYS = ('"name"', '"function"')
+_NAME_KEYS = ('"name"', '"function"', '"tool_name"')
 _ARGUMENT_KEYS = ('"arguments"', '"parameters"')
-_OTHER_KEYS = ('"type"', '"id"', '"index"')
+_OTHER_KEYS = ('"type"', '"id"', '"index"', '"tool_call_id"')
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 _CALL_ID = re.compile(r"[a-zA-Z0-9_-]+")
+_NUMBER = re.compile(r"[0-9]+")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -61,9 +62,14 @@ class CallWriter:
         self._source = source
         self._events = events
         self._new_id = new_id
+        self._given: set[str] = set()
 
-    def begin(self, name: str) -> None:
-        self._events.append(ToolCall(self.count, self._new_id(), name))
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """A call; `call_id` is the model's own name for it, where it has to see that again. No two calls share one."""
+        if call_id is None or call_id in self._given:
+            call_id = self._new_id()
+        self._given.add(call_id)
+        self._events.append(ToolCall(self.count, call_id, name))
         self.count += 1
 
     def write(self, text: str) -> None:
@@ -210,10 +216,10 @@ def mistral_calls(source: Source, writer: CallWriter) -> Scan[None]:
     yield from named_arguments(source, writer, name)
 
 
-def named_arguments(source: Source, writer: CallWriter, name: str) -> Scan[None]:
+def named_arguments(source: Source, writer: CallWriter, name: str, call_id: str | None = None) -> Scan[None]:
     """The JSON arguments of a call whose name has been read."""
     yield from skip_space(source)
-    yield from json_arguments(source, partial(writer.begin, name), writer.write)
+    yield from json_arguments(source, partial(writer.begin, name, call_id), writer.write)
     writer.complete()
 
 
@@ -234,8 +240,12 @@ def sectioned_calls(
     middles: Sequence[str],
     closers: Sequence[str],
     end: str,
+    numbered: bool = False,
 ) -> Scan[None]:
-    """Calls written `open` `prefix` name `middle` {…} `closers`, one after the other, and `end` behind the last."""
+    """Calls written `open` `prefix` name `middle` {…} `closers`, one after the other, and `end` behind the last.
+
+    Where they are `numbered` the name is name:0, which with its prefix is the call's id.
+    """
     first = True
     while True:
         yield from skip_space(source)
@@ -247,8 +257,17 @@ def sectioned_calls(
         if prefix:
             yield from literal(source, prefix)
         name = yield from tool_name(source, writer)
+        call_id = f"{prefix}{name}{(yield from _number(source))}" if numbered else None
         yield from skip_space(source)
         yield from one_of(source, middles)
-        yield from named_arguments(source, writer, name)
+        yield from named_arguments(source, writer, name, call_id)
         yield from closing(source, writer, *closers)
     yield from closing(source, writer, end)
+
+
+def _number(source: Source) -> Scan[str]:
+    yield from expect(source, ":")
+    digits = ""
+    while (yield from any_left(source)) and (piece := source.take_run(_NUMBER)):
+        digits += piece
+    return f":{digits}"

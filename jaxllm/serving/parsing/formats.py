@@ -1,110 +1,32 @@
-"""How model families write tool calls and reasoning, and which a chat template speaks.
+"""How model families write tool calls, and which way a chat template speaks; see also text/reasoning.py.
 
 The formats are those that the families' templates and model cards show; names are vLLM's where it has the same parser.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.parsing.calls import (
-    CallScan,
     fenced_calls,
     json_calls,
     line_call,
-    long_id,
     mistral_calls,
     sectioned_calls,
     short_id,
 )
+from jaxllm.serving.parsing.invocations import action_calls, invoked_calls, pythonic_calls
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
-
-
-@dataclass(frozen=True)
-class CallSyntax:
-    """One way in which a format's calls begin.
-
-    Attributes:
-        scan: reads what follows `marker`.
-        marker: text that begins calls anywhere; "" for calls that begin a line without one.
-        first: without a marker, the characters that a call begins with; "" stands for the tools' names.
-    """
-
-    scan: CallScan
-    marker: str = ""
-    first: str = ""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the model writes calls, for grammars: start call end [between call end]… stop.
-
-    Attributes:
-        call: what comes before the arguments, with {name} in it.
-        arguments: the notation of the arguments.
-        marked: the beginning of start + call that only calls have; "" if text may look alike.
-    """
-
-    call: str
-    end: str = ""
-    start: str = ""
-    between: str = ""
-    stop: str = ""
-    marked: str = ""
-    arguments: Literal["json", "arg_key", "parameter", "gemma"] = "json"
-    quote: str = ""
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """One format of tool calls.
-
-    Attributes:
-        detect: it is the format of a template that contains all strings of one of these groups.
-        markers: strings that may be special tokens and that the parser must see.
-    """
-
-    name: str
-    syntaxes: tuple[CallSyntax, ...]
-    layout: Layout
-    detect: tuple[tuple[str, ...], ...]
-    markers: tuple[str, ...] = ()
-    new_id: Callable[[], str] = long_id
-
-
-@dataclass(frozen=True)
-class ReasoningFormat:
-    """One way of marking reasoning.
-
-    Attributes:
-        detect: it is the format of a template that contains one of these.
-        always_open: the answer begins inside the reasoning even if neither template nor model opens it.
-    """
-
-    name: str
-    open: str
-    close: str
-    detect: tuple[str, ...]
-    always_open: bool = False
-
-
-@dataclass(frozen=True)
-class OutputFormats:
-    """What an answer is parsed for; None parses nothing."""
-
-    tools: ToolFormat | None
-    reasoning: ReasoningFormat | None
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Strings that the parser must see in the text, although they may be special tokens."""
-        reasoning = (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
-        return (*reasoning, *(self.tools.markers if self.tools else ()))
-
+from jaxllm.serving.parsing.output_format import CallSyntax, Layout, OutputFormats, Tags, ToolFormat
+from jaxllm.text.reasoning import (
+    HARMONY,
+    HARMONY_TOKENS,
+    REASONING_FORMATS,
+    ReasoningFormat,
+    template_reasoning,
+)
 
 _BARE_JSON = CallSyntax(json_calls, first="{[")
 _DEEPSEEK_MARKERS = (
@@ -149,6 +71,23 @@ def _gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
     return ToolFormat(name, (CallSyntax(scan, open),), layout, ((open,),), (open, close, quote))
 
 
+def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
+    """Calls as <invoke> tags within <`calls`>; where `typed`, each argument says whether it is text or JSON."""
+    open, close = f"<{calls}>", f"</{calls}>"
+    parameter = f'<{prefix}parameter name="{{key}}"' + (' string="{string}">' if typed else ">")
+    layout = Layout(
+        f'<{prefix}invoke name="{{name}}">\n',
+        f"</{prefix}invoke>\n",
+        start=f"{open}\n",
+        stop=close,
+        marked=open,
+        arguments=Tags((parameter,), f"</{prefix}parameter>"),
+    )
+    scan = partial(invoked_calls, prefix=prefix, end=close)
+    detect = ((open,), (prefix, calls.removeprefix(prefix))) if prefix else ((open,),)
+    return ToolFormat(name, (CallSyntax(scan, open),), layout, detect, (open, close))
+
+
 def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
     """A list of JSON calls between two tags."""
     layout = Layout(_json_call(), "}", start=f"{open}[", between=", ", stop=f"]{close}", marked=open)
@@ -158,8 +97,22 @@ def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
 
 # The first whose strings the template has is the template's, so the more particular come first.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    ToolFormat(
+        HARMONY,
+        (),
+        Layout(
+            " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
+            between="<|call|><|start|>assistant",
+            thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ),
+        (("<|channel|>analysis",),),
+        HARMONY_TOKENS,
+    ),
     _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    _invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),
+    _invoked("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls", typed=True),
+    _invoked("minimax_m2", "", "minimax:tool_call", typed=False),
     _deepseek(
         "deepseek_v3",
         detect=(("<｜tool▁calls▁begin｜>", "```json"),),
@@ -170,6 +123,65 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     _deepseek(
         "deepseek_v31", detect=(("<｜tool▁calls▁begin｜>",),), prefix="", middle="<｜tool▁sep｜>", end="", between=""
+    ),
+    ToolFormat(
+        "kimi_k2",
+        (
+            CallSyntax(
+                partial(
+                    sectioned_calls,
+                    open="<|tool_call_begin|>",
+                    prefix="functions.",
+                    middles=("<|tool_call_argument_begin|>",),
+                    closers=("<|tool_call_end|>",),
+                    end="<|tool_calls_section_end|>",
+                    numbered=True,
+                ),
+                "<|tool_calls_section_begin|>",
+            ),
+        ),
+        Layout(
+            "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            start="<|tool_calls_section_begin|>",
+            stop="<|tool_calls_section_end|>",
+            marked="<|tool_calls_section_begin|>",
+        ),
+        (("<|tool_calls_section_begin|>",),),
+        (
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    ToolFormat(
+        "cohere_command",
+        (CallSyntax(partial(json_calls, close="<|END_ACTION|>"), "<|START_ACTION|>"),),
+        Layout(
+            '{"tool_call_id": "{index}", ' + _json_call("tool_name", "parameters")[1:],
+            "}",
+            start="<|START_ACTION|>[",
+            between=", ",
+            stop="]<|END_ACTION|>",
+            marked="<|START_ACTION|>",
+        ),
+        (("<|START_ACTION|>",),),
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    ToolFormat(
+        "command_r",
+        (CallSyntax(action_calls, "Action:"),),
+        Layout(
+            _json_call("tool_name", "parameters"),
+            "}",
+            start="Action: ```json\n[",
+            between=", ",
+            stop="]\n```",
+            marked="Action: ```json\n[",
+        ),
+        (("Action:", "tool_name"),),
     ),
     ToolFormat(
         "mistral",
@@ -190,7 +202,13 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "glm45",
         (CallSyntax(keyed_call, "<tool_call>"),),
-        Layout("<tool_call>{name}", "</tool_call>", between="\n", marked="<tool_call>", arguments="arg_key"),
+        Layout(
+            "<tool_call>{name}",
+            "</tool_call>",
+            between="\n",
+            marked="<tool_call>",
+            arguments=Tags(("<arg_key>{key}</arg_key>", "<arg_value>"), "</arg_value>"),
+        ),
         (("<arg_key>",),),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
@@ -202,7 +220,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             "</function>\n</tool_call>",
             between="\n",
             marked="<tool_call>",
-            arguments="parameter",
+            arguments=Tags(
+                ("<parameter={key}>\n",), "\n</parameter>", also_ends=r"\n<(\/function>|parameter=)", exact=True
+            ),
         ),
         (("<function=", "<parameter="),),
         ("<tool_call>", "</tool_call>"),
@@ -230,6 +250,16 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         (("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         ("<|python_tag|>",),
     ),
+    ToolFormat(
+        "llama4_pythonic",
+        (
+            CallSyntax(partial(pythonic_calls, end="<|python_end|>"), "<|python_start|>"),
+            CallSyntax(partial(pythonic_calls, end=""), first="["),
+        ),
+        Layout("{name}(", ")", start="[", between=", ", stop="]", arguments="pythonic"),
+        (("[func_name1(",), ("<|python_start|>",)),
+        ("<|python_start|>", "<|python_end|>"),
+    ),
     _tagged("functools", "functools", "", "functools"),
     ToolFormat(
         "phi4_mini_json",
@@ -253,17 +283,6 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
 )
 
-REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
-    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
-    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",)),
-    ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_THINKING|>",)),
-    ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
-    ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",)),
-    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
-    ReasoningFormat("deepseek_r1", "<think>", "</think>", (), always_open=True),
-)
-
 Named = TypeVar("Named", ToolFormat, ReasoningFormat)
 
 
@@ -279,16 +298,17 @@ def detect_formats(
         ConfigError: a parser has an unknown name.
     """
     template = chat_template or ""
-    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, partial(_speaks_tools, template))
-    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, partial(_speaks_reasoning, template))
+    spoken = next((known for known in TOOL_FORMATS if _speaks(template, known)), None)
+    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, spoken)
+    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, template_reasoning(template))
     return OutputFormats(tools, reasoning)
 
 
-def _choose(field: str, wanted: str, formats: tuple[Named, ...], speaks: Callable[[Named], bool]) -> Named | None:
+def _choose(field: str, wanted: str, formats: tuple[Named, ...], detected: Named | None) -> Named | None:
     if wanted == "none":
         return None
     if wanted == "auto":
-        return next(filter(speaks, formats), None)
+        return detected
     found = next((known for known in formats if known.name == wanted), None)
     if found is None:
         names = ", ".join(["auto", "none", *(known.name for known in formats)])
@@ -296,26 +316,5 @@ def _choose(field: str, wanted: str, formats: tuple[Named, ...], speaks: Callabl
     return found
 
 
-def _speaks_tools(template: str, known: ToolFormat) -> bool:
+def _speaks(template: str, known: ToolFormat) -> bool:
     return any(all(text in template for text in group) for group in known.detect)
-
-
-def _speaks_reasoning(template: str, known: ReasoningFormat) -> bool:
-    return any(text in template for text in known.detect)
-
-
-def opens_reasoning(formats: OutputFormats, prompt_text: str, continued: str = "") -> bool:
-    """Whether an answer to the rendered prompt begins inside a reasoning block.
-
-    It does where the prompt ends with the opening marker, and where `continued`, the text of an assistant's message
-    that the model goes on with, opens a block without closing it. Markers elsewhere in the prompt, such as in a user's
-    question about them, count for nothing.
-    """
-    reasoning = formats.reasoning
-    if reasoning is None:
-        return False
-    if prompt_text.rstrip().endswith(reasoning.open):
-        return True
-    if reasoning.open in continued or reasoning.close in continued:
-        return continued.rfind(reasoning.open) > continued.rfind(reasoning.close)
-    return reasoning.always_open and not prompt_text.rstrip().endswith(reasoning.close)

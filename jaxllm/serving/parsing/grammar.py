@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.serving.parsing.formats import Layout, OutputFormats
 from jaxllm.serving.parsing.notations import value_types
+from jaxllm.serving.parsing.output_format import Layout, OutputFormats, Tags
+from jaxllm.serving.parsing.text_limits import text_limits
 
+_Value = Callable[[str, int, Any, dict[str, Any], bool], str]
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -48,7 +50,7 @@ def tool_constraint(
     if some tool is strict and the format marks its calls: behind the mark the call must be valid; other tools'
     arguments are any object.
 
-    In formats whose strings are not JSON, a string's enum is enforced but not its pattern or length.
+    In formats whose strings are not JSON, a string's enum, or its pattern and length, are enforced by text_limits.py.
 
     `after` is where the constraint begins, such as "</think>"; `special_tokens` are the tokenizer's, with their ids.
     None: nothing needs, or can be, enforced.
@@ -56,6 +58,7 @@ def tool_constraint(
     if formats.tools is None:
         return None
     layout = formats.tools.layout
+    after = None if layout.thought else after
     writer = _Grammar(layout, special_tokens)
     if choice == "auto":
         if not layout.marked or not any(tool.strict for tool in tools):
@@ -83,6 +86,10 @@ class _Grammar:
         if leading_space:
             self._rules["SPACE"] = r"/[ \n]{1,8}/"
         self._rules["call"] = " | ".join(calls)
+        if self._layout.thought is not None:
+            open, close = self._layout.thought
+            self._rules["thought"] = f"{self._text(open)} {self._raw_text('thinking', close)}"
+            space = "thought? "
         return self._lark(f"{space}{self._text(self._layout.start)} call{repeated} {self._text(self._layout.stop)}")
 
     def auto(self, tools: Sequence[Tool], formats: OutputFormats, parallel: bool) -> str:
@@ -116,67 +123,102 @@ class _Grammar:
         alternatives = []
         for at, tool in enumerate(tools):
             parameters = _parameters(tool, any_object=not lenient and not tool.strict)
-            head = self._layout.call.replace("{name}", tool.name)[skip:]
+            head = self._head(tool.name, skip)
             arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
-            alternatives.append(f"{self._text(head)} {arguments} {self._text(self._layout.end)}")
+            alternatives.append(f"{head} {arguments} {self._text(self._layout.end)}")
         return alternatives
 
-    def _arguments(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
-        if self._layout.arguments == "json":
-            self._rules[rule] = _json_rule(parameters, strict)
-            return rule
-        if self._layout.arguments == "gemma":
-            return self._gemma_object(rule, parameters, strict)
-        return self._tagged_arguments(rule, parameters, strict)
+    def _head(self, name: str, skip: int) -> str:
+        before, numbered, behind = self._layout.call[skip:].replace("{name}", name).partition("{index}")
+        if not numbered:
+            return self._text(before)
+        self._rules["INDEX"] = "/[0-9]{1,3}/"
+        return f"{self._text(before)} INDEX {self._text(behind)}"
 
-    def _tagged_arguments(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
+    def _arguments(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
+        match self._layout.arguments:
+            case "json":
+                self._rules[rule] = _json_rule(parameters, strict)
+                return rule
+            case "gemma":
+                return self._members(rule, parameters, strict, ("{", ":", ",", "}"), self._gemma_value)
+            case "pythonic":
+                return self._members(rule, parameters, strict, ("", "=", ", ", ""), self._pythonic_value)
+            case tags:
+                return self._tagged_arguments(rule, parameters, strict, tags)
+
+    def _tagged_arguments(self, rule: str, parameters: dict[str, Any], strict: bool, tags: Tags) -> str:
         """Properties in the schema's order, each as key and raw value."""
-        line = "\n" if self._layout.arguments == "parameter" else ""
-        close = f"{line}</parameter>" if line else "</arg_value>"
-        parts = [r'"\n"?'] if not line else []
+        newline = r'"\n"' if tags.exact else r'"\n"?'
+        parts = [] if tags.exact else [newline]
         for at, (key, schema) in enumerate(parameters.get("properties", {}).items()):
-            begin = f"<parameter={key}>\n" if line else f"<arg_key>{key}</arg_key>"
-            opening = self._text(begin) if line else f'{self._text(begin)} "\\n"? {self._text("<arg_value>")}'
-            value = self._raw_value(f"{rule}_{at}", schema, parameters, close, strict)
-            self._rules[f"{rule}_{at}"] = f'{opening} {value} "\\n"{"" if line else "?"}'
+            is_text = "true" if value_types(schema) == {"string"} else "false"
+            opening = (part.replace("{string}", is_text).replace("{key}", key) for part in tags.open)
+            value = self._raw_value(f"{rule}_{at}", schema, parameters, tags, strict)
+            self._rules[f"{rule}_{at}"] = f"{f' {newline} '.join(map(self._text, opening))} {value} {newline}"
             parts.append(f"{rule}_{at}" + ("" if key in parameters.get("required", ()) else "?"))
         self._rules[rule] = " ".join(parts) or '""'
         return rule
 
-    def _raw_value(self, rule: str, schema: Any, root: dict[str, Any], close: str, strict: bool) -> str:
+    def _raw_value(self, rule: str, schema: Any, root: dict[str, Any], tags: Tags, strict: bool) -> str:
         if value_types(schema) != {"string"}:
             self._rules[f"{rule}_json"] = _json_rule(_subschema(schema, root), strict)
-            return f"{rule}_json {self._text(close)}"
+            return f"{rule}_json {self._text(tags.close)}"
         if choices := _choices(schema):
-            return f"({choices}) {self._text(close)}"
-        return self._free_text(f"{rule}_text", close)
+            return f"({choices}) {self._text(tags.close)}"
+        return self._raw_text(f"{rule}_text", tags.close, text_limits(schema, strict), tags.also_ends)
 
-    def _free_text(self, rule: str, close: str) -> str:
-        """Anything up to `close`, and `close`."""
+    def _raw_text(self, rule: str, close: str, limits: Sequence[str] = (), also_ends: str = "") -> str:
+        """Text within `limits`, regular expressions that all of it matches, up to `close`; and `close`."""
+        mark = self._split.match(close) if self._split else None
+        if mark is not None and mark.group() != close:
+            return f"{self._raw_text(rule, mark.group(), limits, also_ends)} {self._text(close[mark.end() :])}"
+        name = rule.upper()
+        ends = [also_ends] if also_ends else []
         if close in self._special:
-            self._rules["ANY"] = r"/(.|\n)*/"
-            return f"ANY {self._special[close]}"
-        if self._layout.arguments == "parameter":  # a value may also end at these, so they can't be in one
-            self._rules[rule.upper()] = rf"/(.|\n)*/ & ~/(?s:.*)\n<(\/function>|parameter=)(?s:.*)/ {_quoted(close)}"
-            self._rules[f"{rule}[lazy]"] = rule.upper()
-        else:
-            self._rules[f"{rule}[lazy]"] = rf"/(.|\n)*/ {_quoted(close)}"
+            if not limits:
+                self._rules["ANY"] = r"/(.|\n)*/"
+                return f"ANY {self._special[close]}"
+        elif limits:  # what they allow may go on behind `close`
+            ends.append(re.escape(close).replace("/", r"\/").replace("\\\n", r"\n"))
+        for at, limit in enumerate(limits or [r"(.|\n)*"]):
+            self._rules[f"{name}_L{at}"] = f"/{limit}/"
+        parts = [f"{name}_L{at}" for at in range(max(len(limits), 1))]
+        parts += [f"~/(?s:.*)({end})(?s:.*)/" for end in ends]
+        self._rules[f"{name}_VALUE"] = " & ".join(parts)
+        if close in self._special:
+            return f"{name}_VALUE {self._special[close]}"
+        self._rules[name] = f"{name}_VALUE {_quoted(close)}"
+        self._rules[f"{rule}[lazy]"] = name
         return rule
 
-    def _gemma_object(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
-        """Properties in the schema's order; commas only between those that are there."""
+    def _members(
+        self, rule: str, parameters: dict[str, Any], strict: bool, marks: tuple[str, str, str, str], value: _Value
+    ) -> str:
+        """Properties in the schema's order; `marks` are what opens, follows a key, stands between members, and closes.
+
+        Commas come only between those that are there.
+        """
+        opens, colon, comma, closes = marks
         properties = list(parameters.get("properties", {}).items())
-        self._rules[f"{rule}_{len(properties)}_first"] = self._rules[f"{rule}_{len(properties)}_more"] = '"}"'
+        last = f"{rule}_{len(properties)}"
+        self._rules[f"{last}_first"] = self._rules[f"{last}_more"] = _quoted(closes) or '""'
         for at, (key, schema) in reversed(list(enumerate(properties))):
-            self._rules[f"{rule}_{at}"] = (
-                f"{_quoted(key + ':')} {self._gemma_value(rule, at, schema, parameters, strict)}"
-            )
+            self._rules[f"{rule}_{at}"] = f"{_quoted(key + colon)} {value(rule, at, schema, parameters, strict)}"
             optional = key not in parameters.get("required", ())
-            for position, comma in (("first", ""), ("more", '"," ')):
+            for position, before in (("first", ""), ("more", f"{_quoted(comma)} ")):
                 skipped = f" | {rule}_{at + 1}_{position}" if optional else ""
-                self._rules[f"{rule}_{at}_{position}"] = f"{comma}{rule}_{at} {rule}_{at + 1}_more{skipped}"
-        self._rules[rule] = f'"{{" {rule}_0_first'
+                self._rules[f"{rule}_{at}_{position}"] = f"{before}{rule}_{at} {rule}_{at + 1}_more{skipped}"
+        self._rules[rule] = f"{_quoted(opens)} {rule}_0_first"
         return rule
+
+    def _pythonic_value(self, rule: str, at: int, schema: Any, root: dict[str, Any], strict: bool) -> str:
+        """As JSON, but for the words of Python that have others there; a string of JSON is one of Python."""
+        types = value_types(schema)
+        if types in ({"boolean"}, {"null"}):
+            return '("True" | "False")' if types == {"boolean"} else '"None"'
+        self._rules[f"{rule}_{at}_json"] = _json_rule(_subschema(schema, root), strict)
+        return f"{rule}_{at}_json"
 
     def _gemma_value(self, rule: str, at: int, schema: Any, root: dict[str, Any], strict: bool) -> str:
         types = value_types(schema)
@@ -184,7 +226,8 @@ class _Grammar:
         if types == {"string"}:
             if choices := _choices(schema):
                 return f"{quote} ({choices}) {quote}"
-            return f"{quote} {self._free_text(f'{rule}_{at}_text', self._layout.quote)}"
+            limits = text_limits(schema, strict)
+            return f"{quote} {self._raw_text(f'{rule}_{at}_text', self._layout.quote, limits)}"
         if types and not types & {"object", "array", "string"}:
             self._rules[f"{rule}_{at}_json"] = _json_rule(_subschema(schema, root), strict)
             return f"{rule}_{at}_json"
@@ -194,7 +237,7 @@ class _Grammar:
 
     def _any_gemma_value(self, quote: str) -> None:
         self._rules["any_value"] = "any_string | any_object | any_array | any_scalar"
-        self._rules["any_string"] = f"{quote} {self._free_text('any_text', self._layout.quote)}"
+        self._rules["any_string"] = f"{quote} {self._raw_text('any_text', self._layout.quote)}"
         self._rules["any_object"] = '"{" (any_member ("," any_member)*)? "}"'
         self._rules["any_member"] = '/[A-Za-z0-9_]+/ ":" any_value'
         self._rules["any_array"] = '"[" (any_value ("," any_value)*)? "]"'

@@ -78,7 +78,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _raw_value(source: Source, schema: Any, stops: Sequence[str], write: Emit) -> Scan[str]:
+def raw_value(source: Source, schema: Any, stops: Sequence[str], write: Emit) -> Scan[str]:
     """Text up to the first of `stops` as JSON, streamed where only a string is allowed; the stop, not consumed."""
     types = value_types(schema)
     if types == {"string"}:
@@ -92,7 +92,8 @@ def _raw_value(source: Source, schema: Any, stops: Sequence[str], write: Emit) -
     return stop
 
 
-def _properties(writer: CallWriter, name: str) -> dict[str, Any]:
+def properties_of(writer: CallWriter, name: str) -> dict[str, Any]:
+    """The schemas of a known tool's parameters, by name."""
     properties = writer.schemas[name].get("properties")
     return properties if isinstance(properties, dict) else {}
 
@@ -101,7 +102,7 @@ def keyed_call(source: Source, writer: CallWriter) -> Scan[None]:
     """Behind <tool_call>: name, <arg_key>key</arg_key><arg_value>raw value</arg_value> …, </tool_call>."""
     yield from skip_space(source)
     name = yield from tool_name(source, writer)
-    properties = _properties(writer, name)
+    properties = properties_of(writer, name)
     yield from skip_space(source)
     before = "{"
     while (yield from one_of(source, ("<arg_key>", "</tool_call>"))) == "<arg_key>":
@@ -115,7 +116,7 @@ def keyed_call(source: Source, writer: CallWriter) -> Scan[None]:
         label = "".join(key).strip()
         writer.write(f'{before}"{quoted_text(label)}": ')
         before = ", "
-        yield from _raw_value(source, properties.get(label), ("</arg_value>",), writer.write)
+        yield from raw_value(source, properties.get(label), ("</arg_value>",), writer.write)
         yield from expect(source, "</arg_value>")
         yield from skip_space(source)
     if before == "{":
@@ -145,7 +146,7 @@ def wrapped_function_tag(source: Source, writer: CallWriter) -> Scan[None]:
 
 def _parameters(source: Source, writer: CallWriter, name: str) -> Scan[None]:
     """A value on lines of its own ends at a newline and a tag, another at a tag; </parameter> may be missing."""
-    properties = _properties(writer, name)
+    properties = properties_of(writer, name)
     before = "{"
     while (yield from one_of(source, ("<parameter=", "</function>"))) == "<parameter=":
         key: list[str] = []
@@ -160,7 +161,7 @@ def _parameters(source: Source, writer: CallWriter, name: str) -> Scan[None]:
         stops = ["</parameter>", "</function>", "<parameter="]
         if line:
             stops = ["\n" + stop for stop in stops]
-        stop = yield from _raw_value(source, properties.get(label), stops, writer.write)
+        stop = yield from raw_value(source, properties.get(label), stops, writer.write)
         if stop == stops[0]:
             yield from expect(source, stop)
         yield from skip_space(source)

@@ -12,7 +12,8 @@ import msgspec
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.parsing.formats import CallSyntax, OutputFormats, ReasoningFormat
+from jaxllm.serving.parsing.harmony import Harmony
+from jaxllm.serving.parsing.output_format import CallSyntax, OutputFormats
 from jaxllm.serving.parsing.source import (
     WHITESPACE,
     MalformedError,
@@ -23,6 +24,7 @@ from jaxllm.serving.parsing.source import (
     possible_start,
     skip_space,
 )
+from jaxllm.text.reasoning import ReasoningFormat
 
 
 class OutputParser:
@@ -49,18 +51,31 @@ class OutputParser:
         in_reasoning: bool,
         parse_tools: bool,
     ):
-        self.in_reasoning = in_reasoning and formats.reasoning is not None
+        self._in_reasoning = in_reasoning and formats.reasoning is not None
         self._source = Source()
         self._events: list[Event] = []
         self._format = formats.tools if parse_tools and tools else None
         schemas = {tool.name: tool.parameters or {} for tool in tools or ()}
         self._writer = CallWriter(self._source, self._events, schemas, self._format.new_id if self._format else str)
-        self._begins = _Beginnings(self._format.syntaxes, schemas) if self._format else None
+        syntaxes = self._format.syntaxes if self._format else ()
+        around = formats.reasoning.around if formats.reasoning else ()
+        self._begins = _Beginnings(syntaxes, schemas, around) if syntaxes or around else None
         self._line_is_blank = True
         self._has_content = False
         self._after_block = False  # reasoning or a call came after the last content
         self._space: list[str] = []  # held back
-        self._scan = self._answer(formats.reasoning)
+        self._harmony: Harmony | None = None
+        if formats.has_channels:
+            calls = self._format is not None
+            self._harmony = Harmony(
+                self._source, self._writer, self._events, in_analysis=self._in_reasoning, calls=calls
+            )
+        self._scan = self._harmony.answer() if self._harmony else self._answer(formats.reasoning)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._harmony.in_analysis if self._harmony else self._in_reasoning
 
     @property
     def num_tool_calls(self) -> int:
@@ -98,17 +113,17 @@ class OutputParser:
         source = self._source
         yield from skip_space(source)
         opened = yield from _next_is(source, reasoning.open)
-        if not self.in_reasoning and not opened:
+        if not self._in_reasoning and not opened:
             self._content("".join(source.kept))
             return
-        self.in_reasoning = True
+        self._in_reasoning = True
         if opened:
             source.take(len(reasoning.open))
             yield from skip_space(source)
         try:
             yield from copy_until(source, (reasoning.close,), _TrailingSpaceLeftOut(source, self._events))
             source.take(len(reasoning.close))
-            self.in_reasoning = False
+            self._in_reasoning = False
         except UnfinishedError:
             pass
         self._after_block = True
@@ -123,9 +138,12 @@ class OutputParser:
             if not source.ended:
                 yield
             return
-        start, syntax = found
+        start, mark, syntax = found
         self._content(source.take(start - source.at))
-        if syntax.marker or self._line_is_blank:
+        if syntax is None:
+            source.take(len(mark))
+            source.kept.clear()
+        elif syntax.marker or self._line_is_blank:
             yield from self._calls(syntax)
         else:
             self._content(source.take(1))
@@ -174,19 +192,20 @@ class OutputParser:
 
 
 class _Beginnings:
-    """Where a format's calls may begin."""
+    """Where a format's calls may begin, and where marks are that are no part of the text."""
 
-    def __init__(self, syntaxes: Sequence[CallSyntax], names: Iterable[str]):
-        self.markers = [syntax.marker for syntax in syntaxes if syntax.marker]
-        self._by_text: dict[str, CallSyntax] = {}
+    def __init__(self, syntaxes: Sequence[CallSyntax], names: Iterable[str], around: Sequence[str]):
+        self.markers = [*(syntax.marker for syntax in syntaxes if syntax.marker), *around]
+        self._by_text: dict[str, CallSyntax | None] = dict.fromkeys(around)
         for syntax in syntaxes:
             texts = [syntax.marker] if syntax.marker else list(syntax.first or {name[0] for name in names})
             self._by_text |= dict.fromkeys(texts, syntax)
         self._pattern = re.compile("|".join(map(re.escape, sorted(self._by_text, key=len, reverse=True))))
 
-    def search(self, source: Source) -> tuple[int, CallSyntax] | None:
+    def search(self, source: Source) -> tuple[int, str, CallSyntax | None] | None:
+        """Where the next is, its text, and how the call goes on that begins there; None for a mark."""
         match = self._pattern.search(source.text, source.at)
-        return (match.start(), self._by_text[match.group()]) if match else None
+        return (match.start(), match.group(), self._by_text[match.group()]) if match else None
 
 
 class _TrailingSpaceLeftOut:

@@ -73,7 +73,7 @@ class ReasoningConfig(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset({"context", "mode"})
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """Given to the chat template; for templates that only know thinking on or off, "none" is off."""
+    """Given to templates that know an effort; for others it is a budget (docs/tools.md), and "none" is off."""
     summary: Literal["auto", "detailed"] | None = None
     """Send the reasoning as a summary, its whole text, instead of as reasoning_text."""
     generate_summary: Literal["auto", "detailed"] | None = None

@@ -84,7 +84,8 @@ def generation_settings(body: ResponseRequest) -> GenerationSettings:
 
 def _rendering(body: PromptFields) -> Rendering:
     effort = body.reasoning.effort if body.reasoning is not None else None
-    return Rendering(variables=thinking_variables(None, effort) | (body.chat_template_kwargs or {}))
+    budget = body.max_thinking_tokens if isinstance(body, ResponseRequest) else None
+    return Rendering(variables=thinking_variables(None, effort, budget) | (body.chat_template_kwargs or {}))
 
 
 def _constraint(body: PromptFields) -> StructuredOutputs | None:

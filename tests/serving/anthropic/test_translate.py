@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.serving.anthropic.blocks import BlockBuilder, parse_input
+from jaxllm.serving.anthropic.ids import template_call_id, tool_use_id
 from jaxllm.serving.anthropic.request import MessagesRequest
 from jaxllm.serving.anthropic.response import (
     ContentBlockDelta,
@@ -235,3 +237,10 @@ def test_a_stream_amounts_to_the_whole(events: list[Event]) -> None:
 )
 def test_input_of_a_call_that_was_cut_off(arguments: str, value: dict[str, Any], finished: bool) -> None:
     assert parse_input(arguments) == (value, finished)
+
+
+@pytest.mark.parametrize("call_id", ["functions.get_weather:0", "functions.a-b.c_d:12", "aB3dE6gH9"])
+def test_a_models_own_ids_come_back_to_its_template(call_id: str) -> None:
+    sent = tool_use_id(call_id)
+    assert re.fullmatch(r"toolu_[a-zA-Z0-9_-]+", sent)
+    assert template_call_id(sent) == call_id

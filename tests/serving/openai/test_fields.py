@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.serving.conftest import quickly
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.openai.test_chat import HELLO, events, post
 
@@ -280,10 +281,9 @@ class TestBeamSearch:
 def test_a_long_list_is_refused_before_it_is_read(client: TestClient) -> None:
     """Ten megabytes of stops take no longer than parsing them."""
     body = json.dumps({"messages": HELLO, "stop": ["abcdefgh"] * 900_000}).encode()
-    start = time.perf_counter()
-    response = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    with quickly(2.0):
+        response = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and "900000 entries" in response.json()["error"]["message"]
-    assert time.perf_counter() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -300,17 +300,16 @@ def test_a_long_list_is_refused_before_it_is_read(client: TestClient) -> None:
 )
 def test_large_and_wrong_bodies_are_refused_quickly(client: TestClient, body: dict[str, Any]) -> None:
     content = json.dumps(body).encode()
-    start = time.perf_counter()
-    response = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    with quickly(2.5):
+        response = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400 and len(response.text) < 1000
-    assert time.perf_counter() - start < 10
 
 
 def test_many_unknown_fields_are_ignored_quickly(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, unknown_fields="warn")
-    start = time.perf_counter()
-    body = post(client, **{f"temperatur{i}": 1 for i in range(90_000)}).json()
-    assert len(body["warnings"]) == 32 and time.perf_counter() - start < 10
+    with quickly(3):
+        body = post(client, **{f"temperatur{i}": 1 for i in range(90_000)}).json()
+    assert len(body["warnings"]) == 32
 
 
 @pytest.mark.covers("GenerationRequest", "truncation_side")

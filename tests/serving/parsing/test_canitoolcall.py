@@ -8,22 +8,25 @@ import random
 import pytest
 
 from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import detect_formats, opens_reasoning
+from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.text.reasoning import opens_reasoning
 from tests.serving.parsing.splitting import parse_pieces, parse_whole, seen
 
 fixtures = pytest.importorskip("canitoolcall.fixtures")
 
 # The first that the model's name has; None: a format that we don't read.
 FORMATS = {
-    "Llama-4": None,
+    "Llama-4": ("llama4_pythonic", "none"),
     "Llama-3": ("llama3_json", "none"),
-    "DeepSeek-V3.2": None,
-    "DeepSeek-V4": None,
+    "DeepSeek-V3.2": ("deepseek_v32", "think"),
+    "DeepSeek-V4.1": None,
+    "DeepSeek-V4": ("deepseek_v4", "think"),
     "DeepSeek-V3.1": ("deepseek_v31", "think"),
     "DeepSeek-V3": ("deepseek_v3", "think"),
+    "Kimi-K2": ("kimi_k2", "think"),
     "Kimi": None,
-    "gpt-oss": None,
+    "gpt-oss": ("harmony", "harmony"),
     "GLM-": ("glm45", "think"),
     "gemma-4": ("gemma4", "gemma4"),
     "Mistral-7B": ("mistral_v3", "none"),
@@ -35,6 +38,9 @@ FORMATS = {
     "Qwen3": ("hermes", "think"),
 }
 DIFFERENT = {
+    "gpt-oss/llamacpp-builtin-python-recipient": "a call of an unknown tool is content, markers and all",
+    "kimi/k2i-vllm-noise-between-markers": "markers with anything but calls between them are content",
+    "kimi/k2i-vllm-empty-tool-section": "markers with anything but calls between them are content",
     "gemma4/truncated-second-parallel-call": "the call under way when the answer was cut has been streamed",
     "qwen3-hermes/truncated-second-parallel-call": "the call under way when the answer was cut has been streamed",
     "glm/glm47-missing-last-close-arg-value": "a value may hold </tool_call>, so only </arg_value> ends it",
@@ -62,8 +68,8 @@ def _parser(record: dict) -> OutputParser:
     tools = [Tool(function["name"], parameters=function.get("parameters")) for function in functions]
     prompt = record.get("generation_prompt")
     if not prompt:  # these templates' default
-        prompt = "<think>" if record["models"][0].endswith(("GLM-4.7", "GLM-5.3")) else ""
-    return OutputParser(formats, tools=tools, in_reasoning=opens_reasoning(formats, prompt), parse_tools=True)
+        prompt = "<think>" if record["models"][0].endswith(("GLM-4.7", "GLM-5.3", "Kimi-K2.6")) else ""
+    return OutputParser(formats, tools=tools, in_reasoning=opens_reasoning(formats.reasoning, prompt), parse_tools=True)
 
 
 def _stripped(text: str | None) -> str | None:

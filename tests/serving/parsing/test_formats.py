@@ -7,7 +7,8 @@ from itertools import permutations
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, detect_formats, opens_reasoning
+from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
+from jaxllm.text.reasoning import REASONING_FORMATS, opens_reasoning
 
 # What is telling in the families' templates.
 TEMPLATES = {
@@ -39,6 +40,44 @@ TEMPLATES = {
         "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'",
         "deepseek_v31",
         None,
+    ),
+    "DeepSeek V3.2": (
+        "{% set dsml = '｜DSML｜' %}'<' ~ dsml ~ 'function_calls>' <think></think>",
+        "deepseek_v32",
+        "think",
+    ),
+    "DeepSeek V4": ("<｜DSML｜tool_calls>\n<｜DSML｜invoke name=", "deepseek_v4", None),
+    "MiniMax M2": (
+        "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}<invoke name=\"' + name + '\"> <think> </think>",
+        "minimax_m2",
+        "think",
+    ),
+    "Kimi K2": (
+        "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}<|tool_call_begin|>{{ id }}"
+        "<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>",
+        "kimi_k2",
+        None,
+    ),
+    "Command R7B": (
+        "<|START_THINKING|>{{message.tool_plan}}<|END_THINKING|>"
+        "<|START_ACTION|>[{\"tool_call_id\": \"0\", \"tool_name\":",
+        "cohere_command",
+        "cohere",
+    ),
+    "Command R 08-2024": (
+        "Write 'Action:' followed by a json-formatted list of actions: ```json\n[{\"tool_name\": title of the tool",
+        "command_r",
+        None,
+    ),
+    "Llama 4 pythonic": (
+        "put it in the format of [func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2()]",
+        "llama4_pythonic",
+        None,
+    ),
+    "gpt-oss": (
+        "{{- '<|start|>assistant<|channel|>analysis<|message|>' }} to=functions.{{ name }}<|channel|>commentary json",
+        "harmony",
+        "harmony",
     ),
     "GLM-4": ("[gMASK]<sop>{% if message.role == 'tool' %}<|observation|>", "glm4", None),
     "GLM-4.5": ("[gMASK]<sop><tool_call>{function-name}\\n<arg_key>{key}</arg_key> <think></think>", "glm45", "think"),
@@ -99,12 +138,12 @@ def test_markers_of_one_format_are_told_apart_at_once() -> None:
     ],
 )
 def test_opens_reasoning(prompt: str, continued: str, opens: bool) -> None:
-    assert opens_reasoning(detect_formats(None, reasoning_parser="think"), prompt, continued) is opens
-    assert opens_reasoning(detect_formats(None, reasoning_parser="none"), prompt, continued) is False
+    assert opens_reasoning(detect_formats(None, reasoning_parser="think").reasoning, prompt, continued) is opens
+    assert opens_reasoning(detect_formats(None, reasoning_parser="none").reasoning, prompt, continued) is False
 
 
 def test_a_model_that_never_opens_its_reasoning() -> None:
-    formats = detect_formats(None, reasoning_parser="deepseek_r1")
-    assert opens_reasoning(formats, "<｜Assistant｜>")
-    assert not opens_reasoning(formats, "<｜Assistant｜></think>")
+    reasoning = detect_formats(None, reasoning_parser="deepseek_r1").reasoning
+    assert opens_reasoning(reasoning, "<｜Assistant｜>")
+    assert not opens_reasoning(reasoning, "<｜Assistant｜></think>")
     assert "deepseek_r1" in {known.name for known in REASONING_FORMATS}

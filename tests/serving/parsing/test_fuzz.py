@@ -7,8 +7,10 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.serving.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats
+from jaxllm.serving.parsing.formats import TOOL_FORMATS
+from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, seen
 
 SCRAPS = [
@@ -16,7 +18,10 @@ SCRAPS = [
     "</function>", "call:", "```json", "```", "[ARGS]", '"name"', '"arguments"', '"function"', '"parameters"', '"id"',
     ": ", ", ", ";", "{", "}", "[", "]", '"', "\\", "\\u12", "\\ud83c", "\n", " ", "\t", "null", "true", "-1.5e3", "x",
     '{"city": "Paris"}', '{"name": "get_weather", "arguments": ', '{"name": "get_time", "parameters": {}}', ">", "{}",
-    '"{\\"a\\": 1}"', "é🌸",
+    '"{\\"a\\": 1}"', "é🌸", '<invoke name="get_weather">', '<parameter name="city">', "</invoke>", "functions.", ":0",
+    '<｜DSML｜invoke name="get_time">', '<｜DSML｜parameter name="days" string="false">', "</｜DSML｜parameter>",
+    "Action: ", " to=functions.get_weather", "analysis", "final", "(", ")", "city=", "'a\\'b\\x41'", "True",
+    '"tool_name"',
 ]  # fmt: skip
 formats = st.builds(OutputFormats, st.sampled_from(TOOL_FORMATS), st.sampled_from([None, *REASONING_FORMATS]))
 
@@ -54,6 +59,8 @@ def test_any_split_gives_what_the_whole_gives(answer, data, in_reasoning: bool, 
 def test_text_without_calls_or_reasoning_comes_back_whole(answer) -> None:
     chosen, text = answer
     content, reasoning, calls = seen(parse_whole(fresh(OutputFormats(chosen.tools, None)), text))
+    if chosen.has_channels:
+        return  # its markers are no text
     assert reasoning is None
     if not calls:
         assert (content or "") == text

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.serving.parsing.formats import TOOL_FORMATS, OutputFormats, ToolFormat, detect_formats
+from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
+from jaxllm.serving.parsing.output_format import OutputFormats, Tags, ToolFormat
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model
@@ -21,7 +23,11 @@ from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, t
 
 llguidance = pytest.importorskip("llguidance")
 
-ENDINGS = ['"}', "\n</parameter>\n</function>", "</arg_value></tool_call>", '<|"|>}', "<escape>}", "}"]
+ENDINGS = [
+    "<|end|><|start|>assistant",
+    '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
+    '<|"|>}', "<escape>}", "}",
+]  # fmt: skip
 PARIS = ("get_weather", {"city": "Paris", "days": 2})
 STRICT = [tool("get_weather", WEATHER, strict=True), tool("get_time")]
 
@@ -96,13 +102,18 @@ def _written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
                 for key, value in arguments.items()
             }
             body = "{" + ",".join(f"{key}:{value}" for key, value in values.items()) + "}"
-        elif layout.arguments == "arg_key":
-            body = "".join(
-                f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in arguments.items()
-            )
+        elif layout.arguments == "pythonic":
+            body = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
         else:
-            body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        texts.append(layout.call.replace("{name}", name) + body + layout.end)
+            tags = layout.arguments
+            assert isinstance(tags, Tags)
+            body = "".join(
+                "".join(tags.open).replace("{key}", key).replace("{string}", str(isinstance(value, str)).lower())
+                + f"{value}{tags.close}"
+                + "\n" * tags.exact
+                for key, value in arguments.items()
+            )
+        texts.append(layout.head(name, len(texts)) + body + layout.end)
     return layout.start + layout.between.join(texts) + layout.stop
 
 
@@ -261,3 +272,68 @@ def test_properties_that_a_schema_does_not_name_come_only_where_it_says_so(
     )
     for arguments, ok in (({"at": {"x": 1}}, True), ({"at": {"x": 1, "y": 2}}, accepted), ({"at": {}, "z": 1}, False)):
         assert _accepts(vocabularies["byte"], outputs, _written(formats.tools, ("go", arguments))) is ok
+
+
+RAW_STRINGS = [known for known in TOOL_FORMATS if isinstance(known.layout.arguments, Tags) or known.layout.quote]
+
+
+@pytest.mark.parametrize("known", RAW_STRINGS, ids=lambda known: known.name)
+@pytest.mark.parametrize("words", ["byte", "marked"])
+@pytest.mark.parametrize(
+    ("limits", "city"),
+    [
+        ({"pattern": "^[A-Z][a-z]+$"}, "Paris"),
+        ({"pattern": "^[A-Z][a-z]+$"}, "paris"),
+        ({"pattern": "^[A-Z][a-z]+$"}, "Paris!"),
+        ({"pattern": "ari"}, "Paris"),
+        ({"pattern": "ari"}, "Rome"),
+        ({"pattern": "ari"}, "two\nlines\nari </b>"),
+        ({"pattern": "^a|b$"}, "axx"),
+        ({"pattern": "^a|b$"}, "xxb"),
+        ({"pattern": "^a|b$"}, "xab x"),
+        ({"pattern": r"^\d{4}-\d\d/[^/]$"}, "2026-11/x"),
+        ({"pattern": r"^\d{4}-\d\d/[^/]$"}, "2026-11-x"),
+        ({"minLength": 3, "maxLength": 5}, "äöü"),
+        ({"minLength": 3, "maxLength": 5}, "äö"),
+        ({"minLength": 3, "maxLength": 5}, "abcdef"),
+        ({"maxLength": 4, "pattern": "^[a-z]*$"}, "abcd"),
+        ({"maxLength": 4, "pattern": "^[a-z]*$"}, "abcde"),
+        ({"maxLength": 4, "pattern": "^[a-z]*$"}, "ABC"),
+        ({"enum": ["Paris", "New York"]}, "New York"),
+        ({"enum": ["Paris", "New York"]}, "New"),
+    ],
+)
+def test_raw_strings_are_held_to_their_schema(
+    known: ToolFormat, words: str, limits: dict, city: str, vocabularies: dict[str, Vocabulary]
+) -> None:
+    """As jsonschema has it, which knows nothing of tags."""
+    schema = {"type": "string", **limits}
+    parameters = {"type": "object", "properties": {"city": schema}, "required": ["city"]}
+    outputs = tool_constraint(
+        OutputFormats(known, None), [tool("go", parameters)], "required", parallel=False, after=None,
+        special_tokens=vocabularies[words].special,
+    )  # fmt: skip
+    valid = jsonschema.Draft202012Validator(schema).is_valid(city)
+    assert _accepts(vocabularies[words], outputs, _written(known, ("go", {"city": city}))) is valid
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("pattern", [r"^(?=a)b$", r"\bx\b", r"(a)\1", "a^b", "(^a|b)c", "(unclosed"])
+def test_a_pattern_that_grammars_do_not_know_is_refused_only_if_strict(
+    pattern: str, strict: bool, vocabularies: dict[str, Vocabulary]
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "pattern": pattern}},
+        "required": ["city"],
+    }
+    formats = detect_formats(None, "qwen3_coder")
+    outputs = tool_constraint(
+        formats, [tool("go", parameters, strict)], "required", parallel=False, after=None, special_tokens={}
+    )
+    assert outputs is not None and formats.tools is not None
+    if strict:
+        with pytest.raises(InvalidRequestError):
+            compile_grammar(outputs)
+    else:
+        assert _accepts(vocabularies["byte"], outputs, _written(formats.tools, ("go", {"city": "anything"})))

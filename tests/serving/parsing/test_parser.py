@@ -46,6 +46,64 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
             [PARIS_CALL],
         ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="true">7</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="days" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            '<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+            [("get_weather", '{"city": "7", "days": 7}'), ("get_time", "{}")],
+        ),
+        (
+            "deepseek_v4",
+            '<｜DSML｜tool_calls><｜DSML｜invoke name="get_time"/></｜DSML｜tool_calls>',
+            [("get_time", "{}")],
+        ),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris\n<b>"x"</b></parameter>\n'
+            '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="get_time"></invoke>\n</minimax:tool_call>',
+            [("get_weather", '{"city": "Paris\\n<b>\\"x\\"</b>", "days": 3}'), ("get_time", "{}")],
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+            f"{PARIS}<|tool_call_end|><|tool_call_begin|>get_time:1 <|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+            "<|tool_calls_section_end|>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "cohere_command",
+            f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {PARIS}}},\n'
+            '    {"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}\n]<|END_ACTION|>',
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "command_r",
+            f'Action: ```json\n[\n  {{\n    "tool_name": "get_weather",\n    "parameters": {PARIS}\n  }}\n]```',
+            [PARIS_CALL],
+        ),
+        (
+            "llama4_pythonic",
+            "<|python_start|>[get_weather(city='Paris', days=2), get_time()]<|python_end|>",
+            [("get_weather", '{"city": "Paris", "days": 2}'), ("get_time", "{}")],
+        ),
+        (
+            "llama4_pythonic",
+            "[get_weather(city=\"L'A\\\"\\n\", days=None, unit={'a': [True, -1.5e3, {}], \"b\": 'x)]'})]",
+            [
+                (
+                    "get_weather",
+                    '{"city": "L\'A\\"\\n", "days": null, "unit": {"a": [true, -1.5e3, {}], "b": "x)]"}}',
+                )
+            ],
+        ),
+        (
+            "harmony",
+            f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{PARIS}<|call|>"
+            "<|start|>assistant<|channel|>commentary to=functions.get_time<|message|>{}",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
         ("glm4", f"get_weather\n{PARIS}", [PARIS_CALL]),
         ("glm4", f"get_weather\n{PARIS}\nget_time\n{{}}", [PARIS_CALL, ("get_time", "{}")]),
         (
@@ -306,3 +364,22 @@ def test_work_grows_with_the_text_and_no_faster(
     (small_calls, small_copied), (large_calls, large_copied) = work(1000), work(4000)
     assert large_calls < 5 * small_calls + 500
     assert large_copied < 5 * small_copied + 500
+
+
+@pytest.mark.parametrize("parse_tools", [False, True])
+def test_marks_around_the_text_are_left_out(parse_tools: bool) -> None:
+    answer = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Paris, I <b>say</b>.<|END_RESPONSE|>"
+    for split in (parse_whole, parse_pieces):
+        fresh = parser("cohere_command", "cohere", parse_tools=parse_tools)
+        assert seen(split(fresh, answer)) == ("Paris, I <b>say</b>.", "Hm.", [])
+
+
+def test_kimis_calls_keep_the_ids_that_the_model_gave_them() -> None:
+    call = "<|tool_call_begin|>functions.get_time:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    answer = (
+        "<|tool_calls_section_begin|>" + call.format(3) + call.format(4) + call.format(4) + "<|tool_calls_section_end|>"
+    )
+    output = parse_pieces(parser("kimi_k2"), answer)
+    first, second, repeated = (call.id for call in output.tool_calls)
+    assert (first, second) == ("functions.get_time:3", "functions.get_time:4")
+    assert repeated not in (first, second)

@@ -78,7 +78,7 @@ class FakeServers:
     async def close(self) -> None:
         pass
 
-    async def ready(self, timeout: float) -> None:
+    async def ready(self) -> None:
         pass
 
     def tools(self) -> list[ServerTool]:

@@ -1,0 +1,29 @@
+"""Texts that a request's tokens are watched for."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from jaxllm.requests.thinking import ThinkingMarkers
+
+MARKER_TOKENS = 16
+"""How many of the last tokens are searched."""
+
+
+class MarkerSearch:
+    """Whether a text has come among the tokens of one request; it may end inside a token."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str):
+        self._tokenizer = tokenizer
+        self._text = text
+        self._tail: list[int] = []
+
+    def add(self, token: int) -> bool:
+        """Whether this token completes the text."""
+        self._tail = [*self._tail[1 - MARKER_TOKENS :], token]
+        return self._text in self._tokenizer.decode(self._tail, skip_special_tokens=False)
+
+
+def closing_tokens(markers: ThinkingMarkers, tokenizer: Tokenizer) -> list[int]:
+    """What ends a reasoning block, and sets the answer apart from it."""
+    return tokenizer.encode(markers.close + markers.behind, add_special_tokens=False).ids

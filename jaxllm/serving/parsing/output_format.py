@@ -1,0 +1,106 @@
+"""What a format of answers is: how calls begin and how they are written, and how reasoning is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxllm.serving.parsing.calls import CallScan, long_id
+from jaxllm.text.reasoning import HARMONY, ReasoningFormat
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """One way in which a format's calls begin.
+
+    Attributes:
+        scan: reads what follows `marker`.
+        marker: text that begins calls anywhere; "" for calls that begin a line without one.
+        first: without a marker, the characters that a call begins with; "" stands for the tools' names.
+    """
+
+    scan: CallScan
+    marker: str = ""
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How raw arguments are written, each between tags of its own.
+
+    Attributes:
+        open: the opening tag, or its parts, between which a newline may come; with {key} in it, and {string} where it
+            says whether the value is text ("true") or JSON ("false").
+        close: the closing tag.
+        also_ends: a regular expression of other text that ends a value, so that none can have it.
+        exact: newlines are where `open` and `close` have them, and one is behind each argument; else they may come.
+    """
+
+    open: tuple[str, ...]
+    close: str
+    also_ends: str = ""
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model writes calls, for grammars: start call end [between call end]… stop.
+
+    Attributes:
+        call: what comes before the arguments, with {name} in it, and {index} where calls are numbered.
+        arguments: the notation of the arguments.
+        marked: the beginning of start + call that only calls have; "" if text may look alike.
+        thought: what opens and closes reasoning that may come before all this, where no text of its own sets it apart.
+    """
+
+    call: str
+    end: str = ""
+    start: str = ""
+    between: str = ""
+    stop: str = ""
+    marked: str = ""
+    arguments: Literal["json", "gemma", "pythonic"] | Tags = "json"
+    quote: str = ""
+    thought: tuple[str, str] | None = None
+
+    def head(self, name: str, index: int = 0) -> str:
+        """What comes before the arguments of a call."""
+        return self.call.replace("{index}", str(index)).replace("{name}", name)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One format of tool calls.
+
+    Attributes:
+        detect: it is the format of a template that contains all strings of one of these groups.
+        markers: strings that may be special tokens and that the parser must see.
+    """
+
+    name: str
+    syntaxes: tuple[CallSyntax, ...]
+    layout: Layout
+    detect: tuple[tuple[str, ...], ...]
+    markers: tuple[str, ...] = ()
+    new_id: Callable[[], str] = long_id
+
+
+@dataclass(frozen=True)
+class OutputFormats:
+    """What an answer is parsed for; None parses nothing."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Strings that the parser must see in the text, although they may be special tokens."""
+        known = self.reasoning
+        reasoning = (known.open, known.close, *known.special) if known else ()
+        return (*reasoning, *(self.tools.markers if self.tools else ()))
+
+    @property
+    def has_channels(self) -> bool:
+        """The answer is made of messages on channels."""
+        return HARMONY in (self.tools and self.tools.name, self.reasoning and self.reasoning.name)

@@ -1,0 +1,107 @@
+"""How model families mark reasoning in their answers, and which way a chat template speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxllm.requests.thinking import ThinkingMarkers
+
+if TYPE_CHECKING:
+    from jaxllm.text.tokenizer import Tokenizer
+
+PROMPT_TAIL = 16
+"""Tokens at a prompt's end in which an opening marker is looked for."""
+
+
+HARMONY = "harmony"
+"""gpt-oss's messages on channels, which have a parser of their own."""
+HARMONY_TOKENS = (
+    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """One way of marking reasoning.
+
+    Attributes:
+        detect: it is the format of a template that contains one of these.
+        behind: what the family writes right behind `close`.
+        answer: what begins the answer's text behind that, where it is marked.
+        around: marks around the answer's text, which are no part of it.
+        special: further special tokens that the answer's parser must see.
+        always_open: the answer begins inside the reasoning even if neither template nor model opens it.
+    """
+
+    name: str
+    open: str
+    close: str
+    detect: tuple[str, ...]
+    behind: str = ""
+    always_open: bool = False
+    answer: str = ""
+    around: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+
+    def markers(self, *, opened: bool, text_follows: bool = False) -> ThinkingMarkers:
+        """For a request whose prompt has `opened` the block, or has not; with `text_follows` nothing else can."""
+        behind = self.behind + (self.answer if text_follows else "")
+        return ThinkingMarkers(open=self.open, close=self.close, behind=behind, opened=opened)
+
+
+# The first whose strings the template has is the template's.
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    ReasoningFormat(
+        HARMONY,
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        ("<|channel|>analysis",),
+        behind="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+        special=HARMONY_TOKENS,
+    ),
+    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",)),
+    ReasoningFormat(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_THINKING|>",),
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
+    ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",), behind="\n\n"),
+    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), behind="\n\n"),
+    ReasoningFormat("deepseek_r1", "<think>", "</think>", (), behind="\n\n", always_open=True),
+)
+
+
+def template_reasoning(chat_template: str | None) -> ReasoningFormat | None:
+    """The format that answers to prompts of this template have; None where it shows none."""
+    template = chat_template or ""
+    return next((known for known in REASONING_FORMATS if any(text in template for text in known.detect)), None)
+
+
+def opens_reasoning(reasoning: ReasoningFormat | None, prompt_text: str, continued: str = "") -> bool:
+    """Whether an answer to the rendered prompt begins inside a reasoning block.
+
+    It does where the prompt ends with the opening marker, and where `continued`, the text of an assistant's message
+    that the model goes on with, opens a block without closing it. Markers elsewhere in the prompt, such as in a user's
+    question about them, count for nothing.
+    """
+    if reasoning is None:
+        return False
+    if prompt_text.rstrip().endswith(reasoning.open):
+        return True
+    if reasoning.open in continued or reasoning.close in continued:
+        return continued.rfind(reasoning.open) > continued.rfind(reasoning.close)
+    return reasoning.always_open and not prompt_text.rstrip().endswith(reasoning.close)
+
+
+def prompt_markers(reasoning: ReasoningFormat, tokenizer: Tokenizer, prompt: Sequence[int]) -> ThinkingMarkers:
+    """The markers of an answer to a prompt rendered elsewhere, which has opened the block if it ends with the mark."""
+    tail = tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)
+    return reasoning.markers(opened=opens_reasoning(reasoning, tail))
