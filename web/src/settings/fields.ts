@@ -32,6 +32,7 @@ export const FIELDS: Field[] = [
   { name: "include_stop_str_in_output", kind: "flag", group: "length" },
   { name: "ignore_eos", kind: "flag", group: "length" },
   { name: "reasoning_effort", response: "reasoning.effort", kind: "choice", group: "length", choices: ["none", "minimal", "low", "medium", "high", "xhigh", "max"] },
+  { name: "max_thinking_tokens", kind: "integer", group: "length", min: 0 },
   { name: "stop_token_ids", kind: "integers", group: "tokens" },
   { name: "allowed_token_ids", response: null, kind: "integers", group: "tokens" },
   { name: "bad_words", response: null, kind: "lines", group: "tokens" },
