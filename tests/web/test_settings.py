@@ -11,7 +11,8 @@ SET = {
     "presence_penalty": ("0.5", 0.5), "frequency_penalty": ("-0.5", -0.5), "repetition_penalty": ("1.2", 1.2),
     "repeat_last_n": ("64", 64), "max_completion_tokens": ("99", 99), "min_tokens": ("2", 2),
     "stop": ("END\nSTOP", ("END", "STOP")),
-    "max_thinking_tokens": ("50", 50), "stop_token_ids": ("3, 4", (3, 4)), "bad_words": ("worse", ("worse",)), "logit_bias": ('{"5": -1}', {5: -1.0}),
+    "max_thinking_tokens": ("50", 50),
+    "stop_token_ids": ("3, 4", (3, 4)), "bad_words": ("worse", ("worse",)), "logit_bias": ('{"5": -1}', {5: -1.0}),
 }  # fmt: skip
 """Field -> what is typed, and what the engine gets."""
 GROUPS = ("Penalties", "Length and thinking", "Tokens and template", "Scheduling")
