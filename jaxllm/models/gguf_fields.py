@@ -5,12 +5,10 @@ from __future__ import annotations
 from jaxllm.models.hf_fields import CAP, COUNT, EPSILON, FACTOR, LAYERS, LENGTH, ORIGINAL_LENGTH, SIZE, THETA
 from jaxllm.weights.fields import FLAG, TEXT, Kind, Kinds, either, many, real, whole
 
-_NONE = whole(0, 0)
 
-
-def or_zero(kind: Kind) -> Kind:
+def or_zero(kind: Kind, zero: Kind = whole(0, 0)) -> Kind:
     """A 0 is as good as absent, or says that the model has none."""
-    return either(kind, _NONE, real(0, 0))
+    return either(kind, zero)
 
 
 GGUF_FIELDS: Kinds = {
@@ -35,9 +33,9 @@ GGUF_FIELDS: Kinds = {
     "rope.dimension_count": or_zero(SIZE),
     "rope.freq_base": THETA,
     "rope.freq_base_swa": THETA,
-    "rope.scale_linear": or_zero(FACTOR),
+    "rope.scale_linear": or_zero(FACTOR, real(0, 0)),
     "rope.scaling.type": TEXT,
-    "rope.scaling.factor": or_zero(FACTOR),
+    "rope.scaling.factor": or_zero(FACTOR, real(0, 0)),
     "rope.scaling.attn_factor": FACTOR,
     "rope.scaling.original_context_length": ORIGINAL_LENGTH,
     "rope.scaling.yarn_beta_fast": FACTOR,
