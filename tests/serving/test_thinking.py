@@ -192,7 +192,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "<|im_start|>assistant\n<think>\n"
     )
-    with served(MODEL, chat_template=str(template), reasoning_parser="think", engine_process=True) as url:
+    with served(
+        MODEL, chat_template=str(template), reasoning_parser="think", dtype="float32", engine_process=True
+    ) as url:
         yield url
 
 

@@ -156,9 +156,12 @@ def test_a_tool_is_cancelled_with_its_conversation(made: Callable[..., Any], tmp
 
 @pytest.mark.parametrize("ending", ["close", "forgotten"])
 def test_servers_end_with_their_session(ending: str) -> None:
+    others = set(psutil.Process().children(recursive=True))  # other tests' servers
     session = ResponsesSession(FakeEngine()).add_mcp_server("lab", **LAB)  # type: ignore[arg-type]
     asyncio.run(session.list_openai_tools())
-    children = [child for child in psutil.Process().children(recursive=True) if TOOL_SERVER in child.cmdline()]
+    children = [
+        child for child in set(psutil.Process().children(recursive=True)) - others if TOOL_SERVER in child.cmdline()
+    ]
     assert children
     if ending == "close":
         session.close()
