@@ -17,8 +17,9 @@ help: ## Show this list
 	@echo
 	@echo "MODEL=gemma3-270m picks another model; ARGS='--port 9000' is passed on to the command."
 
+# With this environment first in PATH, which tool servers look for their programs in.
 serve: $(VENV)/.installed ## Serve SmolLM2-135M-Instruct on http://127.0.0.1:8000
-	$(BIN)/jaxllm serve $(MODEL) $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" jaxllm serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/jaxllm pull smollm2-135m
