@@ -84,7 +84,7 @@ def listen(tmp_path: Path) -> Iterator[Callable[..., str]]:
         assert not thread.is_alive()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
