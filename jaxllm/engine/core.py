@@ -338,9 +338,10 @@ class EngineCore:
     def _follow_thinking(self, request: Request, thinking: Thinking, delta: TokenDelta) -> None:
         """Count what was thought; once the reasoning is over the request is like any other."""
         for token in delta.token_ids:
-            if request.thinking is not None:
+            if not thinking.over:
                 thinking.accept(token)
-                request.thinking = None if thinking.over else thinking
+        if thinking.over:
+            request.thinking = None
 
     def _follow_grammar(self, request: Request, constraint: Constraint, delta: TokenDelta) -> int:
         """Move on in the grammar, over the tokens that it forces too; it may be complete then.

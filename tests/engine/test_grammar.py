@@ -9,12 +9,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import SamplingParams
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from tests.reference import load_golden
-from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config
-from tests.weights.models import real_model
+from tests.engine.real_vocabulary import llm_with_real_vocabulary
 
 SCHEMA = {
     "type": "object",
@@ -31,21 +29,7 @@ PROMPTS = [f"{i}. Describe {name} in JSON:" for i, name in enumerate(("Bob", "a 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    """Random weights behind a real vocabulary, as sure of what comes next as a real model is.
-
-    Few pages, so that requests are preempted; small chunks, so that prompts are cut.
-    """
-    config = tiny_config("llama_gqa") | {"vocab_size": 49152, "max_position_embeddings": 512, "eos_token_id": 2}
-    shapes = dict(load_golden("llama_gqa").tensor_shapes)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        shapes[name] = (config["vocab_size"], config["hidden_size"])
-    weights = draw_weights("llama_gqa", shapes)
-    weights["lm_head.weight"] *= 6
-    with LLM(
-        save_checkpoint(config, weights, tmp_path_factory.mktemp("llama")), tokenizer=str(real_model("smollm2-135m")),
-        dtype="float32", max_model_len=192, max_num_seqs=8, max_num_batched_tokens=32, kv_cache_memory="320KiB",
-        enforce_eager=True,
-    ) as llm:  # fmt: skip
+    with llm_with_real_vocabulary(tmp_path_factory.mktemp("llama"), eos_token_id=2) as llm:
         yield llm
 
 

@@ -8,16 +8,14 @@ import math
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import SamplingParams
 from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.engine.thinking import Thinking, allow_only
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.requests.thinking import ThinkingMarkers
 from jaxllm.text.reasoning import REASONING_FORMATS
-from tests.reference import load_golden
-from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config
-from tests.weights.models import real_model
+from tests.engine.real_vocabulary import llm_with_real_vocabulary
 
 PROMPTS = [f"{i}. Think about {what}:" for i, what in enumerate(("Bob", "a wolf", "Ada Lovelace", "the sea"))]
 OPENED = ThinkingMarkers(open="<think>", close="</think>", behind="\n\n", opened=True)
@@ -27,21 +25,8 @@ SPECIAL = ThinkingMarkers(open="<|im_start|>", close="<|im_end|>", opened=True)
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["one step", "four steps a dispatch"])
 def llm(request, tmp_path_factory):
-    """Random weights behind a real vocabulary, in which <think> is several tokens.
-
-    Few pages, so that requests are preempted; small chunks, so that prompts are cut.
-    """
-    config = tiny_config("llama_gqa") | {"vocab_size": 49152, "max_position_embeddings": 512, "eos_token_id": 0}
-    shapes = dict(load_golden("llama_gqa").tensor_shapes)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        shapes[name] = (config["vocab_size"], config["hidden_size"])
-    weights = draw_weights("llama_gqa", shapes)
-    weights["lm_head.weight"] *= 6
-    with LLM(
-        save_checkpoint(config, weights, tmp_path_factory.mktemp("llama")), tokenizer=str(real_model("smollm2-135m")),
-        dtype="float32", max_model_len=192, max_num_seqs=8, max_num_batched_tokens=32, kv_cache_memory="320KiB",
-        enforce_eager=True, decode_steps=request.param,
-    ) as llm:  # fmt: skip
+    """<think> is several tokens of it."""
+    with llm_with_real_vocabulary(tmp_path_factory.mktemp("llama"), eos_token_id=0, decode_steps=request.param) as llm:
         yield llm
 
 
