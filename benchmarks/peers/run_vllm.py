@@ -19,8 +19,8 @@ def start(arguments: argparse.Namespace) -> workload.Generate:
     llm = LLM(
         arguments.model,
         dtype=arguments.dtype,
-        max_model_len=2 * (arguments.prompt_tokens + arguments.new_tokens),
-        max_num_seqs=max(arguments.streams),
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 Generate = Callable[[list[list[int]], int], Sequence[int]]
 """(prompts as token ids, tokens to generate for each) -> how many tokens each prompt got, when all are finished."""
@@ -17,42 +19,61 @@ Generate = Callable[[list[list[int]], int], Sequence[int]]
 SMALLEST_ID, LARGEST_ID = 1_000, 40_000  # ordinary tokens of the vocabulary
 
 
+@dataclass(frozen=True)
+class Work:
+    """`streams` prompts of `prompt_tokens` at once, and `new_tokens` for each; written 16x128+128."""
+
+    streams: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Work:
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r} is not STREAMSxPROMPT+NEW, like 16x128+128")
+        return cls(*map(int, found.groups()))
+
+    def __str__(self) -> str:
+        return f"{self.streams}x{self.prompt_tokens}+{self.new_tokens}"
+
+
 def run(engine: str, start: Callable[[argparse.Namespace], Generate]) -> None:
-    """Start an engine, do the work at each number of streams, and print one JSON line a cell.
+    """Start an engine, do each piece of work, and print one JSON line for it.
 
     Prefill is timed by generating one token for every prompt; decode by what generating all of them takes longer:
     `prefill_tok_s = streams x prompt_tokens / t_1`, `decode_tok_s = streams x (new_tokens - 1) / (t_new_tokens - t_1)`.
     """
     arguments = parse_arguments()
     generate = start(arguments)
-    generate(random_prompts(min(arguments.streams), arguments.prompt_tokens), arguments.new_tokens)
-    for streams in arguments.streams:
-        prompts = random_prompts(streams, arguments.prompt_tokens)
+    warm_up = min(arguments.work, key=lambda work: work.streams * (work.prompt_tokens + work.new_tokens))
+    generate(random_prompts(warm_up), warm_up.new_tokens)
+    for work in arguments.work:
+        prompts = random_prompts(work)
         timed(generate, prompts, 2)
         first = timed(generate, prompts, 1)
-        last = timed(generate, prompts, arguments.new_tokens)
-        report(
-            engine,
-            streams,
-            prefill_tok_s=streams * arguments.prompt_tokens / first,
-            decode_tok_s=streams * (arguments.new_tokens - 1) / (last - first),
-        )
+        if work.new_tokens == 1:
+            report(engine, work, first)
+        else:
+            rest = timed(generate, prompts, work.new_tokens) - first
+            report(engine, work, first, decode_tok_s=work.streams * (work.new_tokens - 1) / rest)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="GGUF file or checkpoint directory, as the engine takes it")
     parser.add_argument("--dtype", default="bfloat16", help="compute type of the engines that have the choice")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 32])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    return parser.parse_args()
+    parser.add_argument("--work", type=Work.parse, nargs="+", required=True, metavar="STREAMSxPROMPT+NEW")
+    arguments = parser.parse_args()
+    arguments.max_num_seqs = max(work.streams for work in arguments.work)
+    arguments.max_model_len = 64 + max(work.prompt_tokens + work.new_tokens for work in arguments.work)
+    return arguments
 
 
-def random_prompts(streams: int, tokens: int) -> list[list[int]]:
-    """`streams` different prompts of `tokens` ids; the same in every engine."""
-    rng = random.Random(streams)
-    return [[rng.randrange(SMALLEST_ID, LARGEST_ID) for _ in range(tokens)] for _ in range(streams)]
+def random_prompts(work: Work) -> list[list[int]]:
+    """Different prompts for every stream; the same in every engine."""
+    rng = random.Random(f"{work.streams}x{work.prompt_tokens}")
+    return [[rng.randrange(SMALLEST_ID, LARGEST_ID) for _ in range(work.prompt_tokens)] for _ in range(work.streams)]
 
 
 def timed(generate: Generate, prompts: list[list[int]], new_tokens: int) -> float:
@@ -65,6 +86,10 @@ def timed(generate: Generate, prompts: list[list[int]], new_tokens: int) -> floa
     return seconds
 
 
-def report(engine: str, streams: int, prefill_tok_s: float, decode_tok_s: float) -> None:
-    cell = {"engine": engine, "streams": streams, "prefill_tok_s": prefill_tok_s, "decode_tok_s": decode_tok_s}
-    print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in cell.items()}), flush=True)
+def report(engine: str, work: Work, first_token_s: float, decode_tok_s: float | None = None) -> None:
+    """`first_token_s`: until every stream has its first token."""
+    prefill_tok_s = work.streams * work.prompt_tokens / first_token_s
+    cell = {"engine": engine, "first_token_s": round(first_token_s, 4), "prefill_tok_s": round(prefill_tok_s, 2)}
+    if decode_tok_s is not None:
+        cell["decode_tok_s"] = round(decode_tok_s, 2)
+    print(json.dumps(cell | asdict(work)), flush=True)
