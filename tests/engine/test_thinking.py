@@ -42,22 +42,28 @@ def closing(llm, markers=OPENED) -> list[int]:
     return llm.tokenizer.encode(markers.close + markers.behind, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("budget", [0, 1, 2, 7, 30])
 @pytest.mark.parametrize("markers", [OPENED, SPECIAL], ids=["several tokens", "one token"])
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_the_marker_comes_when_the_budget_is_spent(llm, budget, markers, temperature):
+def test_the_marker_comes_when_the_budget_is_spent(llm, markers, temperature):
     """Before it the tokens are an unbudgeted run's; behind it, those of a run whose prompt has all of that."""
+    budgets = [0, 1, 2, 7, 30]
     free = run(llm, PROMPTS[0], params(temperature=temperature, seed=3))
-    asked = params(temperature=temperature, seed=3, max_thinking_tokens=budget, thinking_markers=markers)
-    bounded = run(llm, PROMPTS[0], asked)
     forced = closing(llm, markers)
-    end = budget + len(forced)
-    assert bounded.token_ids[:budget] == free.token_ids[:budget]
-    assert bounded.token_ids[budget:end] == forced
-    assert len(bounded.token_ids) == 40 and bounded.finish_reason == "length"
-    before = llm.tokenizer.encode(PROMPTS[0]) + bounded.token_ids[:end]
-    behind = run(llm, {"prompt_token_ids": before}, params(temperature=temperature, seed=3, max_tokens=40 - end))
-    assert bounded.token_ids[end:] == behind.token_ids
+    asked = [
+        params(temperature=temperature, seed=3, max_thinking_tokens=budget, thinking_markers=markers)
+        for budget in budgets
+    ]
+    bounded = [output.outputs[0] for output in llm.generate([PROMPTS[0]] * len(asked), asked, use_tqdm=False)]
+    ends = [budget + len(forced) for budget in budgets]
+    for budget, end, found in zip(budgets, ends, bounded, strict=True):
+        assert found.token_ids[:budget] == free.token_ids[:budget]
+        assert found.token_ids[budget:end] == forced
+        assert len(found.token_ids) == 40 and found.finish_reason == "length"
+    prompt = llm.tokenizer.encode(PROMPTS[0])
+    before = [{"prompt_token_ids": prompt + found.token_ids[:end]} for end, found in zip(ends, bounded, strict=True)]
+    rest = [params(temperature=temperature, seed=3, max_tokens=40 - end) for end in ends]
+    behind = [output.outputs[0] for output in llm.generate(before, rest, use_tqdm=False)]
+    assert [found.token_ids[end:] for end, found in zip(ends, bounded, strict=True)] == [o.token_ids for o in behind]
 
 
 def test_batch_mates_stay_what_they_are_and_a_recompute_keeps_its_place(llm):
