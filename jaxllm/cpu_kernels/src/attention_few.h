@@ -17,6 +17,30 @@ INLINE Bytes row_chunk(const uint16_t* p, Paired) { return load_bytes((const uin
 INLINE Bytes query_chunk(const uint16_t* p) { return load_bytes((const uint8_t*)p); }
 #endif
 
+// Where keys and values of one block lie, and how many there are.
+template <class T> struct Rows {
+  const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
+  int count = 0;
+};
+
+// Fetches the rows of the block after this one, some at a time: all at once there are more misses than can be under way.
+template <class T> struct Fetcher {
+  const Rows<T>& rows;
+  int key_row, value_row;  // in elements
+  int at = 0;              // of all keys, then all values
+
+  inline void some(int share) {
+    for (const int end = smaller(at + share, 2 * rows.count); at < end; at++) {
+      const bool key = at < rows.count;
+      const T* row = key ? rows.keys[at] : rows.values[at - rows.count];
+      const int size = key ? key_row : value_row;
+      for (int i = 0; i < size; i += 64 / int(sizeof(T))) __builtin_prefetch(row + i, 0, 2);  // to L2: L1 has fewer places for what is under way
+    }
+  }
+};
+
+constexpr int WEIGHED = 16;  // values between which some of the next are fetched
+
 // Scores of LANES keys.
 template <class E>
 INLINE Floats score_lanes(const typename E::Stored* const* rows, const typename E::Query* query, int dim) {
@@ -33,11 +57,13 @@ INLINE Floats score_lanes(const typename E::Stored* const* rows, const typename 
 
 // sums [G][dim] = sums * factor + weights [G][KEY_BLOCK] by values, C vectors of channels at a time.
 template <class E, int G, int C>
-INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float* weights, int dim, int d, const float* factor, float* sums) {
+INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float* weights, int dim, int d, const float* factor, float* sums,
+                      Fetcher<typename E::Stored>& ahead, int share) {
   Floats acc[G][C];
   for (int g = 0; g < G; g++)
     for (int c = 0; c < C; c++) acc[g][c] = load(sums + g * dim + d + c * LANES) * broadcast(factor[g]);
   for (int j = 0; j < n; j++) {
+    if (j % WEIGHED == 0) ahead.some(share);
     Floats v[C];
     for (int c = 0; c < C; c++) v[c] = row_chunk(rows[j] + d + c * LANES, E{});
 #pragma GCC unroll 4
@@ -49,7 +75,8 @@ INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float*
 }
 
 template <class E, int G>
-static void weigh_vectors(const typename E::Stored* const* rows, int n, const float* weights, int dim, const float* factor, float* sums) {
+static void weigh_vectors(const typename E::Stored* const* rows, int n, const float* weights, int dim, const float* factor, float* sums,
+                          Fetcher<typename E::Stored>& ahead, int share) {
 #if defined(__AVX512BF16__)
   if constexpr (E::chunk == 2 * LANES) {  // pairs of keys, their channels interleaved
     alignas(64) uint16_t pairs[G][KEY_BLOCK];
@@ -62,6 +89,7 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
       for (int g = 0; g < G; g++)
         for (int c = 0; c < 2; c++) acc[g][c] = load(sums + g * dim + d + c * LANES) * broadcast(factor[g]);
       for (int j = 0; j < n; j += 2) {
+        if (j % WEIGHED == 0) ahead.some(share);
         const Bytes even = row_chunk(rows[j] + d, E{}), odd = row_chunk(rows[j + 1] + d, E{});
         const Bytes first = _mm512_permutex2var_epi16(even, low, odd), second = _mm512_permutex2var_epi16(even, high, odd);
 #pragma GCC unroll 4
@@ -79,8 +107,8 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
 #endif
   if constexpr (E::chunk == LANES) {
     int d = 0;
-    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_few<E, G, 2>(rows, n, weights, dim, d, factor, sums);
-    for (; d < dim; d += LANES) weigh_few<E, G, 1>(rows, n, weights, dim, d, factor, sums);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_few<E, G, 2>(rows, n, weights, dim, d, factor, sums, ahead, share);
+    for (; d < dim; d += LANES) weigh_few<E, G, 1>(rows, n, weights, dim, d, factor, sums, ahead, share);
   }
 }
 
@@ -112,11 +140,6 @@ static float soften_few(const Attention& a, float* scores, int key, int count, i
   return factor[0];
 }
 
-template <class T> INLINE void prefetch_rows(const T* const* rows, int count, int size) {
-  for (int j = 0; j < count; j++)
-    for (int at = 0; at < size; at += 64 / int(sizeof(T))) prefetch(rows[j] + at);
-}
-
 // Where a unit of one token begins to read.
 static int first_key(const Attention& a, const AttentionUnit& u) {
   return larger(u.key_begin, a.window ? larger(0, u.position - a.window + 1) / KEY_BLOCK * KEY_BLOCK : 0);
@@ -127,40 +150,45 @@ template <class E>
 static void attend_few(const Attention& a, const AttentionUnit& u, const AttentionUnit* after, const typename E::Query* queries, const float* lowest, const float* highest,
                        int begin, int end, float* greatest, float* total, float* scores, float* sums) {
   typedef typename E::Stored T;
-  struct Rows {
-    const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
-  } rooms[2];
-  Rows *now = &rooms[0], *next = &rooms[1];
-  const auto find = [&](int from, int count, Rows& rows) {
-    find_rows(a, u, a.keys, a.key_row, from, count, rows.keys);
-    find_rows(a, u, a.values, a.value_row, from, count, rows.values);
+  Rows<T> rooms[2];
+  Rows<T> *now = &rooms[0], *next = &rooms[1];
+  const auto find = [&](const AttentionUnit& unit, int from, int count, Rows<T>& rows) {
+    find_rows(a, unit, a.keys, a.key_row, from, count, rows.keys);
+    find_rows(a, unit, a.values, a.value_row, from, count, rows.values);
+    rows.count = count;
   };
-  const int after_begin = after ? first_key(a, *after) : 0, after_count = after ? smaller(KEY_BLOCK, after->key_end - after_begin) : 0;
+  const int chunks = KEY_BLOCK / LANES, vectors_at_once = 4;
+  const int times = u.count * chunks + (u.count + vectors_at_once - 1) / vectors_at_once * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / E::chunk);
+  const int share = (2 * KEY_BLOCK + times - 1) / times;  // so that the last is fetched as this block ends
   float factor[FEW_VECTORS];
   const int first = begin / KEY_BLOCK * KEY_BLOCK;
   for (int key = first; key < end; key += KEY_BLOCK) {
     const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;
-    const int padded = (count + 15) / 16 * 16, left = end - (key + KEY_BLOCK), ahead = left > 0 ? smaller(KEY_BLOCK, left) : larger(after_count, 0);
-    if (key == first) find(from, count, *now);
-    if (left > 0) find(key + KEY_BLOCK, ahead, *next);
-    else if (ahead) find_rows(a, *after, a.keys, a.key_row, after_begin, ahead, next->keys);
-    const T *const *keys = now->keys, *const *values = now->values;
+    const int padded = (count + 15) / 16 * 16, left = end - (key + KEY_BLOCK);
+    if (key == first) find(u, from, count, *now);
+    next->count = 0;
+    if (left > 0) find(u, key + KEY_BLOCK, smaller(KEY_BLOCK, left), *next);
+    else if (after) find(*after, first_key(a, *after), smaller(KEY_BLOCK, after->key_end - first_key(a, *after)), *next);
+    Fetcher<T> ahead{*next, a.dim, a.value_dim};
     for (int r = 0; r < u.count; r++) {
       float* row = scores + r * KEY_BLOCK;
       for (int j = 0; j < padded; j += LANES) {
-        if (r == 0) prefetch_rows(values + j, smaller(LANES, count - j), a.value_dim);  // a few at a time: for use below
-        store(row + j, score_lanes<E>(keys + j, queries + r * a.dim, a.dim));
+        ahead.some(share);
+        store(row + j, score_lanes<E>(now->keys + j, queries + r * a.dim, a.dim));
       }
-      if (ahead) prefetch_rows(next->keys + ahead * r / u.count, ahead * (r + 1) / u.count - ahead * r / u.count, a.dim);
       factor[r] = soften_few(a, row, from, count, padded, lowest[r], highest[r], greatest[r], total[r]);
     }
     const int n = (count + 1) / 2 * 2;
+    const auto weigh = [&](auto vectors, int r) {
+      weigh_vectors<E, vectors.value>(now->values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim, ahead, share);
+    };
     int r = 0;
-    for (; r + 4 <= u.count; r += 4) weigh_vectors<E, 4>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
-    for (; r + 3 <= u.count; r += 3) weigh_vectors<E, 3>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
-    for (; r + 2 <= u.count; r += 2) weigh_vectors<E, 2>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
-    for (; r < u.count; r++) weigh_vectors<E, 1>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim);
-    Rows* const done = now;
+    for (; r + 4 <= u.count; r += 4) weigh(Const<4>{}, r);
+    if (u.count - r == 3) weigh(Const<3>{}, r);
+    if (u.count - r == 2) weigh(Const<2>{}, r);
+    if (u.count - r == 1) weigh(Const<1>{}, r);
+    ahead.some(2 * KEY_BLOCK);
+    Rows<T>* const done = now;
     now = next, next = done;
   }
 }
