@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--isa", choices=cpu_kernels.runnable_isas(), help="default: the best that this machine has")
     parser.add_argument("--threads", type=int, help="default: one for each physical core")
-    parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64], help="query heads, KV heads, channels of each")
+    parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64], help="of queries, of KV, channels")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
     arguments = parser.parse_args()
     threads = arguments.threads or cpu_kernels.physical_cores()
