@@ -22,7 +22,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STANDINS = Path(__file__).parent / "standins"

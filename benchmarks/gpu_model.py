@@ -109,9 +109,7 @@ class Model:
                 row = {"what": "attention", "rows": rows, "context": context, "us_a_layer": seconds / count * 1e6}
                 row |= {"GBs": rate / 1e9, "share": rate / run.bandwidth}
                 if rows >= 8 and row["share"] < ATTENTION_SHARE:
-                    traced: list[Any] = []
-                    row["profile"] = run.profile(f"attention-{rows}-{context}", lambda: traced.append(step(last)))
-                    last = traced[0]
+                    row["profile"], last = run.profile(f"attention-{rows}-{context}", step, last)
                 self.state = self.state._replace(pages=(*last[1], *others))
                 run.report(**row)
         return None
@@ -132,12 +130,14 @@ class Model:
 
     def _decode_cell(self, run: Slice, variant: Variant, cell: dict[str, Any], traced: bool) -> None:
         rows, context = cell["rows"], cell["context"]
-        step, compile_seconds = self._decode_step(rows, variant)
-        packing = decode_packing(rows)
+        bucket = max(rows, 2)  # as in the engine, which has no smaller one
+        step, compile_seconds = self._decode_step(bucket, variant)
+        packing = decode_packing(bucket)
         ints = np.zeros(packing.size, np.int32)
         views = packing.views(ints)
         views["num_decodes"][...], views["num_steps"][...] = rows, 1
-        views["tokens"][:], views["slot"][:] = 1, np.arange(rows)
+        views["tokens"][:], views["slot"][:] = 1, self.sizes.max_num_seqs
+        views["slot"][:rows] = np.arange(rows)
         host = []
 
         def advance(state: Any) -> Any:
@@ -152,13 +152,8 @@ class Model:
         measured = {"ms": seconds * 1e3, "toks": rows / seconds, "share": floor / seconds}
         measured |= {"host_ms": float(np.median(host)) * 1e3, "compile_s": compile_seconds}
         if traced:
-
-            def steps() -> None:
-                for _ in range(4):
-                    self.state = advance(self.state)
-                jax.block_until_ready(self.state)
-
-            measured["profile"] = run.profile(f"{run.name}-{rows}-{context}", steps)
+            name = f"{run.name}-{rows}-{context}"
+            measured["profile"], self.state = run.profile(name, advance, self.state, count=4)
         run.report(**cell, **measured)
 
     def prefill(self, run: Slice, tokens: int) -> None:
@@ -200,18 +195,15 @@ class Model:
             scores = 2 * c.num_layers * c.num_heads * c.head_dim * ((tokens - decodes) ** 2 + 2 * decodes * context)
             rate = (products + scores) / seconds
             measured |= {"TFLOPs": rate / 1e12, "share": rate / run.flops}
-
-        def once() -> None:
-            self.state = jax.block_until_ready(advance(self.state))
-
-        measured["profile"] = run.profile(f"{cell['what']}-{tokens}", once)
+        measured["profile"], self.state = run.profile(f"{cell['what']}-{tokens}", advance, self.state)
         run.report(**cell, **measured)
 
     @property
     def _read(self) -> int:
         """Bytes of the weights that a decode step reads: of an embedding that is not the head too, its rows alone."""
-        table = 0 if self.config.tie_word_embeddings else self.config.vocab_size * self.config.hidden_size * 2
-        return self.blueprint.plan.weight_bytes - table
+        tables = [p for p in self.blueprint.params if "embed" in p.path and not self.config.tie_word_embeddings]
+        leaves = [leaf for table in tables for leaf, _ in table.leaves()]
+        return self.blueprint.plan.weight_bytes - sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  there is one model
     def _decode_step(self, rows: int, variant: Variant) -> tuple[Any, float]:

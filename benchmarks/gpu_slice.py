@@ -89,14 +89,16 @@ class Slice:
             return False
         return True
 
-    def profile(self, name: str, work: Callable[[], Any]) -> str:
-        """A trace of one call of `work`, and the folder that it is in."""
+    def profile(self, name: str, step: Callable[[Any], Any], state: Any, count: int = 1) -> tuple[str, Any]:
+        """The folder that a trace of so many steps is in, and the state after them."""
         import jax
 
         folder = self.given.out / "profiles" / name
         with jax.profiler.trace(str(folder)):
-            jax.block_until_ready(work())
-        return str(folder)
+            for _ in range(count):
+                state = step(state)
+            jax.block_until_ready(state)
+        return str(folder), state
 
     def peaks(self) -> None:
         """Bytes a second that a large array is copied with, read and written, and the rate of a large product."""

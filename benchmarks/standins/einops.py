@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import chain
 from typing import Any
 
 
@@ -19,7 +20,7 @@ def rearrange(array: Any, pattern: str, **sizes: int) -> Any:
         if len(unknown) > 1 or size % known or (not unknown and size != known):
             raise ValueError(f"{pattern!r} does not fit {array.shape} with {sizes}")
         sizes |= {name: size // known for name in unknown}
-    flat, order = sum(given, []), sum(wanted, [])
+    flat, order = list(chain(*given)), list(chain(*wanted))
     split = array.reshape([sizes[name] for name in flat]).transpose([flat.index(name) for name in order])
     return split.reshape([math.prod(sizes[name] for name in names) for names in wanted])
 

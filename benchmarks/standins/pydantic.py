@@ -16,11 +16,11 @@ class ValidationError(ValueError):
         return [self.found]
 
 
-def Field(**bounds: Any) -> None:  # noqa: N802  pydantic's name
+def Field(**bounds: Any) -> None:
     """Bounds of a value."""
 
 
-def BeforeValidator(check: Any) -> None:  # noqa: N802  pydantic's name
+def BeforeValidator(check: Any) -> None:
     """How text becomes a value."""
 
 

@@ -25,6 +25,7 @@ from jaxllm.pallas_kernels import Kernels, choose_kernels
 from jaxllm.pallas_kernels.pages import SCALE_BYTES
 from jaxllm.quantization.gguf_encode import IMPORTANCE
 from jaxllm.quantization.schemes import BLOCKS
+from jaxllm.sharding.devices import find_devices
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
@@ -55,9 +56,10 @@ class Platform:
     """What one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
 
     @classmethod
-    def current(cls) -> Platform:
-        """The default JAX platform of this process."""
-        return cls.of(jax.devices()[0])
+    def current(cls, utilization: float) -> Platform:
+        """JAX's platform in this process, of whose memory an accelerator's share is asked for if it has not started."""
+        compat.share_device_memory(utilization)
+        return cls.of(find_devices()[0])
 
     @classmethod
     def of(cls, device: jax.Device) -> Platform:
@@ -103,6 +105,11 @@ class EnginePlan:
         return self.num_pages * self.page_size * self.kv_bytes_per_token
 
     @property
+    def planned_bytes(self) -> int:
+        """What the plan takes of a device."""
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+
+    @property
     def num_shapes(self) -> int:
         """Padded shapes to compile, each kind counted once."""
         return len(self.buckets.decode) + len(self.buckets.prefill) + len(self.buckets.head)
@@ -146,7 +153,7 @@ def plan_engine(config: EngineConfig, platform: Platform | None = None) -> Engin
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_checkpoint(path, config.load_format)
     try:
-        return make_blueprint(config, checkpoint, platform or Platform.current()).plan
+        return make_blueprint(config, checkpoint, platform or Platform.current(config.gpu_memory_utilization)).plan
     finally:
         checkpoint.close()
 
