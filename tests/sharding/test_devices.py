@@ -26,6 +26,14 @@ os.path.exists = lambda path: path == "/dev/nvidiactl" or exists(path)
 """
 """As `sitecustomize`, in every process: what JAX asks for is there."""
 
+PLUGIN = """
+import os
+def initialize():
+    open({share!r}, "w").write(os.environ.get("XLA_CLIENT_MEM_FRACTION", "none"))
+    raise RuntimeError({error!r})
+"""
+"""JAX calls it when its backends start; it leaves behind how much of the memory JAX would have taken then."""
+
 SMI = """#!/bin/sh
 case "$1" in
   *compute-apps*) echo "4711, /usr/bin/python3, 70000" ;;
@@ -38,7 +46,9 @@ INSUFFICIENT = "jaxlib/cuda/versions_helpers.cc:113: operation cuInit(0) failed:
 FULL = "INTERNAL: failed call to cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
 
 
-def make_gpu(folder: Path, driver: str = "580.65.06", free: int = 81000, cuda: int | None = 13, error: str = "") -> Path:
+def make_gpu(
+    folder: Path, driver: str = "580.65.06", free: int = 81000, cuda: int | None = 13, error: str = ""
+) -> Path:
     """A folder for PYTHONPATH and PATH: `nvidia-smi`, and a plugin whose start fails with `error`."""
     smi = folder / "nvidia-smi"
     smi.write_text(SMI.format(driver=driver, free=free))
@@ -47,7 +57,7 @@ def make_gpu(folder: Path, driver: str = "580.65.06", free: int = 81000, cuda: i
     if cuda is not None:
         plugin = folder / "jax_plugins" / f"xla_cuda{cuda}"
         plugin.mkdir(parents=True)
-        (plugin / "__init__.py").write_text(f"def initialize():\n    raise RuntimeError({error!r})\n")
+        (plugin / "__init__.py").write_text(PLUGIN.format(error=error, share=str(folder / "share")))
     return folder
 
 
@@ -74,11 +84,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ({"cuda": None}, "", "JAX has no CUDA plugin: pip install '.[cuda13]', or set JAX_PLATFORMS=cpu"),
         ({"cuda": None, "driver": "535.129.03"}, "", "no CUDA plugin: pip install '.[cuda12]'"),
         ({"cuda": None, "driver": "470.82.01"}, "", "its driver is too old: install 525 or newer"),
-        ({"driver": "535.129.03"}, INSUFFICIENT, "CUDA 13 needs driver 580 or newer: install that, pip install '.[cuda12]'"),
+        ({"driver": "535.129.03"}, INSUFFICIENT, "needs driver 580 or newer: install that, pip install '.[cuda12]'"),
         ({"driver": "580.65.06"}, INSUFFICIENT, "CUDA 13 needs driver 580 or newer"),
         ({}, FULL, "it has no memory left: python3 (process 4711, 68.36 GiB); end what runs on it"),
         ({}, "INTERNAL: no supported devices found for platform CUDA", "it has no memory left"),
-        ({}, "CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized", "JAX could not start it: CUDA_ERROR_SYSTEM_NOT"),
+        ({}, "CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized", "JAX could not start it: CUDA_ERROR_SYSTEM"),
     ],
 )  # fmt: skip
 def test_each_reason_is_one_line_that_says_what_helps(machine, facts: dict, said: str, expected: str) -> None:
@@ -112,14 +122,16 @@ def test_memory_that_others_have_is_refused_before_anything_starts(machine, monk
 
 def test_memory_refused_while_weights_are_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16106127360 bytes.")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16106127360 bytes."
+        )
 
     monkeypatch.setattr(build, "_load", refuse)
     model = write_checkpoint("llama_gqa", tmp_path / "model")
     config = EngineConfig(
         model=str(model), skip_tokenizer_init=True, kv_cache_memory=2**20, enforce_eager=True, compile_cache_dir=None
     )
-    with pytest.raises(ConfigError, match="the device refused memory: .* were planned with gpu_memory_utilization 0.9"):
+    with pytest.raises(ConfigError, match=r"the device refused memory: .* planned with gpu_memory_utilization"):
         build.build_core(config)
 
 
@@ -132,18 +144,20 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_end_with_one_line(command: str, tmp_path: Path) -> None:
-    """What JAX itself does with a plugin that fails: it logs a traceback and runs on the CPU."""
+    """JAX itself logs a traceback and runs on the CPU; and its memory is asked for before it starts."""
     model = write_checkpoint("llama_gqa", tmp_path / "model")
     gpu = make_gpu(tmp_path, driver="535.129.03", error=INSUFFICIENT)
     here = str(Path(__file__).parents[2])
-    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS",)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "CUDA_"))}
     environment |= {"PATH": f"{gpu}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{gpu}{os.pathsep}{here}"}
     first, *rest = COMMANDS[command]
-    program = [sys.executable, "-m", "jaxllm.cli.main", first, *rest, "--model", str(model), "--dtype", "float32"]
+    program = [sys.executable, "-m", "jaxllm.cli.main", first, *rest, "--model", str(model)]
+    program += ["--dtype", "float32", "--gpu-memory-utilization", "0.8"]
     done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if " INFO " not in line and not line.startswith("INFO")]
     assert len(errors) == 1 and "CUDA 13 needs driver 580" in errors[0], done.stderr
+    assert (tmp_path / "share").read_text() == "0.85"
 
 
 def test_cpus_are_found_where_nothing_is_wrong() -> None:

@@ -54,6 +54,8 @@ class Platform:
     free_host_memory: int
     memory: int | None = None
     """What one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
+    device: str = ""
+    """What its maker calls it."""
 
     @classmethod
     def current(cls, utilization: float) -> Platform:
@@ -67,7 +69,7 @@ class Platform:
         memory = compat.device_memory(device)
         limit, total = memory or (None, None)
         host = psutil.virtual_memory().available
-        return cls(device.platform, device.client.device_count(), limit, host, total)
+        return cls(device.platform, device.client.device_count(), limit, host, total, device.device_kind)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class EnginePlan:
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
     """What had to be changed to fit, one sentence each."""
+    device: str = ""
+    """What the devices are called."""
 
     @property
     def kv_tokens(self) -> int:
@@ -270,6 +274,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         decode_steps=decode_steps,
         buckets=buckets,
         notes=notes,
+        device=platform.device,
     )
     return Blueprint(plan, spec, options, model, params, sizes)
 
