@@ -40,7 +40,13 @@ SLICES = {
     "serve": "end to end through HTTP: `jaxllm bench serve`",
 }
 
-PROBE = "import jax; print(jax.devices()[0].device_kind)"
+PROBE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.path.append({str(STANDINS)!r})
+from jaxllm.sharding.devices import find_devices
+print(find_devices()[0].platform, find_devices()[0].device_kind)
+"""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -72,7 +78,10 @@ def main() -> None:
         from benchmarks.gpu_slice import run_slice
 
         return run_slice(given.slice[0], given)
-    given.device = found = probe()
+    platform, found = probe()
+    if platform == "cpu" and not given.tiny:
+        sys.exit("JAX runs on the CPU here; --tiny has sizes for that")
+    given.device = found
     print(f"device: {found}", flush=True)
     failed = [name for name in given.slice if not run_in_process(name, given)]
     from benchmarks.gpu_bars import verdicts
@@ -105,13 +114,14 @@ def prepare(out: Path) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-def probe() -> str:
-    """The device's name, from a process that gives the device back."""
+def probe() -> tuple[str, str]:
+    """The device's platform and name, from a process that gives the device back."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment)
     if done.returncode:
-        sys.exit(f"JAX finds no device: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
-    return done.stdout.strip().splitlines()[-1]
+        sys.exit((done.stderr.strip().splitlines() or ["JAX finds no device and does not say why"])[-1])
+    platform, _, kind = done.stdout.strip().splitlines()[-1].partition(" ")
+    return platform, kind
 
 
 def run_in_process(name: str, given: argparse.Namespace) -> bool:

@@ -29,8 +29,8 @@ class Bar:
 def decode(rows: list[Row], streams: int, weights: str = "") -> Row | None:
     """The greedy decode at the shortest context."""
     cells = [r for r in rows if (r["what"], r.get("variant"), r.get("isq", "")) == ("decode", "greedy", weights)]
-    cells = [r for r in cells if r["rows"] == streams and r["context"] == min(c["context"] for c in cells)]
-    return cells[0] if cells else None
+    shortest = min((r["context"] for r in cells), default=0)
+    return next((r for r in cells if (r["rows"], r["context"]) == (streams, shortest) and "toks" in r), None)
 
 
 def of_decode(key: str, streams: int) -> Callable[[list[Row]], Found | None]:

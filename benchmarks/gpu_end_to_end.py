@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -12,6 +13,8 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,36 +50,42 @@ def measure_engine(run: Slice) -> None:
     """nano-vllm's prompts with Qwen3-0.6B's shape, sampled as there; then the load of `serve` without a server."""
     if run.wants(what="nano-vllm"):
         prompts, lengths = nano_vllm_load(run.given.tiny)
-        llm = start(run.given, QWEN3_06B, 64 if run.given.tiny else 4096)
-        run.report(what="nano-vllm", **generate(llm, prompts, lengths, 0.6))
-        llm.shutdown()
+        with started(run.given, QWEN3_06B, 64 if run.given.tiny else 4096) as llm:
+            run.report(what="nano-vllm", **generate(llm, prompts, lengths, 0.6))
     streams, input_len, output_len = load(run.given)
     cells = [count for count in streams if run.wants(what="in process", streams=count)]
     if not cells:
         return
-    source, llm = random.Random(0), start(run.given, LLAMA_8B, input_len + output_len)
-    for count in cells:
-        prompts = [[source.randint(0, VOCABULARY) for _ in range(input_len)] for _ in range(count)]
-        run.report(what="in process", streams=count, **generate(llm, prompts, [output_len] * count, 0))
-    llm.shutdown()
+    source = random.Random(0)
+    with started(run.given, LLAMA_8B, input_len + output_len) as llm:
+        for count in cells:
+            prompts = [[source.randint(0, VOCABULARY) for _ in range(input_len)] for _ in range(count)]
+            run.report(what="in process", streams=count, **generate(llm, prompts, [output_len] * count, 0))
 
 
-def start(given: argparse.Namespace, model: Path, longest: int) -> Any:
-    """An LLM of that shape in this process, with everything compiled."""
+@contextmanager
+def started(given: argparse.Namespace, model: Path, longest: int) -> Iterator[Any]:
+    """An LLM of that shape in this process, with everything compiled; its memory is free afterwards."""
     from jaxllm.llm import LLM
 
     began = time.perf_counter()
     llm = LLM(model=str(folder_of(given, model)), **settings(given, longest))
-    while llm.stats().compiles_pending:
-        time.sleep(0.1)
-    print(f"started and compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    return llm
+    try:
+        while llm.stats().compiles_pending:
+            time.sleep(0.1)
+        print(f"started and compiled in {time.perf_counter() - began:.0f} s", flush=True)
+        yield llm
+    finally:
+        llm.shutdown()
+        del llm
+        gc.collect()
 
 
 def settings(given: argparse.Namespace, longest: int) -> dict[str, Any]:
     """Of the engine: its defaults but for what a dummy model without a tokenizer needs."""
     common = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": longest, "isq": given.isq}
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_memory": 2**22, "cpu_kernels": "off"}
+    sizes |= {"decode_buckets": frozenset({4}), "prefill_buckets": frozenset({32})}
     return common | {"compile_cache_dir": given.out / "compile"} | (sizes if given.tiny else {})
 
 
