@@ -120,19 +120,25 @@ def test_memory_that_others_have_is_refused_before_anything_starts(machine, monk
     devices.check_free_memory(1, 0.9)  # what is taken may be this process's own
 
 
-def test_memory_refused_while_weights_are_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_named_and_memory_that_it_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> None:
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 16106127360 bytes."
         )
 
     monkeypatch.setattr(build, "_load", refuse)
+    monkeypatch.setattr(compat, "device_memory", lambda device: (8 * GIB, 8 * GIB))
+    caplog.set_level("INFO")
     model = write_checkpoint("llama_gqa", tmp_path / "model")
     config = EngineConfig(
         model=str(model), skip_tokenizer_init=True, kv_cache_memory=2**20, enforce_eager=True, compile_cache_dir=None
     )
     with pytest.raises(ConfigError, match=r"the device refused memory: .* planned with gpu_memory_utilization"):
         build.build_core(config)
+    (line,) = [record.message for record in caplog.records if record.message.endswith("planned")]
+    assert line.startswith("1 cpu of 8 GiB: ")
 
 
 COMMANDS = {
