@@ -29,13 +29,18 @@ def find_devices() -> Sequence[jax.Device]:
     chosen = compat.chosen_platforms()
     wanted = "cuda" in chosen or "gpu" in chosen or not chosen
     lacks_gpu = not devices or devices[0].platform == "cpu"
-    if lacks_gpu and wanted and compat.nvidia_gpu_is_here() and not (devices and nvidia.hidden()):
+    if lacks_gpu and wanted and nvidia_gpu_is_here() and not (devices and nvidia.hidden()):
         raise ConfigError(why_unused(complaints))
     if not devices:
         raise ConfigError(f"JAX cannot start{f' JAX_PLATFORMS={chosen}' if chosen else ''}: {_last_line(complaints)}")
     for complaint in complaints:
         logger.warning("%s", _last_line([complaint]))
     return devices
+
+
+def nvidia_gpu_is_here() -> bool:
+    """Whether NVIDIA's driver runs; a file of a device alone may be another maker's, as under Windows."""
+    return compat.nvidia_gpu_is_here() and nvidia.driver_version() is not None
 
 
 def why_unused(complaints: Sequence[str]) -> str:
@@ -84,7 +89,7 @@ def check_free_memory(count: int, utilization: float) -> None:
 
 def no_room(wanted: int, utilization: float) -> str:
     """What to say where the device refused memory that the plan counted on."""
-    users = nvidia.occupants() if compat.nvidia_gpu_is_here() else ""
+    users = nvidia.occupants() if nvidia_gpu_is_here() else ""
     others = f"; these run on it: {users}" if users else ""
     return (
         f"the device refused memory: {format_bytes(wanted)} were planned with gpu_memory_utilization {utilization:g}"
