@@ -97,7 +97,7 @@ def backends_run() -> bool:
 
 def chosen_platforms() -> str:
     """What JAX_PLATFORMS says; empty where JAX is to choose."""
-    return jax.config.jax_platforms or ""
+    return jax.config.values["jax_platforms"] or ""
 
 
 def nvidia_gpu_is_here() -> bool:
