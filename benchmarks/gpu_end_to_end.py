@@ -132,7 +132,14 @@ def measure_serve(run: Slice) -> None:
     from jaxllm.config import ServeConfig
 
     folder = folder_of(run.given, LLAMA_8B)
-    config = ServeConfig(model=str(folder), **settings(run.given, input_len + output_len), data_dir=folder / "data")
+    size = model_config(run.given)["vocab_size"]
+    write_tokenizer(folder / "tokenizer.json", size)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": size - 1}))
+    config = ServeConfig(
+        model=str(folder),
+        data_dir=folder / "data",
+        **settings(run.given, input_len + output_len) | {"skip_tokenizer_init": False},
+    )
     with server(config, START_SECONDS) as url:
         wait_until_compiled(url)
         for count in cells:
@@ -148,6 +155,17 @@ def measure_serve(run: Slice) -> None:
             (result,) = json.loads((folder / "result.json").read_text())["results"]
             run.report(what="serve", streams=count, **result)
     return None
+
+
+def write_tokenizer(file: Path, size: int) -> None:
+    """A byte-level one with some text for every token: without text a server has nothing to stream."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = alphabet + [f"t{number}" for number in range(len(alphabet), size)]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.save(str(file))
 
 
 def installed(name: str) -> bool:
