@@ -1,12 +1,17 @@
-"""How near a GPU's steps come to what its memory and its tensor cores allow. Dummy weights made there; no files.
+"""How near a GPU comes to what its memory and its tensor cores allow. Dummy weights made there; no files.
 
-    python benchmarks/gpu.py                              # Llama-3.1-8B: every part
-    python benchmarks/gpu.py --parts copy attention       # one slice of it
-    python benchmarks/gpu.py --config DIR --tiny          # another model's config.json; sizes for a CPU
+    python benchmarks/gpu.py                              # Llama-3.1-8B: every slice, one after the other
+    python benchmarks/gpu.py --slice attention decode     # two of them; what they have measured already is kept
+    python benchmarks/gpu.py --config DIR --isq int4      # another model's config.json, other weights
+    python benchmarks/gpu.py --tiny                       # sizes for a CPU
 
-Prints a line a measurement, with its share of the floor: weights and live keys and values read once at the copy
-bandwidth measured here, or the matmul rate. Writes all of them to --out with the device's name. --autotune keeps what
-XLA tuned, for compiling elsewhere (`--xla_gpu_load_autotune_results_from`).
+Each slice is a process that takes at most ten minutes, and has a file in --out with the device's name. Measurements are
+written as they come: a slice that ran out of time goes on where it was when it is called again. Each line has its share
+of a floor: bytes that must be read at the copy bandwidth that the same process measured, or operations at its matmul
+rate. At the end each bar stands beside what was measured, in `gpu.json` too, and the cells that bars rest on have a
+profile.
+
+Needs jax, flax, transformers and NumPy; `serve` needs what the server needs. What XLA tuned is kept in --out/autotune.
 """
 
 from __future__ import annotations
@@ -14,137 +19,122 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-LLAMA_8B = Path(__file__).parents[1] / "tests" / "reference" / "configs" / "Llama-3.1-8B.json"
-PARTS = ("copy", "matmul", "attention", "decode", "prefill", "mixed", "torch")
+ROOT = Path(__file__).parents[1]
+STANDINS = Path(__file__).parent / "standins"
+SECONDS = 600
+"""What a slice may take in all."""
+
+SLICES = {
+    "peaks": "copy bandwidth and matmul rate",
+    "attention": "attention alone",
+    "decode": "greedy decode steps",
+    "sampled": "sampled decode steps",
+    "prefill": "prompts, and decodes beside one",
+    "int4": "decode steps of a model in groups of four bits",
+    "torch": "the same shapes in torch",
+    "engine": "end to end in process: nano-vllm's prompts, and the load of `serve`",
+    "serve": "end to end through HTTP: `jaxllm bench serve`",
+}
+
+PROBE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.path.append({str(STANDINS)!r})
+from jaxllm.sharding.devices import find_devices
+print(find_devices()[0].platform, find_devices()[0].device_kind)
+"""
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = ", ".join(f"{name} ({what})" for name, what in SLICES.items())
+    parser.add_argument("--slice", nargs="+", choices=SLICES, default=list(SLICES), metavar="NAME", help=shown)
     parser.add_argument("--config", type=Path, help="a folder with a config.json; Llama-3.1-8B's if not given")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--attention-rows", type=int, nargs="+", default=[1, 8, 16, 64, 256])
+    parser.add_argument("--attention-contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--prefill", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--isq", help="quantize the weights")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU does in seconds")
-    parser.add_argument("--seconds", type=float, default=540, help="stop starting measurements after so many")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--autotune", type=Path, help="write XLA's autotune results here")
-    given = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=480, help="a slice starts no measurement after so many")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="a folder, one for each device")
+    parser.add_argument("--again", action="store_true", help="measure anew what was measured before")
+    parser.add_argument("--device", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    given = arguments().parse_args()
     if given.tiny:
-        given.rows, given.contexts, given.prefill = [1, 4], [32], [16]
-    if given.autotune:
-        flag = f"--xla_gpu_dump_autotune_results_to={given.autotune}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    Bench(given).run()
+        given.rows, given.contexts, given.prefill = [1, 16], [32], [16]
+        given.attention_rows, given.attention_contexts = [1, 8], [32]
+    prepare(given.out)
+    if given.device is not None:
+        from benchmarks.gpu_slice import run_slice
+
+        return run_slice(given.slice[0], given)
+    platform, found = probe()
+    if platform == "cpu" and not given.tiny:
+        sys.exit("JAX runs on the CPU here; --tiny has sizes for that")
+    given.device = found
+    print(f"device: {found}", flush=True)
+    failed = [name for name in given.slice if not run_in_process(name, given)]
+    from benchmarks.gpu_bars import verdicts
+
+    rows = {path.stem: json.loads(path.read_text()) for name in SLICES if (path := given.out / f"{name}.json").exists()}
+    rows = {name: kept for name, kept in rows.items() if kept["device"] == found}
+    judged = verdicts([row for kept in rows.values() for row in kept["rows"]], found)
+    summary = {"device": found, "bars": judged, "slices": rows}
+    (given.out / "gpu.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print("\nbar".ljust(55), "wanted".rjust(10), "measured".rjust(10))
+    for bar in judged:
+        measured = "" if bar["measured"] is None else f"{bar['measured']:.4g}"
+        line = f"{bar['bar']:54} {bar['wanted']:>10} {measured:>10}  {bar['verdict']}"
+        print(line, *(f"({bar[key]})" for key in ("where", "profile") if bar.get(key)))
+    if given.tiny or given.config or given.isq:
+        print("The bars are for Llama-3.1-8B in bfloat16 on a GPU: here they say nothing.")
+    if failed:
+        sys.exit(f"not finished: {' '.join(failed)}; call again with --slice {' '.join(failed)}")
+    return None
 
 
-class Bench:
-    """One run: the device, what it was found to reach, and everything that was measured."""
-
-    def __init__(self, given: argparse.Namespace):
-        from jaxllm import compat
-
-        compat.share_device_memory(0.9)
-        import jax
-
-        self.given, self.began = given, time.perf_counter()
-        self.device = jax.devices()[0].device_kind
-        self.results: list[dict[str, Any]] = []
-        self.bandwidth = self.flops = 0.0
-
-    def run(self) -> None:
-        self.copy()
-        self.matmul()
-        if {"attention", "decode", "prefill", "mixed"} & set(self.given.parts):
-            from benchmarks.gpu_model import Model
-
-            model = Model(self.given, LLAMA_8B)
-            self.report(what="plan", summary=model.blueprint.plan.summary())
-            for part in ("attention", "decode", "prefill", "mixed"):
-                if part in self.given.parts:
-                    getattr(model, part)(self)
-        if "torch" in self.given.parts:
-            self.torch()
-
-    def report(self, **row: Any) -> None:
-        """Print a measurement, and write all so far."""
-        self.results.append(row)
-        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-        self.given.out.write_text(json.dumps({"device": self.device, "results": self.results}, indent=1))
-
-    @property
-    def time_left(self) -> bool:
-        return time.perf_counter() - self.began < self.given.seconds
-
-    def copy(self) -> None:
-        """Bytes a second that a large array is read and written with, together."""
-        import jax
-        import jax.numpy as jnp
-
-        x = jnp.zeros(2**20 if self.given.tiny else 2**30, jnp.uint8)
-        size = x.nbytes
-        seconds, _ = timed(jax.jit(lambda x: x + 1, donate_argnums=0), x)
-        self.bandwidth = 2 * size / seconds
-        self.report(what="copy", GBs=self.bandwidth / 1e9)
-
-    def matmul(self) -> None:
-        """The rate of a large product of bfloat16."""
-        import jax
-        import jax.numpy as jnp
-
-        n = 256 if self.given.tiny else 8192
-        x = jnp.ones((n, n), jnp.bfloat16) / n
-        seconds, _ = timed(jax.jit(lambda x: x @ x), x)
-        self.flops = 2 * n**3 / seconds
-        self.report(what="matmul", TFLOPs=self.flops / 1e12)
-
-    def torch(self) -> None:
-        """The same product and copy in torch, where that is installed with a GPU."""
-        try:
-            import torch
-        except ImportError:
-            return self.report(what="torch", note="not installed")
-        if not torch.cuda.is_available():
-            return self.report(what="torch", note="sees no GPU")
-        n = 8192
-        x = torch.ones((n, n), dtype=torch.bfloat16, device="cuda") / n
-        y = torch.zeros(2**30, dtype=torch.uint8, device="cuda")
-        for what, work in (("matmul", lambda: x @ x), ("copy", lambda: y.add_(1))):
-            work()
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(20):
-                work()
-            torch.cuda.synchronize()
-            seconds = (time.perf_counter() - began) / 20
-            rate = {"TFLOPs": 2 * n**3 / seconds / 1e12} if what == "matmul" else {"GBs": 2 * 2**30 / seconds / 1e9}
-            self.report(what=f"torch {what}", **rate)
-        return None
+def prepare(out: Path) -> None:
+    """Paths and XLA's flags, for this process and those that it starts."""
+    tuned = (out / "autotune").resolve()
+    tuned.mkdir(parents=True, exist_ok=True)
+    sys.path[:0] = [str(ROOT)]
+    sys.path += [str(STANDINS)]  # last: what is installed comes first
+    flag = f"--xla_gpu_per_fusion_autotune_cache_dir={tuned}"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-def timed(step: Callable[[Any], Any], state: Any, count: int = 20) -> tuple[float, Any]:
-    """Seconds a step, the median of three runs of `count` queued ones; `step` takes and gives the state."""
-    import jax
+def probe() -> tuple[str, str]:
+    """The device's platform and name, from a process that gives the device back."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit((done.stderr.strip().splitlines() or ["JAX finds no device and does not say why"])[-1])
+    platform, _, kind = done.stdout.strip().splitlines()[-1].partition(" ")
+    return platform, kind
 
-    state = jax.block_until_ready(step(state))
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in range(count):
-            state = step(state)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - began) / count)
-    return sorted(times)[1], state
+
+def run_in_process(name: str, given: argparse.Namespace) -> bool:
+    """Whether the slice has measured all that it should."""
+    print(f"\n{name}: {SLICES[name]}", flush=True)
+    command = [sys.executable, __file__, *sys.argv[1:], "--slice", name, "--device", given.device]
+    try:
+        code = subprocess.run(command, timeout=SECONDS - 5).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{name}: stopped after {SECONDS} s; what it measured is kept")
+        return False
+    return code == 0
 
 
 if __name__ == "__main__":
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main()

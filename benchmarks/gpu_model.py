@@ -1,11 +1,12 @@
-"""The part of `gpu.py` that runs a model's own steps: attention alone, decode, prefill, and both at once."""
+"""The slices of `gpu.py` that run a model's own steps: attention alone, decode, prefill, and both at once."""
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import timed
+from benchmarks.gpu_bars import ATTENTION_SHARE
+from benchmarks.gpu_slice import Slice, model_config, timed
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import COMPILER_OPTIONS
-from jaxllm.engine.device.keys import PLAIN, SAMPLED
+from jaxllm.engine.device.keys import PLAIN, SAMPLED, Variant
 from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, backbone_packing, decode_packing
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.plan import Platform, make_blueprint
@@ -25,104 +27,148 @@ from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import dummy_parameters
 
-TINY = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 MIXED_DECODES = 32
 ROOM = 512
 """Tokens that a sequence may grow by while it is measured."""
+ATTENTION_BYTES = 2**33
+"""Keys and values that a measurement of attention reads at most, if it reads more than one layer's: far more than any
+cache holds, so that what is measured is memory."""
+
+
+def measure_model(run: Slice) -> None:
+    """Measure the cells of the slice that are not yet there."""
+    given, name = run.given, run.name
+    if name == "attention":
+        Model(given, given.attention_rows, max(given.attention_contexts), 16).attention(run)
+    elif name == "decode":
+        Model(given, given.rows, max(given.contexts) + ROOM, 16).decode(run, PLAIN, given.contexts)
+    elif name == "sampled":
+        Model(given, given.rows, max(given.contexts) + ROOM, 16).decode(run, SAMPLED, given.contexts)
+    elif name == "int4":
+        Model(given, given.rows, min(given.contexts) + ROOM, 16, "int4").decode(run, PLAIN, given.contexts[:1])
+    else:
+        decodes, longest = (4, 64) if given.tiny else (MIXED_DECODES, max(given.prefill))
+        model = Model(given, [decodes + 1], max(given.contexts[0], longest) + ROOM, max(longest, 2 * decodes))
+        for tokens in given.prefill:
+            model.prefill(run, tokens)
+        model.mixed(run, given.contexts[0], decodes)
 
 
 class Model:
     """A model with random weights, its compiled steps and the state that they pass on."""
 
-    def __init__(self, given: argparse.Namespace, default: Path):
-        self.given = given
-        folder = Path(tempfile.mkdtemp())
-        values = json.loads(((given.config / "config.json") if given.config else default).read_text())
-        (folder / "config.json").write_text(json.dumps(values.get("config", values) | (TINY if given.tiny else {})))
-        longest, rows = max(*given.contexts, *given.prefill) + ROOM, max(*given.rows, MIXED_DECODES + 1)
+    def __init__(self, given: Any, rows: Sequence[int], longest: int, batched: int, isq: str | None = None):
+        self.rows, self.isq, self.tiny = rows, isq or given.isq, given.tiny
+        folder = Path(tempfile.mkdtemp(prefix="jaxllm-gpu-"))
+        (folder / "config.json").write_text(json.dumps(model_config(given)))
         config = EngineConfig(
-            model=str(folder), load_format="dummy", max_model_len=longest, max_num_seqs=rows,
-            max_num_batched_tokens=max(*given.prefill, 2 * MIXED_DECODES), isq=given.isq, cpu_kernels="off",
+            model=str(folder), load_format="dummy", max_model_len=longest, max_num_seqs=max(*rows, 2),
+            max_num_batched_tokens=max(batched, *rows), isq=self.isq, cpu_kernels="off",
             kv_cache_memory=2**24 if given.tiny else None,
         )  # fmt: skip
-        self.blueprint = make_blueprint(config, open_checkpoint(folder, "dummy"), Platform.current())
-        self.sizes, mesh = self.blueprint.sizes, build_mesh(1)
-        self.functions = StepFunctions(self.blueprint.model, self.blueprint.params, mesh, self.sizes)
-        self.weights = self.functions.pack_weights(dummy_parameters(self.blueprint.params, mesh, 0))
+        self.mesh = build_mesh(1)
+        platform = Platform.of(self.mesh.devices.flat[0])
+        self.blueprint = make_blueprint(config, open_checkpoint(folder, "dummy"), platform)
+        self.sizes, self.config = self.blueprint.sizes, self.blueprint.spec.config
+        self.functions = StepFunctions(self.blueprint.model, self.blueprint.params, self.mesh, self.sizes)
         abstract = self.functions.abstract_state()
         self.state = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract))()
-        config = self.blueprint.spec.config
-        table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * 2
-        self.read = self.blueprint.plan.weight_bytes - table
-        """Bytes of the weights that a decode step reads."""
+        print(self.blueprint.plan.summary(), flush=True)
 
-    def attention(self, bench: Any) -> None:
-        """Attention of one layer's shape alone, its pages in any order."""
-        c, kernels = self.blueprint.spec.config, self.blueprint.options.kernels
+    @functools.cached_property
+    def weights(self) -> Any:
+        return self.functions.pack_weights(dummy_parameters(self.blueprint.params, self.mesh, 0))
+
+    def attention(self, run: Slice) -> None:
+        """Decode attention of as many layers as read ATTENTION_BYTES, their pages in any order."""
+        c, kernels = self.config, self.blueprint.options.kernels
         if c.mla is not None:
-            return bench.report(what="attention", note="latent pages are measured within decode")
-        for rows, context in self._cells():
-            if not bench.time_left:
-                return None
-            meta = self._decode_metadata(rows, context)
-            q, kv = (jnp.ones((rows, heads, c.head_dim), self.sizes.dtype) for heads in (c.num_heads, c.num_kv_heads))
+            return run.report(what="attention", note="latent pages are measured within decode")
+        token_bytes = self.blueprint.plan.kv_bytes_per_token // self.sizes.num_layers
 
-            def attend(state: Any, kv: Any = kv, meta: Any = meta) -> Any:
-                q, pages = state
-                return kernels.attention(q, kv, kv, pages, meta, scale=1.0)
+        @functools.partial(jax.jit, donate_argnums=0)
+        def attend(state: Any, kv: Any, meta: Any) -> Any:
+            q, layers = state
+            with_new = []
+            for pages in layers:  # each layer's queries are those before it, as in a model: none runs beside another
+                q, pages = kernels.attention(q, kv, kv, pages, meta, scale=c.head_dim**-0.5)
+                with_new.append(pages)
+            return q, tuple(with_new)
 
-            layer, *others = self.state.pages
-            seconds, (_, layer) = timed(jax.jit(attend, donate_argnums=0), (q, layer))
-            self.state = self.state._replace(pages=(layer, *others))
-            moved = rows * context * self.blueprint.plan.kv_bytes_per_token / self.sizes.num_layers
-            rate = moved / seconds
-            bench.report(
-                what="attention", rows=rows, context=context, us=seconds * 1e6, GBs=rate / 1e9,
-                share=rate / bench.bandwidth,
-            )  # fmt: skip
+        for context in run.given.attention_contexts:
+            for rows in run.given.attention_rows:
+                if not run.wants(what="attention", rows=rows, context=context):
+                    continue
+                count = min(max(ATTENTION_BYTES // (rows * context * token_bytes), 1), self.sizes.num_layers)
+                meta = self._decode_metadata(rows, context)
+                q, kv = (jnp.ones((rows, n, c.head_dim), self.sizes.dtype) for n in (c.num_heads, c.num_kv_heads))
+                step = functools.partial(attend, kv=kv, meta=meta)
+                pages, others = tuple(self.state.pages[:count]), self.state.pages[count:]
+                seconds, last = timed(step, (q, pages))
+                rate = rows * context * token_bytes * count / seconds
+                row = {"what": "attention", "rows": rows, "context": context, "us_a_layer": seconds / count * 1e6}
+                row |= {"GBs": rate / 1e9, "share": rate / run.bandwidth}
+                if rows >= 8 and row["share"] < ATTENTION_SHARE:
+                    row["profile"], last = run.profile(f"attention-{rows}-{context}", step, last)
+                self.state = self.state._replace(pages=(*last[1], *others))
+                run.report(**row)
         return None
 
-    def decode(self, bench: Any) -> None:
+    def decode(self, run: Slice, variant: Variant, contexts: Sequence[int]) -> None:
         """Steps of a token for each row: the device's time, and the host's to dispatch one."""
-        for variant in (PLAIN, SAMPLED):
-            for rows, context in self._cells():
-                if not bench.time_left:
-                    return
-                step, compile_seconds = self._compiled(self.functions.decode(rows, variant))
-                packing = decode_packing(rows)
-                ints = np.zeros(packing.size, np.int32)
-                views = packing.views(ints)
-                views["num_decodes"][...], views["num_steps"][...] = rows, 1
-                views["tokens"][:], views["slot"][:] = 1, np.arange(rows)
-                host = []
+        label = {"what": "decode", "variant": str(variant) or "greedy"} | ({"isq": self.isq} if self.isq else {})
+        held = (self.sizes.num_pages - 1) * self.sizes.page_size
+        for rows in self.rows:
+            for context in contexts:
+                cell = label | {"rows": rows, "context": context}
+                if not run.wants(**cell):
+                    continue
+                if rows * (context + ROOM) > held and not self.tiny:
+                    run.report(**cell, note=f"not measured: the pool holds {held:,} tokens")
+                    continue
+                self._decode_cell(run, variant, cell, traced=context == min(contexts) and variant == PLAIN)
 
-                def run(state: Any, step: Any = step, ints: Any = ints, host: Any = host) -> Any:
-                    began = time.perf_counter()
-                    pages, slots, _ = step(self.weights, state.pages, state.slots, ints)
-                    host.append(time.perf_counter() - began)
-                    return state._replace(pages=pages, slots=slots)
+    def _decode_cell(self, run: Slice, variant: Variant, cell: dict[str, Any], traced: bool) -> None:
+        rows, context = cell["rows"], cell["context"]
+        bucket = max(rows, 2)  # as in the engine, which has no smaller one
+        step, compile_seconds = self._decode_step(bucket, variant)
+        packing = decode_packing(bucket)
+        ints = np.zeros(packing.size, np.int32)
+        views = packing.views(ints)
+        views["num_decodes"][...], views["num_steps"][...] = rows, 1
+        views["tokens"][:], views["slot"][:] = 1, self.sizes.max_num_seqs
+        views["slot"][:rows] = np.arange(rows)
+        host = []
 
-                self._occupy(rows, context, sampled=variant.sampled)
-                seconds, self.state = timed(run, self.state)
-                floor = (self.read + rows * context * self.blueprint.plan.kv_bytes_per_token) / bench.bandwidth
-                bench.report(
-                    what="decode", variant=str(variant) or "greedy", rows=rows, context=context, ms=seconds * 1e3,
-                    toks=rows / seconds, share=floor / seconds, host_ms=float(np.median(host)) * 1e3,
-                    compile_s=compile_seconds,
-                )  # fmt: skip
+        def advance(state: Any) -> Any:
+            began = time.perf_counter()
+            pages, slots, _ = step(self.weights, state.pages, state.slots, ints)
+            host.append(time.perf_counter() - began)
+            return state._replace(pages=pages, slots=slots)
 
-    def prefill(self, bench: Any) -> None:
+        self._occupy(rows, context, sampled=variant.sampled)
+        seconds, self.state = timed(advance, self.state)
+        floor = (self._read + rows * context * self.blueprint.plan.kv_bytes_per_token) / run.bandwidth
+        measured = {"ms": seconds * 1e3, "toks": rows / seconds, "share": floor / seconds}
+        measured |= {"host_ms": float(np.median(host)) * 1e3, "compile_s": compile_seconds}
+        if traced:
+            name = f"{run.name}-{rows}-{context}"
+            measured["profile"], self.state = run.profile(name, advance, self.state, count=4)
+        run.report(**cell, **measured)
+
+    def prefill(self, run: Slice, tokens: int) -> None:
         """One prompt of so many tokens."""
-        for tokens in self.given.prefill:
-            if bench.time_left:
-                self._backbone(bench, "prefill", tokens, decodes=0)
+        self._backbone(run, {"what": "prefill", "tokens": tokens}, 0, context=0)
 
-    def mixed(self, bench: Any) -> None:
+    def mixed(self, run: Slice, context: int, decodes: int) -> None:
         """Decodes beside a chunk of a prompt."""
-        self._backbone(bench, "mixed", self.sizes.max_num_batched_tokens, MIXED_DECODES)
+        tokens = min(self.sizes.max_num_batched_tokens, 2048)
+        self._backbone(run, {"what": "mixed", "tokens": tokens, "decodes": decodes}, decodes, context)
 
-    def _backbone(self, bench: Any, what: str, tokens: int, decodes: int) -> None:
+    def _backbone(self, run: Slice, cell: dict[str, Any], decodes: int, context: int) -> None:
+        if not run.wants(**cell):
+            return
+        tokens, c = cell["tokens"], self.config
         step, compile_seconds = self._compiled(self.functions.backbone(tokens))
         packing = backbone_packing(tokens, self.sizes.max_num_seqs, self.sizes.page_size)
         ints = np.zeros(packing.size, np.int32)
@@ -132,27 +178,36 @@ class Model:
         views["query_start"][decodes + 1 :] = tokens
         views["slot"][: decodes + 1] = np.arange(decodes + 1)
         views["new_pages"][:, 0] = self.sizes.max_num_seqs
-        context = self.given.contexts[0]
 
-        def run(state: Any) -> Any:
+        def advance(state: Any) -> Any:
             position = jnp.full(state.slots.position.shape, context, jnp.int32).at[decodes].set(0)
             slots = state.slots._replace(position=position)
             pages, slots, hidden = step(self.weights, state.pages, slots, state.hidden, ints)
             return state._replace(pages=pages, slots=slots, hidden=hidden)
 
         self._occupy(decodes + 1, max(context, tokens))
-        seconds, self.state = timed(run, self.state, 5)
-        flops = 2 * self.blueprint.plan.num_parameters * tokens / seconds
-        bench.report(
-            what=what, tokens=tokens, decodes=decodes, ms=seconds * 1e3, toks=tokens / seconds, TFLOPs=flops / 1e12,
-            share=flops / bench.flops, compile_s=compile_seconds,
-        )  # fmt: skip
+        seconds, self.state = timed(advance, self.state)
+        measured = {"ms": seconds * 1e3, "toks": tokens / seconds, "compile_s": compile_seconds}
+        if c.moe is None:
+            # Every weight but embedding and head, and the half of the scores that a causal mask leaves.
+            tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+            products = 2 * (self.blueprint.plan.num_parameters - tables) * tokens
+            scores = 2 * c.num_layers * c.num_heads * c.head_dim * ((tokens - decodes) ** 2 + 2 * decodes * context)
+            rate = (products + scores) / seconds
+            measured |= {"TFLOPs": rate / 1e12, "share": rate / run.flops}
+        measured["profile"], self.state = run.profile(f"{cell['what']}-{tokens}", advance, self.state)
+        run.report(**cell, **measured)
 
-    def _cells(self) -> list[tuple[int, int]]:
-        """Rows and contexts that the pool holds, pages of different rows being different ones."""
-        held = (self.sizes.num_pages - 1) * self.sizes.page_size
-        cells = [(rows, context) for context in self.given.contexts for rows in self.given.rows]
-        return [(rows, context) for rows, context in cells if rows * (context + ROOM) <= held]
+    @property
+    def _read(self) -> int:
+        """Bytes of the weights that a decode step reads: of an embedding that is not the head too, its rows alone."""
+        tables = [p for p in self.blueprint.params if "embed" in p.path and not self.config.tie_word_embeddings]
+        leaves = [leaf for table in tables for leaf, _ in table.leaves()]
+        return self.blueprint.plan.weight_bytes - sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  there is one model
+    def _decode_step(self, rows: int, variant: Variant) -> tuple[Any, float]:
+        return self._compiled(self.functions.decode(rows, variant))
 
     def _compiled(self, built: Any) -> tuple[Any, float]:
         function, arguments = built
@@ -161,7 +216,7 @@ class Model:
         return lowered.compile(compiler_options=options), time.perf_counter() - began
 
     def _table(self, rows: int, context: int) -> np.ndarray:
-        """Pages of each row, scattered as in a pool that has been used for long."""
+        """Pages of each row, scattered as in a pool that has been used for long; where it has too few, some twice."""
         each = min(-(-(context + ROOM) // self.sizes.page_size), self.sizes.pages_per_seq)
         table = np.zeros((rows, self.sizes.pages_per_seq), np.int32)
         ids = np.random.default_rng(0).permutation(np.arange(1, self.sizes.num_pages))

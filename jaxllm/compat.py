@@ -31,7 +31,7 @@ import jaxllm.threads  # noqa: E402, F401  before jax, so that what it does at e
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it tells of every platform that is not there
 
 import jax  # noqa: E402
-from jax._src import xla_bridge  # noqa: E402
+from jax._src import hardware_utils, xla_bridge  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 
 
@@ -59,6 +59,50 @@ def enable_compile_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class _Complaints(logging.Handler):
+    """What is logged, each with the text of its exception."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(logging.Formatter("%(message)s").format(record))
+
+
+def start_backends() -> tuple[list[jax.Device], list[str]]:
+    """The default platform's devices, and what JAX said of platforms that it could not start.
+
+    Where it gives up there are no devices, and its error is the last that it said. A plugin that cannot be initialized
+    is logged with its traceback and forgotten, and a CPU takes its place: nothing of that is shown here.
+    """
+    log, heard = logging.getLogger(xla_bridge.__name__), _Complaints()
+    passed_on, log.propagate = log.propagate, False
+    log.addHandler(heard)
+    try:
+        return jax.devices(), heard.texts
+    except RuntimeError as error:
+        return [], [*heard.texts, str(error)]
+    finally:
+        log.removeHandler(heard)
+        log.propagate = passed_on
+
+
+def backends_run() -> bool:
+    """Whether JAX has taken its devices."""
+    return xla_bridge.backends_are_initialized()
+
+
+def chosen_platforms() -> str:
+    """What JAX_PLATFORMS says; empty where JAX is to choose."""
+    return jax.config.values["jax_platforms"] or ""
+
+
+def nvidia_gpu_is_here() -> bool:
+    """Whether the system has devices of NVIDIA's driver, by JAX's own test."""
+    return hardware_utils.has_visible_nvidia_gpu()
 
 
 _MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import compat
 from jaxllm.errors import ConfigError
+from jaxllm.sharding.devices import find_devices
 
 TENSOR = "tensor"
 DATA = "data"
@@ -20,9 +20,9 @@ def build_mesh(tensor_parallel_size: int) -> Mesh:
     """A `(data=1, tensor=tensor_parallel_size)` mesh over the first devices of the default platform.
 
     Raises:
-        ConfigError: there are fewer devices than asked for.
+        ConfigError: there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
     """
-    devices = jax.devices()
+    devices = find_devices()
     if tensor_parallel_size > len(devices):
         hint = (
             f" (set JAX_NUM_CPU_DEVICES={tensor_parallel_size} for virtual ones)"

@@ -12,11 +12,11 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.line_process import Process, ask, end, limit_memory, start
-from jaxllm.text.chat_template import render
 
 RENDER_SECONDS = 10.0
 """How long one template may take, the start of its process included."""
@@ -78,16 +78,18 @@ class TemplateProcess:
 
 def main() -> None:
     """Render what stdin asks for until it closes."""
+    from jaxllm.text.chat_template import render  # here, so that who starts this process needs no jinja2
+
     limit_memory(MEMORY_BYTES)
     for line in sys.stdin.buffer:
         _alarm(ORPHAN_SECONDS)
-        reply = _reply(json.loads(line))
+        reply = _reply(render, json.loads(line))
         _alarm(0)
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 
 
-def _reply(values: dict[str, Any]) -> dict[str, Any]:
+def _reply(render: Callable[..., str], values: dict[str, Any]) -> dict[str, Any]:
     try:
         text = render(**values)
     except InvalidRequestError as error:

@@ -11,7 +11,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxllm import compat
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.executables import Executables
@@ -23,10 +23,11 @@ from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.requests.sampling import SamplingDefaults
+from jaxllm.sharding.devices import check_free_memory, no_room
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights import open_checkpoint
@@ -51,9 +52,13 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     checkpoint = open_checkpoint(path, config.load_format)
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
+    check_free_memory(config.tensor_parallel_size, config.gpu_memory_utilization)
     compat.share_device_memory(config.gpu_memory_utilization)
     mesh = build_mesh(config.tensor_parallel_size)
-    blueprint = make_blueprint(config, checkpoint, Platform.of(mesh.devices.flat[0]))
+    platform = Platform.of(mesh.devices.flat[0])
+    blueprint = make_blueprint(config, checkpoint, platform)
+    if platform.memory is not None:
+        logger.info(device_line(mesh, platform.memory, blueprint.plan.planned_bytes))
     for line in blueprint.plan.summary().splitlines():
         logger.info(line)
     for note in blueprint.plan.notes:
@@ -64,9 +69,17 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     executables.begin()
     try:
         return _assemble(config, checkpoint, tokenizer, mesh, blueprint, functions, executables, clock)
-    except BaseException:
+    except BaseException as error:
         executables.close()
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            raise ConfigError(no_room(blueprint.plan.planned_bytes, config.gpu_memory_utilization)) from error
         raise
+
+
+def device_line(mesh: Mesh, memory: int, planned: int) -> str:
+    """'1 NVIDIA H100 80GB HBM3 of 79.1 GiB: 71.2 GiB planned'."""
+    kind = mesh.devices.flat[0].device_kind
+    return f"{mesh.size} {kind} of {format_bytes(memory)}: {format_bytes(planned)} planned"
 
 
 def _assemble(

@@ -25,6 +25,7 @@ from jaxllm.pallas_kernels import Kernels, choose_kernels
 from jaxllm.pallas_kernels.pages import SCALE_BYTES
 from jaxllm.quantization.gguf_encode import IMPORTANCE
 from jaxllm.quantization.schemes import BLOCKS
+from jaxllm.sharding.devices import find_devices
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.kinds import KindChooser
@@ -53,11 +54,14 @@ class Platform:
     free_host_memory: int
     memory: int | None = None
     """What one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
+    device: str = ""
+    """What its maker calls it."""
 
     @classmethod
-    def current(cls) -> Platform:
-        """The default JAX platform of this process."""
-        return cls.of(jax.devices()[0])
+    def current(cls, utilization: float) -> Platform:
+        """JAX's platform in this process, of whose memory an accelerator's share is asked for if it has not started."""
+        compat.share_device_memory(utilization)
+        return cls.of(find_devices()[0])
 
     @classmethod
     def of(cls, device: jax.Device) -> Platform:
@@ -65,7 +69,7 @@ class Platform:
         memory = compat.device_memory(device)
         limit, total = memory or (None, None)
         host = psutil.virtual_memory().available
-        return cls(device.platform, device.client.device_count(), limit, host, total)
+        return cls(device.platform, device.client.device_count(), limit, host, total, device.device_kind)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class EnginePlan:
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
     """What had to be changed to fit, one sentence each."""
+    device: str = ""
+    """What the devices are called."""
 
     @property
     def kv_tokens(self) -> int:
@@ -101,6 +107,11 @@ class EnginePlan:
     @property
     def kv_bytes(self) -> int:
         return self.num_pages * self.page_size * self.kv_bytes_per_token
+
+    @property
+    def planned_bytes(self) -> int:
+        """What the plan takes of a device."""
+        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
 
     @property
     def num_shapes(self) -> int:
@@ -146,7 +157,7 @@ def plan_engine(config: EngineConfig, platform: Platform | None = None) -> Engin
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_checkpoint(path, config.load_format)
     try:
-        return make_blueprint(config, checkpoint, platform or Platform.current()).plan
+        return make_blueprint(config, checkpoint, platform or Platform.current(config.gpu_memory_utilization)).plan
     finally:
         checkpoint.close()
 
@@ -263,6 +274,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         decode_steps=decode_steps,
         buckets=buckets,
         notes=notes,
+        device=platform.device,
     )
     return Blueprint(plan, spec, options, model, params, sizes)
 

@@ -18,6 +18,7 @@ from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Weight
+from jaxllm.sharding.devices import find_devices
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec
@@ -57,7 +58,7 @@ class Scheme:
 def compare_schemes(config: EngineConfig, bandwidth: float) -> list[Scheme]:
     """Every scheme on this machine, whose memory one device reads at `bandwidth` bytes a second; allocates nothing."""
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-    checkpoint, platform = open_checkpoint(path, config.load_format), Platform.current()
+    checkpoint, platform = open_checkpoint(path, config.load_format), Platform.current(config.gpu_memory_utilization)
     try:
         return [_scheme(name, config, checkpoint, platform, bandwidth) for name in (FLOAT, STORED, *SCHEMES)]
     finally:
@@ -95,7 +96,7 @@ def _bytes_read(param: ParamSpec, blueprint: Blueprint) -> int:
 
 def measure_bandwidth() -> float:
     """Bytes a second that the first device reads from its memory: the best of a few rounds over a large array."""
-    if jax.devices()[0].platform == "cpu":
+    if find_devices()[0].platform == "cpu":
         return _of_host()
     array = jnp.ones(MEASURED_BYTES // 4, jnp.float32)
     total = jax.jit(jnp.sum)

@@ -1,0 +1,85 @@
+"""What this machine says of its NVIDIA GPUs without CUDA: the driver's own file, and `nvidia-smi` where it is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from jaxllm.config import format_bytes
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+NEEDED_DRIVER = {13: 580, 12: 525}
+"""CUDA -> the oldest driver that runs it."""
+_SMI_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as `nvidia-smi` lists it; bytes."""
+
+    name: str
+    total: int
+    free: int
+
+
+def cards() -> list[Card]:
+    """Those that this process may use, in `nvidia-smi`'s order; empty where it is missing or fails."""
+    return [
+        Card(", ".join(name), int(total) * 2**20, int(free) * 2**20)
+        for *name, total, free in _smi("--query-gpu=name,memory.total,memory.free")
+        if total.isdigit() and free.isdigit()
+    ]
+
+
+def occupants() -> str:
+    """'python (process 17, 70 GiB)', each that computes on them; empty where that cannot be seen, as in a container."""
+    found = []
+    for pid, *name, used in _smi("--query-compute-apps=pid,process_name,used_memory"):
+        size = f", {format_bytes(int(used) * 2**20)}" if used.isdigit() else ""
+        found.append(f"{Path(', '.join(name)).name} (process {pid}{size})")
+    return ", ".join(found)
+
+
+def driver_version() -> str | None:
+    """As '580.65.06'."""
+    if DRIVER_FILE.exists():
+        found = re.search(r"Module.*?\s(\d+\.\d[\d.]*)", DRIVER_FILE.read_text(errors="replace"))
+        if found:
+            return found.group(1)
+    return next((row[0] for row in _smi("--query-gpu=driver_version") if row[0][:1].isdigit()), None)
+
+
+def installed_cuda() -> int | None:
+    """The CUDA that JAX's plugin is for; None where there is no plugin."""
+    return next((major for major in NEEDED_DRIVER if _exists(f"jax_plugins.xla_cuda{major}")), None)
+
+
+def hidden() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES leaves no GPU to be used."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
+def _smi(query: str) -> list[list[str]]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command = [program, query, "--format=csv,noheader,nounits", *([f"--id={chosen}"] if chosen else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[part.strip() for part in line.split(",")] for line in lines if line.count(",") or "driver" in query]
