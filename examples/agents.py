@@ -2,13 +2,17 @@
 
 jaxllm serve smollm2-135m --mcp-config examples/mcp/mcp.json      # in another terminal
 pip install openai-agents
-python -P examples/agents.py [http://127.0.0.1:8000]              # -P, as this file has the name of that package
+python examples/agents.py [http://127.0.0.1:8000]
 """
 
 import asyncio
 import sys
+from pathlib import Path
 
-from agents import (
+# This file has the name of the SDK's package, which Python would look for in this folder first.
+sys.path = [entry for entry in sys.path if entry != str(Path(__file__).resolve().parent)]
+
+from agents import (  # noqa: E402
     Agent,
     HostedMCPTool,
     ModelSettings,
@@ -18,8 +22,8 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from agents.items import MCPApprovalRequestItem, ToolCallItem, ToolCallOutputItem
-from openai import AsyncOpenAI
+from agents.items import MCPApprovalRequestItem, ToolCallItem, ToolCallOutputItem  # noqa: E402
+from openai import AsyncOpenAI  # noqa: E402
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")

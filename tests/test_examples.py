@@ -123,7 +123,7 @@ def test_responses_session(our_python_first: None):
 @pytest.mark.slow
 def test_agents(our_python_first: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     monkeypatch.setenv("JAXLLM_MCP_CONFIG", str(EXAMPLES / "mcp" / "mcp.json"))
-    output = run("-P", "examples/agents.py", request.getfixturevalue("server_url"))
+    output = run("examples/agents.py", request.getfixturevalue("server_url"))
     responses, chat, toolbox, approved = (part.splitlines() for part in output.split(":\n")[1:])
     for part in (responses, chat):
         assert part[0].startswith("  we run population(") and part[1].startswith("  -> ")

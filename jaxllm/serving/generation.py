@@ -37,6 +37,14 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
+
 
 @dataclass
 class Clock:
@@ -99,6 +107,7 @@ class Generation:
     Choice index of sequence j of prompt i is i * n + j, n being those that are generated: best_of, where the request
     sets it. Entering raises what the engine says at once: QueueFullError,
     EngineDeadError, InvalidRequestError. With `prompt_only` the prompts are scored and the one generated token dropped.
+    With `goes_on` it belongs to a request that was accepted before, which is the one that ServedModel.running has.
     """
 
     def __init__(
@@ -109,6 +118,7 @@ class Generation:
         prefix: str,
         *,
         prompt_only: bool = False,
+        goes_on: bool = False,
     ):
         self.id = prefix + (request.request_id or uuid.uuid4().hex)
         self.prompts = prompts
@@ -118,6 +128,7 @@ class Generation:
         self._request = request
         self._model = model
         self._prompt_only = prompt_only
+        self._goes_on = goes_on
         self._unfinished = set(range(self.num_choices))
         self.clock = Clock()
         self._timers = [
@@ -136,8 +147,9 @@ class Generation:
         return len(self.prompts) * self.n
 
     async def __aenter__(self) -> Generation:
-        self._model.check_accepting()
-        self._model.running.add(self)
+        self._model.check_accepting(goes_on=self._goes_on)
+        if not self._goes_on:
+            self._model.running.add(self)
         try:
             requests = [
                 EngineRequest(

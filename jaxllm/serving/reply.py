@@ -51,10 +51,17 @@ class Reply:
     """
 
     def __init__(
-        self, name: str, model: ServedModel, prompt: ConversationPrompt, settings: GenerationSettings, prefix: str
+        self,
+        name: str,
+        model: ServedModel,
+        prompt: ConversationPrompt,
+        settings: GenerationSettings,
+        prefix: str,
+        *,
+        goes_on: bool = False,
     ):
         self.name = name
-        self.generation = Generation(model, [prompt.prompt], settings, prefix)
+        self.generation = Generation(model, [prompt.prompt], settings, prefix, goes_on=goes_on)
         self.token_text = model.token_text
         self.system_fingerprint = model.system_fingerprint
         self.must_call = bool(prompt.conversation.tools) and prompt.conversation.tool_choice != "auto"
@@ -123,13 +130,20 @@ class Reply:
 
 
 async def begin_reply(
-    state: ServerState, name: str | None, conversation: Conversation, settings: GenerationSettings, *, prefix: str
+    state: ServerState,
+    name: str | None,
+    conversation: Conversation,
+    settings: GenerationSettings,
+    *,
+    prefix: str,
+    goes_on: bool = False,
 ) -> Reply:
     """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
 
-    `name` is the model's; `prefix` begins the reply's id. Raises APIError, or InvalidRequestError naming the field.
+    `name` is the model's; `prefix` begins the reply's id; with `goes_on` it is part of a request that was accepted
+    before, which a server that is stopping finishes. Raises APIError, or InvalidRequestError naming the field.
     """
     name, model = state.find_model(name)
-    model.check_accepting()
+    model.check_accepting(goes_on=goes_on)
     prompt = await conversation_prompt(state, model, conversation, settings)
-    return Reply(name, model, prompt, settings, prefix)
+    return Reply(name, model, prompt, settings, prefix, goes_on=goes_on)

@@ -54,11 +54,11 @@ class ServedModel:
         self.running: set[Running] = set()
         self.draining = False
 
-    def check_accepting(self) -> None:
-        """Raises 503 when no new request can start."""
+    def check_accepting(self, *, goes_on: bool = False) -> None:
+        """Raises 503 when no new request can start; one that only `goes_on` may while the server is stopping."""
         if self.engine.is_dead:
             raise EngineDeadError("the engine has stopped")
-        if self.draining:
+        if self.draining and not goes_on:
             raise unavailable("the server is shutting down", code="shutting_down")
 
     @property

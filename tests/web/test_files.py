@@ -36,7 +36,11 @@ def test_what_is_no_text_is_refused(page: Driver, tmp_path: Path):
     file = tmp_path / "picture.png"
     file.write_bytes(b"\x89PNG\0\xff")
     page.page.locator(".composer input[type=file]").set_input_files(file)
-    expect(page.page.get_by_text("picture.png is not text.")).to_be_visible()
+    expect(page.page.get_by_text("picture.png is a picture. The models here read text only.")).to_be_visible()
+    other = tmp_path / "data.bin"
+    other.write_bytes(b"\0\xff")
+    page.page.locator(".composer input[type=file]").set_input_files(other)
+    expect(page.page.get_by_text("data.bin is not text.")).to_be_visible()
 
 
 def test_dropped_files_and_long_pastes_become_files(page: Driver, talker: Talker):

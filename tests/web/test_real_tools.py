@@ -48,7 +48,6 @@ def test_what_is_allowed_runs_and_the_model_goes_on(lab: Driver, talker: Talker)
     expect(call).to_contain_text("done")
     call.click()
     expect(lab.answers.locator(".code").last).to_contain_text("5")
-    lab.picture("tool-call")
     lab.say("Thanks")
     assert lab.answers.count() == 2 and "It is 5." in prompt(talker)
 

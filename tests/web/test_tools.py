@@ -77,12 +77,15 @@ def script(page: Driver) -> list[list[dict[str, Any]]]:
     return turns
 
 
-def switch_on(page: Driver, approval: str | None = None, server: str = "clock") -> None:
+def switch_on(page: Driver, approval: str | None = None, server: str = "clock", calls: str | None = None) -> None:
     page.button("Tools").click()
     page.page.get_by_role("switch", name=server).click()
     if approval is not None:
         page.page.get_by_label(f"Ask before calls of {server}").click()
         page.page.get_by_title(approval).click()
+    if calls is not None:
+        page.page.get_by_label("Calls", exact=True).click()
+        page.page.get_by_title(calls).click()
     page.page.keyboard.press("Escape")
 
 
@@ -118,6 +121,30 @@ def test_a_call_is_shown_with_its_arguments_and_result(page: Driver, script: lis
     expect(page.answers).to_contain_text('"time": "12:00"')
 
 
+@pytest.mark.parametrize(
+    "calls, sent",
+    [
+        ("Call some tool first", "required"),
+        ("Call clock_now first", {"type": "mcp", "server_label": "clock", "name": "now"}),
+    ],
+)
+def test_a_call_can_be_asked_for(page: Driver, script: list, calls: str, sent: object):
+    script += [[*text("Noon."), *END], [*text("Noon."), *END]]
+    switch_on(page, calls=calls)
+    page.check_accessibility()
+    page.say("What time is it?")
+    page.page.reload()
+    page.say("And now?")
+    assert [request["tool_choice"] for request in page.asked] == [sent, sent]
+    page.button("Tools (1)").click()
+    page.page.get_by_role("switch", name="clock").click()
+    page.page.get_by_role("switch", name="clock").click()
+    page.page.keyboard.press("Escape")
+    script.append([*text("Noon."), *END])
+    page.say("Again?")
+    assert "tool_choice" not in page.asked[-1]
+
+
 @pytest.mark.parametrize("answer, state", [("Allow", "done"), ("Refuse", "refused")])
 def test_approval_is_asked_for_and_sent(page: Driver, script: list, answer: str, state: str):
     asked = {
@@ -136,8 +163,6 @@ def test_approval_is_asked_for_and_sent(page: Driver, script: list, answer: str,
     expect(page.page.get_by_text("May the model call this tool?")).to_be_visible()
     expect(page.answers).to_contain_text('"zone": "Europe/Paris"')
     page.check_accessibility()
-    if answer == "Allow":
-        page.picture("approval")
     page.button(answer).click()
     page.wait()
     expect(page.answers).to_contain_text("So be it.")

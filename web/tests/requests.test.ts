@@ -60,6 +60,14 @@ describe("a request for a response", () => {
     });
   });
 
+  it("forces a call where the person has asked, and none once approvals are answered", () => {
+    expect(responseRequest(tools, [asked])).not.toHaveProperty("tool_choice");
+    expect(responseRequest({ ...tools, toolChoice: "required" }, [asked])).toMatchObject({ tool_choice: "required" });
+    const named: Settings = { ...tools, toolChoice: { server: "clock", name: "now" } };
+    expect(responseRequest(named, [asked])).toMatchObject({ tool_choice: { type: "mcp", server_label: "clock", name: "now" } });
+    expect(responseRequest(named, [asked, answered({ ...call, approval: "r1", state: "denied", output: null })])).not.toHaveProperty("tool_choice");
+  });
+
   it("gives fields the names that they have there, and leaves out those that it lacks", () => {
     const values = { max_completion_tokens: 9, reasoning_effort: "low", bad_words: ["x"], top_k: 3 };
     const body = responseRequest(settings({ values }), [asked]);

@@ -66,6 +66,7 @@ class Execution:
 
     async def __aenter__(self) -> Execution:
         await self._enter(self.reply)
+        self._model.running.discard(self.reply.generation)
         self._model.running.add(self)
         return self
 
@@ -83,8 +84,7 @@ class Execution:
 
     def usage(self) -> Usage:
         """Of all answers together."""
-        used = [reply.usage() for reply in self._replies]
-        return Usage(**{part.name: sum(getattr(one, part.name) for one in used) for part in dataclasses.fields(Usage)})
+        return sum((reply.usage() for reply in self._replies), Usage(0, 0))
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[tuple[int, Happening]]]:
         """What happens, in order, all of choice 0; an empty list after `timeout` seconds of silence."""
@@ -135,7 +135,9 @@ class Execution:
         while True:
             conversation = self._with_results(answer, runs, longest, last=turn >= self._max_turns)
             try:
-                reply = await begin_reply(self._state, self.reply.name, conversation, settings, prefix="chatcmpl-")
+                reply = await begin_reply(
+                    self._state, self.reply.name, conversation, settings, prefix="chatcmpl-", goes_on=True
+                )
                 break
             except ContextLengthError:
                 longest //= 2
@@ -164,6 +166,8 @@ class Execution:
     async def _enter(self, reply: Reply) -> None:
         await reply.generation.__aenter__()
         self._running = reply
+        if self._aborted:
+            reply.generation.abort()
 
     async def _leave(self) -> None:
         reply, self._running = self._running, None

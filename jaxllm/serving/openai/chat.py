@@ -34,7 +34,7 @@ from jaxllm.serving.openai.chat_response import (
 from jaxllm.serving.openai.chat_tools import execute, tools_for
 from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, numbered, prompt_logprobs
 from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.openai.usage import stream_options, usage_object
+from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.prompts import render
 from jaxllm.serving.reply import Answer, Reply, begin_reply
@@ -177,10 +177,7 @@ class ChatWriter(ChunkWriter[TokenDelta]):
         )
         if self._body.timings_per_token:
             chunk.timings = timings(self._generation)
-        if self._options.continuous_usage_stats:
-            chunk.usage = usage_object(self._reply.usage())
-        elif self._options.include_usage:
-            chunk.usage = None
+        chunk.usage = chunk_usage(self._options, self._reply.usage)
         return chunk
 
     def _filled(self, choice: ChatChunkChoice) -> ChatChunkChoice:

@@ -29,7 +29,7 @@ from jaxllm.serving.openai.chat_response import (
     MCPCall,
     MCPCallDelta,
 )
-from jaxllm.serving.openai.usage import stream_options, usage_object
+from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.parsing.events import Content, Reasoning
 from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.state import ServerState
@@ -143,10 +143,7 @@ class ExecutionWriter(ChunkWriter[Happening]):
             system_fingerprint=reply.system_fingerprint,
             choices=[ChatChunkChoice(index=0, delta=delta) for delta in deltas],
         )
-        if self._options.continuous_usage_stats:
-            chunk.usage = usage_object(self._execution.usage())
-        elif self._options.include_usage:
-            chunk.usage = None
+        chunk.usage = chunk_usage(self._options, self._execution.usage)
         return chunk
 
 

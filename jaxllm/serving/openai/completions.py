@@ -28,7 +28,7 @@ from jaxllm.serving.openai.logprobs import (
     token_number,
 )
 from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.openai.usage import stream_options, usage_object
+from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.prompts import fitted, sampling_params
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
@@ -205,10 +205,7 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
     def _chunk(self, *choices: CompletionChoice) -> Completion:
         chunk = self._shaper.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
-        if self._options.continuous_usage_stats:
-            chunk.usage = usage_object(self._generation.usage())
-        elif self._options.include_usage:
-            chunk.usage = None
+        chunk.usage = chunk_usage(self._options, self._generation.usage)
         return chunk
 
 

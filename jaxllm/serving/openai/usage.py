@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from jaxllm.config import ServeConfig
@@ -20,6 +22,13 @@ def stream_options(asked: StreamOptions | None, config: ServeConfig) -> StreamOp
     """What a stream tells besides: what was asked for, and the usage where the server always sends it."""
     options = asked or StreamOptions()
     return options.model_copy(update={"include_usage": options.include_usage or config.enable_force_include_usage})
+
+
+def chunk_usage(options: StreamOptions, usage: Callable[[], generation.Usage]) -> Usage | msgspec.UnsetType | None:
+    """What every chunk but the last says of the usage: what it is so far, that it comes later, or nothing."""
+    if options.continuous_usage_stats:
+        return usage_object(usage())
+    return None if options.include_usage else msgspec.UNSET
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -38,6 +38,8 @@ class Replies:
     async def begin(self, offer: Offer, output: Sequence[Item], num_generated: int) -> Reply:
         """The reply to the request and to what the response has put out since, generating `num_generated` tokens.
 
+        The request has been accepted before this: a server that is stopping still answers.
+
         With truncation auto, to as many of the latest turns as fit.
         Raises InvalidRequestError naming the field; ContextLengthError where the prompt does not fit.
         """
@@ -71,7 +73,7 @@ class Replies:
         translation = self._translation(context, offer)
         with naming(translation.name):
             return await begin_reply(
-                self._state, self._body.model, translation.conversation(), settings, prefix="resp-"
+                self._state, self._body.model, translation.conversation(), settings, prefix="resp-", goes_on=True
             )
 
     def _translation(self, context: Sequence[Item], offer: Offer) -> Translation:

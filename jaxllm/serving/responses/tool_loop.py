@@ -63,6 +63,9 @@ class ToolLoop:
 
     async def __aenter__(self) -> ToolLoop:
         try:
+            model = self._replies.model
+            model.check_accepting()
+            model.running.add(self)
             await self._toolbox.open()
             if not self._approved:
                 await self._begin_reply()
@@ -76,6 +79,7 @@ class ToolLoop:
             await self._end_reply()
             await self._stop_calls()
         finally:
+            self._replies.model.running.discard(self)
             await self._toolbox.aclose()
 
     async def events(self, keep_alive: float | None = None) -> AsyncGenerator[Iterable[Event], None]:
@@ -115,7 +119,7 @@ class ToolLoop:
 
     def usage(self) -> Usage:
         """Of all replies so far."""
-        return self._past if self._reply is None else _sum(self._past, self._reply.usage())
+        return self._past if self._reply is None else self._past + self._reply.usage()
 
     async def _has_reply(self) -> bool:
         """Whether there is a reply to read, begun now if need be. A response without room for one ends as it is."""
@@ -164,7 +168,6 @@ class ToolLoop:
                 else:
                     problem = f"no call is left: max_tool_calls is {self._most_calls}"
                     yield self._writer.end_call(call, failed(problem))
-            self._replies.model.running.add(self)
             while self._running:
                 done, _ = await asyncio.wait(self._running, timeout=keep_alive, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
@@ -173,19 +176,8 @@ class ToolLoop:
                     call = self._running.pop(task)
                     if not task.cancelled():
                         yield self._writer.end_call(call, task.result())
-            self._replies.model.running.discard(self)
 
     async def _stop_calls(self) -> None:
-        self._replies.model.running.discard(self)
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-
-
-def _sum(one: Usage, other: Usage) -> Usage:
-    return Usage(
-        one.prompt_tokens + other.prompt_tokens,
-        one.completion_tokens + other.completion_tokens,
-        one.cached_tokens + other.cached_tokens,
-        one.reasoning_tokens + other.reasoning_tokens,
-    )

@@ -285,3 +285,37 @@ def test_a_tool_that_runs_keeps_the_server_from_stopping(
     assert choice["finish_reason"] == "abort" and choice["message"]["mcp_calls"][0]["status"] == "failed"
     wait_for(lambda: note.read_text() == "cancelled")
     assert not state.running and len(engine.seen) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_accepted_is_finished_while_the_server_stops(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    engine.script = [SUM, "It is 42."]
+    state, run = client.app.state.server, engine.run  # type: ignore[attr-defined]
+    counted: list[int] = []
+
+    def begin(*arguments: Any, **settings: Any) -> Any:
+        state.drain()  # as SIGTERM does, once the first answer has begun
+        counted.append(len(state.running))
+        return run(*arguments, **settings)
+
+    monkeypatch.setattr(engine, "run", begin)
+    if stream:
+        *_, last = events(client, mcp=EXECUTE)
+        finish_reason = last["choices"][0]["finish_reason"]
+    else:
+        finish_reason = post(client, mcp=EXECUTE).json()["choices"][0]["finish_reason"]
+    assert finish_reason == "stop" and len(engine.seen) == 2 and not state.running
+    assert counted[0] == 1
+    assert post(client, mcp=EXECUTE).status_code == 503
+
+
+def test_a_request_counts_once_whatever_it_runs(client: TestClient, engine: FakeEngine) -> None:
+    engine.delay, engine.script = 0.01, [SUM, "It is 42."]
+    loads: list[int] = []
+    asking = threading.Thread(target=lambda: post(client, mcp=EXECUTE))
+    asking.start()
+    while asking.is_alive():
+        loads.append(client.get("/load").json()["server_load"])
+    assert max(loads) == 1

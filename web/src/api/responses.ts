@@ -66,10 +66,16 @@ export function responseRequest(settings: Settings, history: Message[]): Record<
     tools: Object.entries(settings.servers).map(([label, approval]) => ({
       type: "mcp", server_label: label, require_approval: APPROVALS[approval],
     })),
+    ...(history.at(-1)?.role === "user" ? choiceFields(settings) : {}), // who has answered approvals wants no further call
     input: history.flatMap((message) => (message.role === "user" ? [{ role: "user", content: withFiles(message) }] : answerItems(message))),
     store: false,
     stream: true,
   };
+}
+
+function choiceFields({ toolChoice }: Settings): Record<string, unknown> {
+  if (toolChoice === "auto") return {};
+  return { tool_choice: toolChoice === "required" ? toolChoice : { type: "mcp", server_label: toolChoice.server, name: toolChoice.name } };
 }
 
 function answerItems(answer: AssistantMessage): Item[] {

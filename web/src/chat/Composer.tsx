@@ -98,6 +98,7 @@ function useAddFile(setFiles: React.Dispatch<React.SetStateAction<TextFile[]>>) 
   const { message } = App.useApp();
   return (file: File) => {
     void (async () => {
+      if (file.type.startsWith("image/") && !file.type.includes("xml")) return void message.error(t("noPictures", { name: file.name }));
       if (file.size > MAX_FILE_BYTES) return void message.error(t("tooLarge", { name: file.name, limit: MAX_FILE_TEXT }));
       const text = await readTextFile(file);
       if (text === null) return void message.error(t("notText", { name: file.name }));

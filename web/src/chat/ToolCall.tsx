@@ -56,8 +56,9 @@ export function ToolCall({ part, conversationId, messageId }: Props) {
   );
 }
 
-/** JSON with line breaks; what is not JSON, or not all of it yet, as it is. */
+/** An object or a list with line breaks; what is neither, as 42.0, or not all of it yet, as it is. */
 function pretty(text: string): string {
+  if (!isJSON(text)) return text;
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {

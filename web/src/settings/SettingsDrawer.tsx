@@ -38,7 +38,7 @@ export function SettingsDrawer({ open, onClose, settings, onChange }: Props) {
   }));
   const footer = (
     <div className="drawer-foot">
-      <Button onClick={() => onChange({ ...DEFAULTS, servers: settings.servers, model: settings.model })}>{t("resetSettings")}</Button>
+      <Button onClick={() => onChange({ ...DEFAULTS, servers: settings.servers, toolChoice: settings.toolChoice, model: settings.model })}>{t("resetSettings")}</Button>
       <Button onClick={makeDefault}>{t("makeDefault")}</Button>
     </div>
   );

@@ -50,6 +50,9 @@ export type Structure = "none" | "json_object" | "json_schema" | "regex" | "choi
 /** Ask before every call, only before those that may change something, or never. */
 export type Approval = "always" | "writes" | "never";
 
+/** The model decides, must call some tool, or this one of a server's. */
+export type ToolChoice = "auto" | "required" | { server: string; name: string };
+
 export interface Settings {
   /** Null: the server's first. */
   model: string | null;
@@ -62,10 +65,11 @@ export interface Settings {
   logprobs: number | null;
   /** The MCP servers that are switched on. */
   servers: Record<string, Approval>;
+  toolChoice: ToolChoice;
 }
 
 export const DEFAULTS: Settings = {
-  model: null, system: "", values: {}, structure: "none", structureText: "", logprobs: null, servers: {},
+  model: null, system: "", values: {}, structure: "none", structureText: "", logprobs: null, servers: {}, toolChoice: "auto",
 };
 
 /** Whether the server runs tools for this conversation, which it does behind /v1/responses only. */

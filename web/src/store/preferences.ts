@@ -16,5 +16,8 @@ interface Preferences {
 }
 
 export const usePreferences = create<Preferences>()(
-  persist((set) => ({ language: browserLanguage(), theme: "system" as Theme, settings: DEFAULTS, set: (change) => set(change) }), { name: "jaxllm.preferences" }),
+  persist((set) => ({ language: browserLanguage(), theme: "system" as Theme, settings: DEFAULTS, set: (change) => set(change) }), {
+    name: "jaxllm.preferences",
+    merge: (kept, now) => ({ ...now, ...(kept as Partial<Preferences>), settings: { ...DEFAULTS, ...(kept as Partial<Preferences> | undefined)?.settings } }),
+  }),
 );
