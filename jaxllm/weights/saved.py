@@ -154,13 +154,14 @@ class SavedCheckpoint:
                 raise CheckpointError(f"{self.path}: closed")
             if name not in self._held:
                 self._held |= read_arrays(self.path / ARRAYS, {n: self._abstract(n) for n in self._group_of[name]})
-            arrays = self._held.pop(name)
+            held = self._held.pop(name)
+        arrays = [held[field] for field in self._abstract(name)]  # Orbax gives them by name, in its own order
         info, kind = self.tensors[name], self.kinds[name]
         origin = f"{self.path}: tensor {shown(name)}"
-        data = next(iter(arrays.values()))
+        data = arrays[0]
         if isinstance(kind, DenseKind | GgufKind):
             return Stored(data, info.dtype, info.shape, packed=isinstance(kind, GgufKind), origin=origin)
-        weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(info.shape)), arrays.values())
+        weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(info.shape)), arrays)
         return Stored(data, info.dtype, info.shape, weight=weight, origin=origin)
 
     def _abstract(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
