@@ -18,13 +18,14 @@ TOKENS, WINDOW = 2500, 512
 
 LIMITS: dict[str, dict[str, float]] = {
     "smollm2-135m": {
-        STORED: 0.1, "q8_0": 0.5, "q6k": 1, "q5k": 2, "q4k": 4, "int8": 1, "w8a8": 2, "int4": 30, "fp8": 6,
+        STORED: 0.5, "q8_0": 0.5, "q6k": 1, "q5k": 2, "q4k": 4, "int8": 1, "w8a8": 2, "int4": 30, "fp8": 6,
         "kv_int8": 1, "kv_fp8": 1,
     },
     "gemma3-270m": {STORED: 0.5, "q8_0": 0.5, "q6k": 1, "q4k": 4, "w8a8": 2, "kv_int8": 1, "kv_fp8": 1},
 }  # fmt: skip
 """Percent above the float model's: a wrong scale anywhere costs far more.
 
+The C++ kernels round inputs of packed weights to eight bits, so that even those of the file differ by 0.3.
 The files have four or five bits a weight already, so that other grids cost more than they would on their originals.
 """
 MISSED = pytest.mark.xfail(
