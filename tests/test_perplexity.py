@@ -13,40 +13,49 @@ from jaxllm.llm import LLM
 from jaxllm.requests.sampling import SamplingParams
 from tests.weights.models import real_model
 
-TOKENS, WINDOW = 1500, 512
+TOKENS, WINDOW = 2500, 512
+"""As in the tables of docs/quantization.md."""
 
-LIMITS = {
-    STORED: 0.1, "q8_0": 0.5, "q6k": 1, "q5k": 2, "q4k": 4, "int8": 1, "w8a8": 2, "int4": 30, "fp8": 6,
+LIMITS: dict[str, dict[str, float]] = {
+    "smollm2-135m": {
+        STORED: 0.5, "q8_0": 0.5, "q6k": 1, "q5k": 2, "q4k": 4, "int8": 1, "w8a8": 2, "int4": 30, "fp8": 6,
+        "kv_int8": 1, "kv_fp8": 1,
+    },
+    "gemma3-270m": {STORED: 0.5, "q8_0": 0.5, "q6k": 1, "q4k": 4, "w8a8": 2, "kv_int8": 1, "kv_fp8": 1},
 }  # fmt: skip
 """Percent above the float model's: a wrong scale anywhere costs far more.
 
-The file has four bits a weight already, so that other grids of four bits cost more than they would on its original.
+The C++ kernels round inputs of packed weights to eight bits, so that even those of the file differ by 0.3.
+The files have four or five bits a weight already, so that other grids cost more than they would on their originals.
 """
+MISSED = pytest.mark.xfail(
+    strict=True, reason="4.9 %: its rows of 640 are no blocks of 256, and Q5_1, which they take, costs 3.6 % by itself"
+)
+LIMITED = [
+    pytest.param(model, scheme, marks=MISSED if (model, scheme) == ("gemma3-270m", "q4k") else ())
+    for model, limits in LIMITS.items()
+    for scheme in limits
+]
 
 
 @functools.cache
-def perplexity(scheme: str, kv_cache_dtype: str = "auto") -> float:
-    real_model("smollm2-135m")
-    config = scheme_config(EngineConfig(model="smollm2-135m", kv_cache_dtype=kv_cache_dtype), scheme, WINDOW)
+def perplexity(model: str, scheme: str) -> float:
+    real_model(model)
+    config = scheme_config(EngineConfig(model=model), scheme, WINDOW)
     return measure(config, TEXT.read_text(encoding="utf-8"), WINDOW, TOKENS)["perplexity"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", LIMITS)
-def test_perplexity_stays_near_that_of_float_weights(scheme):
-    assert abs(perplexity(scheme) / perplexity(EXPANDED) - 1) * 100 < LIMITS[scheme]
+@pytest.mark.parametrize(("model", "scheme"), LIMITED)
+def test_perplexity_stays_near_that_of_float_weights(model, scheme):
+    assert abs(perplexity(model, scheme) / perplexity(model, EXPANDED) - 1) * 100 < LIMITS[model][scheme]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_quantized_pages_cost_a_percent_at_most(kv_cache_dtype):
-    assert abs(perplexity(EXPANDED, kv_cache_dtype) / perplexity(EXPANDED) - 1) < 0.01
-
-
-@pytest.mark.slow
-def test_the_float_model_reads_the_text_as_it_should():
+@pytest.mark.parametrize("model", LIMITS)
+def test_the_float_model_reads_the_text_as_it_should(model):
     """A wrong tokenizer, position or scale would be in the hundreds."""
-    assert 15 < perplexity(EXPANDED) < 35
+    assert 15 < perplexity(model, EXPANDED) < 35
 
 
 LLAMA_CPP = {"smollm2-135m": 22.5563, "gemma3-270m": 21.1402}

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxllm.models.registry import model_spec
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.kinds import KindChooser
+from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 
@@ -129,12 +136,9 @@ def test_awqs_scales_change_nothing_before_rounding(example, tmp_path):
     np.testing.assert_allclose(model.layer(scaled, x)[0], expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_a_folder_is_written_whole(method, example, monkeypatch, tmp_path, capsys):
-    """What is unpacked from it stands for the weights that it was made of."""
+def converted(source: Path, target: Path, method: str, example, monkeypatch, *flags: str) -> Any:
+    """What the example's `main` makes of a folder and a text of random tokens; returns its module."""
     calibration, convert = example("calibration"), example(f"convert_{method}")
-    source = write_checkpoint("llama_mha8", tmp_path / "source")
-    (source / "generation_config.json").write_text("{}")
     text = np.random.default_rng(0).integers(0, 100, 4 * 32)
 
     class Tokenizer:
@@ -142,9 +146,18 @@ def test_a_folder_is_written_whole(method, example, monkeypatch, tmp_path, capsy
             return text.tolist()
 
     monkeypatch.setattr(calibration, "load_tokenizer", lambda folder: Tokenizer())
-    flags = ["--group-size", str(GROUP), "--windows", "3", "--length", "32"]
-    monkeypatch.setattr(sys, "argv", ["convert", str(source), str(tmp_path / "target"), *flags])
+    own = ["--group-size", str(GROUP), "--windows", "3", "--length", "32"]
+    monkeypatch.setattr(sys, "argv", ["convert", str(source), str(target), *own, *flags])
     convert.main()
+    return convert
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_folder_is_written_whole(method, example, monkeypatch, tmp_path, capsys):
+    """What is unpacked from it stands for the weights that it was made of."""
+    source = write_checkpoint("llama_mha8", tmp_path / "source")
+    (source / "generation_config.json").write_text("{}")
+    convert = converted(source, tmp_path / "target", method, example, monkeypatch)
     assert capsys.readouterr().out.count("perplexity") == 3
     target, plain = load_file(tmp_path / "target" / "model.safetensors"), load_file(source / "model.safetensors")
     config = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]
@@ -162,3 +175,36 @@ def test_a_folder_is_written_whole(method, example, monkeypatch, tmp_path, capsy
     assert np.abs(found - expected).mean() < 0.25 * np.abs(expected).mean()
     with pytest.raises(SystemExit, match="target exists; accepted is a path that does not"):
         convert.main()
+
+
+TRANSFORMERS = """
+import json, sys
+import numpy as np, torch
+from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
+folder, ids, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+method = json.load(open(folder + "/config.json"))["quantization_config"]["quant_method"]
+chosen = GPTQConfig(bits=4, backend="torch") if method == "gptq" else AwqConfig(backend="torch_awq")
+model = AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32, device_map="cpu", quantization_config=chosen)
+assert type(model.model.layers[0].mlp.up_proj).__module__.startswith("gptqmodel.")
+with torch.no_grad():
+    np.save(out, model(torch.tensor([ids])).logits[0].numpy())
+"""
+PYTHON = os.environ.get("GPTQMODEL_PYTHON", sys.executable)
+"""One that has transformers with its back end for GPTQ and AWQ; see docs/quantization.md."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "flags"), [("gptq", ()), ("gptq", ("--act-order",)), ("awq", ())])
+def test_transformers_reads_a_folder_as_jaxllm_does(method, flags, example, monkeypatch, tmp_path):
+    if subprocess.run([PYTHON, "-c", "import gptqmodel, torch"], capture_output=True).returncode:
+        pytest.skip(f"{PYTHON} has no gptqmodel; GPTQMODEL_PYTHON names one that has")
+    folder, ids = tmp_path / "target", tiny_prompt("llama_mha8")
+    converted(write_checkpoint("llama_mha8", tmp_path / "source"), folder, method, example, monkeypatch, *flags)
+    program = [PYTHON, "-c", TRANSFORMERS, str(folder), json.dumps(ids), str(tmp_path / "logits.npy")]
+    subprocess.run(program, check=True, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"})  # compiles for minutes
+    expected = np.load(tmp_path / "logits.npy")
+    checkpoint = open_checkpoint(folder)
+    kinds = KindChooser(checkpoint, model_spec(checkpoint).names)
+    found = Harness(folder, kinds=kinds).run([ids], [Chunk(0, 0, len(ids))])[0]
+    assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()  # it multiplies in float16

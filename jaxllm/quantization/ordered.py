@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Kind, Weight
 from jaxllm.sharding.layout import Layout
@@ -69,6 +70,12 @@ class OrderedKind:
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Ordered:
         (tensor,) = tensors
+        if isinstance(tensor.weight, Ordered):
+            kept, order = tensor.weight.weight, np.asarray(tensor.weight.order)
+            if not np.array_equal(np.sort(order), np.broadcast_to(np.arange(order.shape[-1]), order.shape)):
+                raise CheckpointError(f"{tensor.origin}: its order does not name each of {order.shape[-1]} inputs once")
+            inner = tensor._replace(data=jax.tree.leaves(kept)[0], weight=kept)
+            return Ordered(self.kind.pack([inner], layout), order)
         assert tensor.codes is not None and tensor.codes.order is not None
         order = np.asarray(tensor.codes.order, np.int32)
         sorted_ = tensor._replace(codes=replace(tensor.codes, order=None))

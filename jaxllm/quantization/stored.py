@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -76,7 +77,7 @@ class Stored(NamedTuple):
             CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
         """
         if self.weight is not None:
-            return np.asarray(self.weight.dequantize())
+            return np.asarray(jax.tree.map(jnp.asarray, self.weight).dequantize())
         if self.codes is not None:
             return self.codes.values(self.data)
         if not self.packed:

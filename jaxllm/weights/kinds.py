@@ -14,6 +14,7 @@ from jaxllm.quantization.coded import Coding
 from jaxllm.quantization.coded_kinds import coded_kind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, fitting
 from jaxllm.quantization.stored import GGUF_FLOATS
 from jaxllm.quantization.tiles import tiled
@@ -100,7 +101,11 @@ class KindChooser:
         if not (self.packed and any(map(self._is_packed, infos))):
             return self._scheme_kind(spec, source.name)
         if isinstance(self.checkpoint, SavedCheckpoint):
-            return replace(self.checkpoint.kinds[source.name], dtype=spec.dtype)  # type: ignore[type-var]
+            saved = self.checkpoint.kinds[source.name]
+            if not isinstance(saved, OrderedKind):
+                return replace(saved, dtype=spec.dtype)  # type: ignore[type-var]
+            if self._input_parts(spec) == 1:
+                return OrderedKind(replace(saved.kind, dtype=spec.dtype))  # type: ignore[type-var]
         types, codings = sorted({info.dtype for info in infos}), {info.coding for info in infos}
         if source.transform is None and (coding := _common(codings)) and not self._parts_order(spec, coding):
             rows, inputs, devices = self._row_counts(spec), spec.shape[-1], self._input_parts(spec)

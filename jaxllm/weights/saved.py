@@ -22,6 +22,7 @@ from jaxllm.quantization.fp8_blocks import Fp8BlocksKind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.groups import GroupsKind
+from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.per_channel import PerChannelKind
 from jaxllm.quantization.stored import GGUF_FLOATS, Stored
 from jaxllm.quantization.weight import DenseKind, Weight
@@ -71,6 +72,9 @@ SAVED_KINDS: dict[str, tuple[type[Any], Kinds]] = {
     "fp8_blocks": (Fp8BlocksKind, {"rows": whole(1, 2**20), "block": whole(1, 2**20)}),
 }
 """What a manifest calls each kind, and the fields that it has of it; the type to compute in is the reader's."""
+
+ORDERED = "ordered"
+"""The field, true, that a kind has besides its own where inputs were sorted."""
 
 _SEGMENT = re.compile(r"(.*)\.(\d+)")
 
@@ -150,13 +154,14 @@ class SavedCheckpoint:
                 raise CheckpointError(f"{self.path}: closed")
             if name not in self._held:
                 self._held |= read_arrays(self.path / ARRAYS, {n: self._abstract(n) for n in self._group_of[name]})
-            arrays = self._held.pop(name)
+            held = self._held.pop(name)
+        arrays = [held[field] for field in self._abstract(name)]  # Orbax gives them by name, in its own order
         info, kind = self.tensors[name], self.kinds[name]
         origin = f"{self.path}: tensor {shown(name)}"
-        data = next(iter(arrays.values()))
+        data = arrays[0]
         if isinstance(kind, DenseKind | GgufKind):
             return Stored(data, info.dtype, info.shape, packed=isinstance(kind, GgufKind), origin=origin)
-        weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(info.shape)), arrays.values())
+        weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(info.shape)), arrays)
         return Stored(data, info.dtype, info.shape, weight=weight, origin=origin)
 
     def _abstract(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
@@ -176,6 +181,8 @@ def is_saved(path: Path) -> bool:
 
 def describe(kind: WeightKind) -> dict[str, Any]:
     """A kind as a manifest has it. Raises ConfigError for one that has no entry."""
+    if isinstance(kind, OrderedKind):
+        return describe(kind.kind) | {ORDERED: True}
     for name, (cls, known) in SAVED_KINDS.items():
         if type(kind) is cls:
             values = {field: getattr(kind, field) for field in known}
@@ -186,8 +193,12 @@ def describe(kind: WeightKind) -> dict[str, Any]:
 
 def arrays_of(weight: Weight) -> dict[str, Any]:
     """The arrays of a weight by the names that its kind has for them."""
-    names = [field.name for field in fields(weight) if not field.metadata.get("static")]  # type: ignore[arg-type]
-    return {name: array for name in names if (array := getattr(weight, name)) is not None}
+    found: dict[str, Any] = {}
+    for field in fields(weight):  # type: ignore[arg-type]
+        value = None if field.metadata.get("static") else getattr(weight, field.name)
+        if value is not None:
+            found |= arrays_of(value) if isinstance(value, Weight) else {field.name: value}
+    return found
 
 
 def save_arrays(directory: Path, tensors: dict[str, dict[str, np.ndarray]]) -> None:
@@ -260,6 +271,8 @@ def _kinds(path: Path, manifest: Manifest) -> dict[str, WeightKind]:
 
 
 def _kind(given: dict[str, Any], here: str) -> WeightKind:
+    if given.get(ORDERED) is True:
+        return OrderedKind(_kind({name: value for name, value in given.items() if name != ORDERED}, here))
     check_fields({"name": given.get("name")}, {"name": one_of(*SAVED_KINDS)}, f"{here}kind ")
     cls, known = SAVED_KINDS[given["name"]]
     if given.keys() != known.keys() | {"name"}:

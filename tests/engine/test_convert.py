@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.convert import Format, convert
 from jaxllm.engine.convert import safetensors as to_safetensors
 from jaxllm.errors import CheckpointError, ConfigError, JaxLLMError
+from jaxllm.models.abstract import abstract_model
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
+from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
+from jaxllm.weights.loader import load_parameters
 from tests.models import packed_models
 from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
@@ -55,7 +60,7 @@ def logits(path: Path) -> np.ndarray:
 
 
 KINDS = ("llama:gptq_128", "llama:awq", "llama:fp8_blocks", "llama:bitsandbytes_nf4", "mixtral:mxfp4",
-         "deepseek_v3:compressed_w8a16")  # fmt: skip
+         "llama:gptq_sorted", "mixtral:gptq_sorted", "deepseek_v3:compressed_w8a16")  # fmt: skip
 """A checkpoint of each kind of weight."""
 
 
@@ -65,10 +70,28 @@ def test_packed_weights_are_saved_as_they_are(case, tmp_path):
     np.testing.assert_array_equal(logits(converted(packed, tmp_path / "saved", "orbax")), logits(packed))
 
 
-def test_inputs_in_another_order_cannot_be_saved(tmp_path):
-    packed, _ = packed_models.write("mixtral:gptq_sorted", tmp_path / "packed")
-    with pytest.raises(ConfigError, match="weights kept as OrderedKind cannot be saved"):
-        converted(packed, tmp_path / "saved", "orbax")
+def test_sorted_inputs_that_devices_divide_are_encoded_anew_from_what_was_saved(tmp_path):
+    packed, _ = packed_models.write("llama:gptq_sorted", tmp_path / "packed")
+    checkpoint = open_checkpoint(converted(packed, tmp_path / "saved", "orbax"))
+    spec = model_spec(checkpoint)
+    kinds = KindChooser(checkpoint, spec.names, tp=2)
+    _, params = abstract_model(spec, BuildOptions(np.float32, 2), kinds)
+    assert kinds.notes == ["4 weights stored as groups are kept as Q8_0: quantized once more at load"]
+    down = next(param for param in params if param.path == "layers.0.mlp.down.weight")
+    mesh = build_mesh(1)
+    (value,) = load_parameters(checkpoint, [down], spec.names, mesh, ignored=("*",))
+    expected = open_checkpoint(packed).read("model.layers.0.mlp.down_proj.weight").expand()
+    np.testing.assert_allclose(value.dequantize(), expected, atol=np.abs(expected).max() / 200)
+
+
+def test_an_order_that_is_none_is_refused(tmp_path):
+    packed, _ = packed_models.write("llama:gptq_sorted", tmp_path / "packed")
+    checkpoint = open_checkpoint(converted(packed, tmp_path / "saved", "orbax"))
+    name = "layers.0.mlp.down.weight"
+    kind, tensor = checkpoint.kinds[name], checkpoint.read(name)
+    lying = tensor._replace(weight=replace(tensor.weight, order=np.zeros_like(tensor.weight.order)))
+    with pytest.raises(CheckpointError, match=r"down\.weight': its order does not name each of 256 inputs once"):
+        kind.pack([lying], None)
 
 
 @pytest.mark.parametrize("case", ["llama:gptq_sorted", "llama:awq", "llama:fp8_blocks", "mixtral:mxfp4"])

@@ -100,7 +100,8 @@ def mutate_head(rng: np.random.Generator, head: Head) -> bytes:
             case "drop":
                 del pairs[at]
             case "dims":
-                changed = [pick(rng, 0, 1, d + 1, d * 2, 2**32, 2**60, 2**64 - 1) for d in dims]
+                most = 2**64 - 1  # where a tensor is changed twice
+                changed = [pick(rng, 0, 1, min(d + 1, most), min(d * 2, most), 2**32, 2**60, most) for d in dims]
                 tensors[which] = (
                     name,
                     tuple(changed[: rng.integers(len(changed) + 1)]) * rng.integers(1, 4),

@@ -26,6 +26,9 @@ TEXT = Path(__file__).with_name("perplexity.txt")
 EXPANDED, STORED = "float", "stored"
 """Weights in the model's float type, which is what others are measured against; weights as the file has them."""
 
+PAGES = {"kv_int8": "int8", "kv_fp8": "fp8"}
+"""Float weights with keys and values in pages of these types."""
+
 
 @takes_settings(EngineConfig)
 def perplexity(
@@ -40,7 +43,7 @@ def perplexity(
     """Perplexity of a text under float weights and under quantized ones, with the memory that each takes.
 
     Args:
-        schemes: What to compare with float: stored, and the kinds of --isq, separated by commas.
+        schemes: What to compare with float: stored, the kinds of --isq, kv_int8 and kv_fp8, separated by commas.
         window: Tokens that are seen together; the first of each window is not predicted.
         tokens: Most tokens of the text that are used.
         text: Another text than the one that comes with jaxllm.
@@ -63,10 +66,10 @@ def perplexity(
 
 
 def scheme_config(config: EngineConfig, scheme: str, window: int) -> EngineConfig:
-    """`config` with the weights kept as `scheme`. Raises ConfigError for one that is unknown."""
-    isq = None if scheme in (EXPANDED, STORED) else scheme
+    """`config` with weights, or keys and values, kept as `scheme`. Raises ConfigError for one that is unknown."""
     fields = config.model_dump(exclude_unset=True) | {
-        "isq": isq,
+        "isq": None if scheme in (EXPANDED, STORED, *PAGES) else scheme,
+        "kv_cache_dtype": PAGES.get(scheme, config.kv_cache_dtype),
         "dequantize": scheme != STORED,
         "max_model_len": window + 2,
         "max_num_seqs": 4,

@@ -18,6 +18,7 @@ from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.progress import Progress
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
+from jaxllm.quantization.ordered import Ordered
 from jaxllm.quantization.weight import DenseKind, Fused, Kind, Weight
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec, Value, read_parameters
@@ -82,4 +83,6 @@ def _rows(value: Any, start: int, stop: int, axis: int) -> Any:
     """Some rows of each array, without the padding that follows; all of them where there is no layout."""
     if not stop:
         return value
+    if isinstance(value, Ordered):
+        return Ordered(_rows(value.weight, start, stop, axis), value.order)  # which is of inputs
     return jax.tree.map(lambda array: array[(slice(None),) * axis + (slice(start, stop),)], value)
