@@ -22,15 +22,17 @@ def find_devices() -> Sequence[jax.Device]:
     """JAX's devices, the accelerator's where there is one.
 
     Raises:
-        ConfigError: there is an NVIDIA GPU, JAX cannot run on it, and nobody chose another platform; or the platform
-            that JAX_PLATFORMS names cannot be started.
+        ConfigError: there is an NVIDIA GPU, JAX's plugin cannot run on it, and nobody chose another platform; or the
+            platform that JAX_PLATFORMS names cannot be started. Without a plugin there is a warning.
     """
     devices, complaints = compat.start_backends()
     chosen = compat.chosen_platforms()
     wanted = "cuda" in chosen or "gpu" in chosen or not chosen
     lacks_gpu = not devices or devices[0].platform == "cpu"
     if lacks_gpu and wanted and nvidia_gpu_is_here() and not (devices and nvidia.hidden()):
-        raise ConfigError(why_unused(complaints))
+        if not devices or nvidia.installed_cuda() is not None:
+            raise ConfigError(why_unused(complaints))
+        logger.warning("running on the CPU: %s", why_unused(complaints))
     if not devices:
         raise ConfigError(f"JAX cannot start{f' JAX_PLATFORMS={chosen}' if chosen else ''}: {_last_line(complaints)}")
     for complaint in complaints:
