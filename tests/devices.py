@@ -24,7 +24,9 @@ def over_devices(count: int, module: str, out: Path, *arguments: str) -> dict[st
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     command = [sys.executable, "-m", module, str(out), *arguments]
-    subprocess.run(command, env=os.environ | devices | quick | kept, cwd=Path(__file__).parents[1], check=True, timeout=SECONDS)
+    subprocess.run(
+        command, env=os.environ | devices | quick | kept, cwd=Path(__file__).parents[1], check=True, timeout=SECONDS
+    )
     with np.load(out) as stored:
         found = dict(stored)
     assert found.pop("devices") == count
