@@ -134,6 +134,11 @@ class Format(NamedTuple):
     expand: Callable[[Blocks], Values]
     scales: tuple[int, ...]
 
+    @property
+    def density(self) -> float:
+        """Bytes a weight."""
+        return self.nbytes / self.elements
+
 
 FORMATS = {
     "Q4_0": Format(32, 18, _q4_0, (0,)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxllm.quantization.coded_kinds import coded_kind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.ordered import OrderedKind
-from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, fitting
+from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, SCHEMES, fitting
 from jaxllm.quantization.stored import GGUF_FLOATS
 from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import Kind
@@ -99,7 +99,7 @@ class KindChooser:
     def _of(self, spec: ParamSpec, source: Source) -> Kind:
         infos = [self.checkpoint.tensors[name] for name in source.tensors]
         if not (self.packed and any(map(self._is_packed, infos))):
-            return self._scheme_kind(spec, source.name)
+            return self._scheme_kind(spec, source.name, {info.dtype for info in infos} if source.moves_rows else set())
         if isinstance(self.checkpoint, SavedCheckpoint):
             saved = self.checkpoint.kinds[source.name]
             if not isinstance(saved, OrderedKind):
@@ -118,14 +118,24 @@ class KindChooser:
         self.recoded[" and ".join(types), kept] += 1
         return kind
 
-    def _scheme_kind(self, spec: ParamSpec, tensor: str) -> Kind:
-        """By `isq_map` and `isq`; as declared where neither says anything."""
+    def _scheme_kind(self, spec: ParamSpec, tensor: str, stored: Set[str] = frozenset()) -> Kind:
+        """By `isq_map` and `isq`; as declared where neither says anything.
+
+        Where its blocks do not fit, blocks that the file has and that take no more than what would stand in are kept.
+        """
         (declared,) = spec.kinds
         by_name = (scheme for pattern, scheme in self.isq_map.items() if fnmatch.fnmatchcase(tensor, pattern))
         scheme = next(by_name, None)
         if scheme is None and self.isq and not any(fnmatch.fnmatchcase(spec.path, p) for p in NEVER_QUANTIZED):
             scheme = AT_THE_ENDS.get(self.isq, self.isq) if spec.path in ENDS else self.isq
-        return declared if scheme in (None, KEPT) else fitting(scheme, self._inputs(spec), spec.dtype)
+        if scheme is None or scheme == KEPT:
+            return declared
+        kind, inputs = fitting(scheme, self._inputs(spec), spec.dtype), self._inputs(spec)
+        if inputs % SCHEMES[scheme](spec.dtype).block and isinstance(kind, GgufKind) and len(stored) == 1:
+            (own,), instead = stored, FORMATS[kind.type]
+            if own in FORMATS and inputs % FORMATS[own].elements == 0 and FORMATS[own].density <= instead.density:
+                return GgufKind(own, spec.dtype)
+        return kind
 
     def _parts_order(self, spec: ParamSpec, coding: Coding) -> bool:
         """Whether devices would each need inputs of the others: sorted ones lie anywhere."""

@@ -77,6 +77,24 @@ def test_a_scheme_whose_blocks_do_not_divide_gives_way(inputs):
     assert kind == {256: GgufKind("Q4_K", FLOAT32), 64: GgufKind("Q5_1", FLOAT32), 20: DenseKind(FLOAT32)}[inputs]
 
 
+@pytest.mark.parametrize(
+    ("stored", "inputs", "kept"),
+    [("Q5_0", 64, "Q5_0"), ("Q4_0", 64, "Q4_0"), ("Q8_0", 64, "Q5_1"), ("Q5_0", 256, "Q4_K"), ("Q5_1", 64, "Q5_1")],
+)
+def test_blocks_of_the_file_are_kept_before_others_that_stand_in(stored, inputs, kept):
+    """They lose nothing and take no more."""
+    weights = np.random.default_rng(0).normal(size=(8, inputs)).astype(np.float32)
+    checkpoint = PackedCheckpoint({"blk.0.ffn_down.weight": weights}, stored)
+    spec = ParamSpec("layers.0.mlp.down.weight", (8, inputs), FLOAT32, (None, None), None, (DenseKind(FLOAT32),))
+    names = expand(GGUF_NAMES, 1)
+    chosen = KindChooser(checkpoint, names, isq="q4k", packed=False)(spec)
+    assert chosen == (GgufKind(kept, FLOAT32),)
+    if kept == stored:
+        (weight,) = load_parameters(checkpoint, [replace(spec, kinds=chosen)], names, build_mesh(1))
+        expected = gguf_dequantize(checkpoint.blocks["blk.0.ffn_down.weight"], stored)
+        np.testing.assert_array_equal(weight.dequantize(), expected)
+
+
 def test_a_scheme_fits_each_devices_part_of_the_inputs():
     spec = ParamSpec("layers.0.mlp.down.weight", (8, 512), FLOAT32, (None, TENSOR), None, (DenseKind(FLOAT32),))
     kinds = [KindChooser(PackedCheckpoint({}, "F32"), {}, tp=tp, isq="q6k")(spec) for tp in (2, 4)]
