@@ -85,7 +85,7 @@ def _multiply(x: jax.Array, matrix: KernelMatrix, tiles: Int[Array, "tiles 3"], 
         out_shape=jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
         grid=(pl.cdiv(outputs, BLOCK_OUT), len(tiles)),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=8 if tile_rows >= 64 else 4, num_stages=_stages(matrix, tile_rows)),
+        compiler_params=triton_compiler_params(8 if tile_rows >= 64 else 4, _stages(matrix, tile_rows)),
         name="matmul_of_tiles",
     )(tiles, x.astype(matrix.dtype), codes, *given.values())
 
