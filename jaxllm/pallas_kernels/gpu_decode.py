@@ -61,7 +61,7 @@ def decode_attention(
         out_shape=(jax.ShapeDtypeStruct((rows * splits * heads, spec.value_dim), jnp.float32), statistic, statistic),
         grid=(spec.head_tiles, min(rows * splits, cdiv(TARGET_PROGRAMS, spec.head_tiles))),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=4, num_stages=3),
+        compiler_params=triton_compiler_params(num_warps=spec.decode_warps, num_stages=3),
         name="paged_attention_decode",
     )(
         meta.num_decodes.reshape(1),

@@ -29,6 +29,9 @@ MAX_TILE_ROWS = 128
 BLOCK_OUT = 128
 BLOCK_BYTES = 128
 """Of a row of the weight that is read at a time: a line of the cache."""
+MAX_STAGES = 4
+SHARED_BYTES = 96 * 1024
+"""Of shared memory that a block of threads can have everywhere: 99 KiB on sm_86 and sm_89, 227 KiB on sm_90."""
 
 
 def choose_tile_rows(num_rows: int, num_groups: int) -> int:
@@ -52,6 +55,19 @@ def matmul(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = Fa
     return _multiply(x, matrix, tiles.astype(jnp.int32), interpret)
 
 
+def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
+    """Steps that are loaded ahead: those whose inputs and codes fit into the shared memory of any GPU.
+
+    Codes that are expanded lie there once more, as what they become.
+    """
+    step, number = block_stored(matrix), jnp.dtype(matrix.dtype).itemsize
+    code = jnp.dtype(matrix.codes.dtype).itemsize
+    inputs = tile_rows * step * matrix.planes * number
+    weights = BLOCK_OUT * step * code
+    expanded = 0 if matrix.scale is None else BLOCK_OUT * step * matrix.planes * number
+    return max(2, min(MAX_STAGES, (SHARED_BYTES - expanded) // (inputs + weights)))
+
+
 def _multiply(x: jax.Array, matrix: KernelMatrix, tiles: Int[Array, "tiles 3"], interpret: bool) -> jax.Array:
     codes = matrix.codes.reshape(-1, matrix.codes.shape[-1])
     if codes.dtype == jnp.float8_e4m3fn:
@@ -69,7 +85,7 @@ def _multiply(x: jax.Array, matrix: KernelMatrix, tiles: Int[Array, "tiles 3"], 
         out_shape=jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
         grid=(pl.cdiv(outputs, BLOCK_OUT), len(tiles)),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=8 if tile_rows >= 64 else 4, num_stages=4),
+        compiler_params=triton_compiler_params(8 if tile_rows >= 64 else 4, _stages(matrix, tile_rows)),
         name="matmul_of_tiles",
     )(tiles, x.astype(matrix.dtype), codes, *given.values())
 
@@ -108,7 +124,7 @@ def _kernel(
             )
             for plane in range(matrix.planes):
                 column = _columns(at, plane, matrix)
-                weights = _expand(codes, plane, matrix_row, at, inside, stored, matrix, tables)
+                weights = _expand(codes, plane, matrix_row, index * step, inside, stored, matrix, tables)
                 rows = triton_load(
                     x_ref.at[(first + row)[:, None], column[None, :]],
                     mask=live[:, None] & (at < stored)[None, :],
@@ -153,7 +169,7 @@ def _columns(at: Array, plane: int, matrix: KernelMatrix) -> Array:
 
 
 def _expand(
-    codes: Array, plane: int, row: Array, at: Array, inside: Array, stored: int, matrix: KernelMatrix, tables: Any
+    codes: Array, plane: int, row: Array, begin: Array, inside: Array, stored: int, matrix: KernelMatrix, tables: Any
 ) -> Array:
     """A tile's numbers in the type of the product; a scale of whole rows is left to the end."""
     if matrix.codes.dtype == jnp.float8_e4m3fn:
@@ -162,12 +178,13 @@ def _expand(
         codes = (codes.astype(jnp.int32) >> (plane * matrix.bits)) & ((1 << matrix.bits) - 1)
     if matrix.scale is None or (matrix.scales_whole_rows and not matrix.levels and not matrix.middle):
         return codes.astype(matrix.dtype)
-    group = _group_stored(matrix)
+    group, step = _group_stored(matrix), block_stored(matrix)
     scales = stored // group
+    at = begin + jnp.arange(1 if group % step == 0 else step)  # one scale a row, where groups are no shorter than steps
     where = lax.div(row, matrix.scale_rows)[:, None] * scales + lax.div(at, group)[None, :]
     mask = inside[:, None] & (at < stored)[None, :]
     if matrix.levels:
-        values = triton_load(tables["levels"].at[codes], mask=mask, other=0)
+        values = triton_load(tables["levels"].at[codes], mask=jnp.broadcast_to(mask, codes.shape), other=0)
     elif matrix.zero is not None:
         values = codes.astype(jnp.float32) - triton_load(tables["zero"].at[where], mask=mask, other=0).astype(
             jnp.float32

@@ -33,10 +33,18 @@ TILE_BYTES = 32 * 1024
 
 
 def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
-    """Rows of the query tile: as many as fit TILE_BYTES, and no more than the step has."""
-    fitting = TILE_BYTES // (spec.parts[0].padded * jnp.dtype(spec.dtype).itemsize)
-    wanted = min(MAX_TILE_ROWS, fitting, pl.next_power_of_2(tokens * spec.tile_heads))
+    """Rows of the query tile: as many as fit TILE_BYTES, and no more than the step has.
+
+    Half as many where keys are expanded from codes, which takes registers as well.
+    """
+    fitting = min(MAX_TILE_ROWS, TILE_BYTES // (spec.parts[0].padded * jnp.dtype(spec.dtype).itemsize))
+    wanted = min(fitting >> spec.quantized, pl.next_power_of_2(tokens * spec.tile_heads))
     return max(16, pl.next_power_of_2(spec.tile_heads), wanted)
+
+
+def _warps(tile_rows: int, spec: AttentionSpec) -> int:
+    """Enough of them that a thread's share of the sums, and of codes that are expanded, fits into its registers."""
+    return 8 if tile_rows >= 128 or spec.parts[0].padded >= 256 or spec.quantized else 4
 
 
 def prefill_tiles(meta: StepMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:
@@ -85,7 +93,7 @@ def prefill_attention(
         out_shape=jax.ShapeDtypeStruct((tokens * heads, spec.value_dim), q.dtype),
         grid=(tiles.shape[0], spec.head_tiles),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=8 if tile_rows >= 128 or spec.latent_dim else 4, num_stages=2),
+        compiler_params=triton_compiler_params(num_warps=_warps(tile_rows, spec), num_stages=2),
         name="paged_attention_prefill",
     )(
         tiles,

@@ -32,7 +32,10 @@ correction exp2(MASKED - m) = 0 then wipes out, where infinities would leave NaN
 
 KV_BLOCK_BYTES = 16 * 1024
 """Size of one block of keys (or values). Three of K and V then take 96 KiB of the 99 KiB (sm_86, sm_89) to 227 KiB
-(sm_90) of shared memory that a block of threads can have."""
+(sm_90) of shared memory that a block of threads can have. Half of it where registers, which the query tile and the
+sums fill, are what is short: with 256 channels, and with codes to be expanded."""
+MAX_BLOCK_K = 64
+"""Keys of a block: with more, the logits of 128 query rows leave an A100 too few registers."""
 LATENT_HEADS = 16
 """Query heads of a tile over latent pages, whose values have 512 channels: their sums are what fills registers."""
 LATENT_BLOCK_BYTES = 40 * 1024
@@ -111,12 +114,19 @@ class AttentionSpec:
         return (Part(0, self.latent_dim), Part(self.latent_dim, self.head_dim - self.latent_dim))
 
     @property
+    def decode_warps(self) -> int:
+        return 8 if self.parts[0].padded > 256 else 4
+
+    @property
     def block_k(self) -> int:
         """Keys per iteration."""
         size = sum(part.padded for part in self.parts) * jnp.dtype(self.dtype).itemsize
-        size *= 1 + self.quantized  # codes and what they become are in registers at once
-        fitting = (KV_BLOCK_BYTES if self.latent_dim is None else LATENT_BLOCK_BYTES) // size
-        return min(128, max(16, 1 << (max(fitting, 1).bit_length() - 1)))
+        if self.latent_dim is not None:
+            budget = LATENT_BLOCK_BYTES
+        else:
+            budget = KV_BLOCK_BYTES // 2 if self.quantized or self.parts[0].padded > 128 else KV_BLOCK_BYTES
+        fitting = budget // (size * (1 + self.quantized))  # codes and what they become are in registers at once
+        return min(MAX_BLOCK_K >> self.quantized, max(16, 1 << (max(fitting, 1).bit_length() - 1)))
 
 
 class OnlineSoftmax(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +17,8 @@ from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, sort_by_group, tile
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
 from jaxllm.pallas_kernels.products import linear
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -134,12 +137,14 @@ def choose_kernels(
     platform: str,
     *,
     kv_cache_dtype: str = "auto",
+    dtype: Any = np.float16,
     native: bool = False,
 ) -> Kernels:
     """The kernels that `--attention-backend attention_backend` means on `platform`.
 
     With a `kv_cache_dtype` of "int8" or "fp8" pages are quantized. `native` says that the C++ kernels may be used on a
-    CPU: `auto` takes them then; quantized pages they leave to the reference.
+    CPU: `auto` takes them then; quantized pages they leave to the reference, and so do the GPU's kernels in a model of
+    `dtype` float32: codes expanded to floats of four bytes are more than registers hold.
 
     Raises:
         ConfigError: the backend is unknown, or cannot run there.
@@ -149,6 +154,12 @@ def choose_kernels(
         return kernels
     if kernels is CPU:
         kernels = replace(CPU, attention=REFERENCE.attention, turns_heads=False)
+    if kernels is GPU and np.dtype(dtype) == np.float32:
+        said = f"kv_cache_dtype {kv_cache_dtype!r} with dtype 'float32' has no GPU kernel"
+        if attention_backend == GPU.name:
+            raise ConfigError(f"{said}; accepted are attention_backend 'auto' or 'reference', or a dtype of 16 bits")
+        logger.warning("%s: attention runs as plain XLA, which is slower and takes more memory", said)
+        kernels = COMPILED_GPU
     stored = QUANTIZED[kv_cache_dtype]
     return replace(kernels, page_dtype=lambda dtype: stored)
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.hlo import Program
+from tests.gpu.ptx import DUMP, taken_by_kernels
+from tests.gpu.targets import mesh_of
+
 MEMORY = 80 * 10**9
 PAGES = 8 * 2**30
-LIBRARY: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-"""Products of floats as cuBLAS does them: how XLA's own kernels would split one is a guess without a device."""
-TARGET = Path(__file__).with_name("h100.txtpb")
-"""What XLA must know of the device: printed by XLA on an H100 SXM."""
 
 
 def main() -> None:
@@ -35,52 +33,43 @@ def main() -> None:
     parser.add_argument("--isq", help="quantize the weights")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--defaults", action="store_true", help="leave the compiler's options as XLA has them")
-    parser.add_argument(
-        "--triton", action="store_true", help="products by XLA's kernels, which convert codes of 8 bits"
-    )
+    parser.add_argument("--defect", choices=("copy", "transpose", "spill"), help="bring in what a check must see")
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    dump = "--xla_dump_hlo_as_text --xla_dump_emitter_re=^ptx"
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={given.directory} {dump}"
     print(json.dumps(compiled(given)))
 
 
 def compiled(given: argparse.Namespace) -> dict[str, Any]:
     import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
 
     from jaxllm.config import EngineConfig
     from jaxllm.engine.device.executables import COMPILER_OPTIONS
     from jaxllm.engine.device.keys import PLAIN, SAMPLED
     from jaxllm.engine.device.step import StepFunctions
     from jaxllm.engine.start.plan import Platform, make_blueprint
-    from jaxllm.sharding.mesh import DATA, TENSOR
     from jaxllm.weights import open_checkpoint
 
-    devices = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{given.tp}"
-    ).devices
-    mesh = Mesh(np.array(devices).reshape(1, given.tp), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
     config = EngineConfig(
         model=str(given.config.parent), load_format="dummy", tensor_parallel_size=given.tp,
         max_model_len=given.max_model_len, kv_cache_memory=PAGES, isq=given.isq,
     )  # fmt: skip
     checkpoint = open_checkpoint(given.config.parent, "dummy")
     blueprint = make_blueprint(config, checkpoint, Platform("gpu", given.tp, MEMORY, 0))
-    functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+    functions = StepFunctions(blueprint.model, blueprint.params, mesh_of(tp=given.tp), blueprint.sizes)
     if given.kind == "decode":
         function, arguments = functions.decode(given.size, SAMPLED if given.variant == "sampled" else PLAIN)
     else:
         function, arguments = functions.backbone(given.size)
+    if given.defect:
+        function = with_defect(function, given.defect)
     lowered = function.lower(*arguments)
-    began = time.perf_counter()
     options = {} if given.defaults else COMPILER_OPTIONS[functions.platform]
-    program = lowered.compile(compiler_options=options | ({} if given.triton else LIBRARY))
-    seconds = time.perf_counter() - began
+    began = time.process_time()
+    program = lowered.compile(compiler_options=options | {"xla_dump_to": str(given.directory), **DUMP})
+    seconds = time.process_time() - began
     memory = program.memory_analysis()
     buffers = jax.tree.leaves(functions.abstract_state().pages)
+    taken = taken_by_kernels(given.directory)
     return {
         "seconds": seconds,
         "layers": blueprint.spec.config.num_layers,
@@ -90,24 +79,31 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         "planned": blueprint.plan.workspace_bytes,
         "aliased": memory.alias_size_in_bytes,
         "pages": sum(buffer.size * buffer.dtype.itemsize for buffer in buffers) // given.tp,
-        "large_copies": large_copies(
-            program.as_text(), {leaf.size // given.tp for leaf in jax.tree.leaves(arguments[:2])}
-        ),
+        "copies": Program(program.as_text()).copies(),
+        "spilled": {name: kernel.spilled for name, kernel in taken.items() if kernel.spilled},
         **graphs(given.directory),
-        **registers(given.directory),
     }
 
 
-def large_copies(text: str, buffers: set[int], least: int = 2**20) -> list[str]:
-    """Copies and transposes of as many numbers as one of the weights' or pages' buffers has, but for the small ones."""
-    found = []
-    for line in text.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?(\S+) = \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", line)
-        if match:
-            size = math.prod(map(int, match[2].split(",")))
-            if size >= least and size in buffers:
-                found.append(match[1])
-    return found
+def with_defect(function: Any, defect: str) -> Any:
+    """A step as it must not be: pages that it may not change, or that it turns over; a kernel with too few threads."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm.pallas_kernels import gpu_prefill
+
+    if defect == "copy":
+        return jax.jit(function.__wrapped__)
+    if defect == "spill":
+        gpu_prefill._warps = lambda tile_rows, spec: 2
+        return function
+
+    def step(weights: Any, pages: Any, *rest: Any) -> Any:
+        pages, *others = function.__wrapped__(weights, pages, *rest)
+        turned = jax.tree.map(lambda buffer: jnp.swapaxes(buffer, 0, 2), pages)
+        return (turned, *others)
+
+    return jax.jit(step, donate_argnums=(1, 2))
 
 
 def graphs(directory: Path) -> dict[str, Any]:
@@ -117,22 +113,6 @@ def graphs(directory: Path) -> dict[str, Any]:
     top = [line.split()[1] for line in lines if re.match(r"\d+: k", line)]
     kernels = sum(bool(re.match(r"\s*\d+: k(CustomKernel|Kernel|Copy|Gemm|CublasLt\w*) ", line)) for line in lines)
     return {"launches": top, "kernels": kernels}
-
-
-def registers(directory: Path) -> dict[str, Any]:
-    """The most registers that a kernel takes, and the bytes that each one spills that does."""
-    most, spilled = 0, {}
-    ptxas = next(path for root in os.environ["PYTHONPATH"].split(":") for path in Path(root).glob("nvidia/*/bin/ptxas"))
-    for source in directory.glob("*.ptx"):
-        if not source.stat().st_size:
-            continue
-        said = subprocess.run(
-            [ptxas, "-v", "-arch=sm_90a", source, "-o", os.devnull], capture_output=True, text=True, check=True
-        ).stderr
-        most = max([most, *map(int, re.findall(r"Used (\d+) registers", said))])
-        pairs = re.findall(r"Function properties for (\S+)\n.* (\d+) bytes spill stores", said)
-        spilled |= {name: int(count) for name, count in pairs if int(count)}
-    return {"registers": most, "spilled": spilled}
 
 
 if __name__ == "__main__":

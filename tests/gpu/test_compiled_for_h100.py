@@ -14,14 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.compile_step import large_copies
-
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
 
 CONFIGS = Path(__file__).parents[1] / "reference" / "configs"
 MOST_SECONDS = 20
-SLOWER = 10
-"""How much longer a compilation may take beside others, or on a slow machine."""
+"""Of processor time, all threads together: beside others a compilation takes no more of it. `ptxas` is not counted."""
 
 
 @pytest.fixture
@@ -42,31 +39,31 @@ def compiled(tmp_path: Path) -> Any:
 
 
 def check(found: dict[str, Any], *, decode: bool = True) -> None:
-    assert found["large_copies"] == []
+    assert found["copies"] == []
     assert found["aliased"] >= found["pages"] > 0
     assert found["temporaries"] <= found["planned"]
-    assert found["seconds"] < MOST_SECONDS * SLOWER
-    assert [name for name in found["spilled"] if "fusion" not in name] == []  # fusions are XLA's own
+    assert found["seconds"] < MOST_SECONDS
+    assert found["spilled"] == {}
     if decode:
         assert found["launches"] == ["kCommandBuffer"]  # the host starts one graph, and has nothing more to do
 
 
-@pytest.mark.parametrize(
-    ("rows", "most", "options"),
-    [
-        # With two rows the library's products would be padded. XLA's own split the inputs of three, which is a guess
-        # without a device, and add up what they gave.
-        ("2", 10 + 3, ("--triton",)),
-        ("16", 10, ()),
-        ("256", 10, ()),
-    ],
-)
-def test_a_dense_model_has_ten_kernels_a_layer(compiled: Any, rows: str, most: int, options: tuple[str, ...]) -> None:
-    few, more = (compiled("Llama-3.1-8B", "decode", rows, "plain", *options, layers=n) for n in (2, 4))
+MOST_KERNELS = [
+    ("Llama-3.1-8B", "2", 10),
+    ("Llama-3.1-8B", "16", 10),
+    ("Llama-3.1-8B", "256", 10),
+    ("Qwen3-30B-A3B", "16", 20),
+    ("DeepSeek-V2-Lite", "16", 29),
+]
+"""By model and rows; of one layer, in decode."""
+
+
+@pytest.mark.parametrize(("model", "rows", "most"), MOST_KERNELS)
+def test_a_layer_has_few_kernels(compiled: Any, model: str, rows: str, most: int) -> None:
+    few, more = (compiled(model, "decode", rows, "plain", layers=n) for n in (2, 4))
     check(few)
     check(more)
     assert (more["kernels"] - few["kernels"]) / 2 <= most
-    assert more["spilled"] == {}
 
 
 @pytest.mark.parametrize("step", [("decode", "256", "sampled"), ("backbone", "2048", "plain")], ids=" ".join)
@@ -81,15 +78,14 @@ def test_experts_are_neither_copied_nor_expanded(compiled: Any, step: tuple[str,
     assert found["temporaries"] < 0.01 * 48 / 4 * found["weights"]
 
 
-@pytest.mark.parametrize("step", [("decode", "16", "plain"), ("backbone", "1536", "plain")], ids=" ".join)
+@pytest.mark.parametrize("step", [("decode", "16", "plain"), ("backbone", "2048", "plain")], ids=" ".join)
 def test_latent_attention(compiled: Any, step: tuple[str, ...]) -> None:
-    """With 1,536 tokens, so that no activation has the size of a weight."""
     check(compiled("DeepSeek-V2-Lite", *step, layers=3), decode=step[0] == "decode")
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_quantized_weights_are_expanded_in_registers(compiled: Any, kind: str) -> None:
-    found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--isq", kind, "--triton", layers=4)
+    found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--isq", kind, layers=4)
     check(found)
     assert found["temporaries"] < 0.02 * found["weights"]
 
@@ -112,18 +108,22 @@ def test_with_the_compilers_defaults_the_sampler_is_outside_the_graph(compiled: 
     assert len(found["launches"]) > 1
 
 
-def test_a_copy_of_a_weight_or_of_pages_is_seen() -> None:
-    text = """
-  %copy.1 = bf16[4096,4096]{1,0} copy(%p0)
-  ROOT %transpose.2 = bf16[8,16,65536]{2,1,0} transpose(%p1), dimensions={1,0,2}
-  %copy.3 = f32[512,128]{1,0} copy(%p2)
-"""
-    assert large_copies(text, {4096 * 4096, 8 * 16 * 65536, 512 * 128}) == ["copy.1", "transpose.2"]
+def test_a_copy_of_pages_is_seen(compiled: Any) -> None:
+    """Pages that are not given away are copied before a kernel changes them."""
+    found = compiled("Llama-3.1-8B", "decode", "2", "plain", "--defect", "copy", layers=1)
+    assert {line.split()[-1] for line in found["copies"]} == {"pages[0][0]", "pages[0][1]"}
+    assert found["aliased"] < found["pages"]
+    with pytest.raises(AssertionError):
+        check(found)
 
 
-def test_a_spill_and_a_second_launch_fail(compiled: Any) -> None:
-    found = compiled("Llama-3.1-8B", "decode", "2", "plain", layers=2)
-    check(found)
-    for changed in ({"spilled": {"paged_attention_decode": 8}}, {"launches": ["kCommandBuffer", "kCopy"]}):
-        with pytest.raises(AssertionError):
-            check(found | changed)
+def test_another_layout_of_pages_is_seen(compiled: Any) -> None:
+    found = compiled("Llama-3.1-8B", "decode", "2", "plain", "--defect", "transpose", layers=1)
+    assert {line.split()[-1] for line in found["copies"]} == {"pages[0][0]", "pages[0][1]"}
+
+
+def test_a_spill_in_a_step_is_seen(compiled: Any) -> None:
+    found = compiled("Llama-3.1-8B", "backbone", "512", "plain", "--defect", "spill", layers=1)
+    assert "paged_attention_prefill" in found["spilled"]
+    with pytest.raises(AssertionError):
+        check(found, decode=False)

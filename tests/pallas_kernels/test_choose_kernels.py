@@ -52,6 +52,19 @@ def test_refusal_is_one_line_with_what_would_do(backend, platform, words):
         assert word in message
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_pages_of_a_float32_model_are_left_to_the_compiler(kind, caplog):
+    """The kernels would spill: see `SPILLING` in tests/gpu/kernels.py."""
+    assert choose_kernels("auto", "gpu", kv_cache_dtype=kind, dtype=jnp.bfloat16).name == "gpu"
+    assert not caplog.records
+    chosen = choose_kernels("auto", "gpu", kv_cache_dtype=kind, dtype=jnp.float32)
+    assert chosen.attention is REFERENCE.attention and not chosen.turns_heads
+    (record,) = caplog.records
+    assert "plain XLA" in record.message and "\n" not in record.message
+    with pytest.raises(ConfigError, match="dtype 'float32' has no GPU kernel; accepted are"):
+        choose_kernels("gpu", "gpu", kv_cache_dtype=kind, dtype=jnp.float32)
+
+
 def test_pages_and_values_must_agree():
     latent = ragged_batch(decodes=(3, 4), kv_heads=1, value_dim=16)
     plain = ragged_batch(decodes=(3, 4))

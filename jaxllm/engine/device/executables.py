@@ -20,11 +20,18 @@ logger = logging.getLogger(__name__)
 URGENT_THREADS = 2
 
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE,COLLECTIVES"
-COMPILER_OPTIONS: dict[str, dict[str, str]] = {
-    platform: {"xla_gpu_enable_command_buffer": _COMMAND_BUFFER} for platform in ("gpu", "cuda")
+_NVIDIA: dict[str, str | int] = {
+    "xla_gpu_enable_command_buffer": _COMMAND_BUFFER,
+    "xla_gpu_experimental_force_split_k": 1,
 }
+COMPILER_OPTIONS: dict[str, dict[str, str | int]] = {platform: _NVIDIA for platform in ("gpu", "cuda")}
 """By platform. On NVIDIA's a step becomes one CUDA graph: by default XLA leaves out loops, such as the sampler's, and
-collectives, and the host would wait in the middle of each step."""
+collectives, and the host would wait in the middle of each step.
+
+A product is one kernel: by a rule of thumb that knows the shape and the number of processors XLA cuts the inputs of
+three of a layer's four into parts, for any number of rows, and adds up what they gave in one more kernel each, which
+tuning cannot undo. Left whole, they are tuned: among tiles of XLA's and of the library, which parts them in one call
+where it finds that better."""
 
 Compiled = Callable[..., Any]
 

@@ -190,6 +190,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         config.attention_backend,
         platform.name,
         kv_cache_dtype=config.kv_cache_dtype,
+        dtype=dtype,
         native=platform.name == "cpu" and _runs_cpu_kernels(config, dtype),
     )
     options = BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)

@@ -1,0 +1,193 @@
+"""Compile each Pallas kernel by itself for one architecture, and say as JSON what registers it takes.
+
+`python -m tests.gpu.kernels ARCHITECTURE [CASE …]`, with the CUDA plugin of PJRT on PYTHONPATH; without cases, all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxllm.models.layers.rope import Angles
+from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels.gpu_decode import decode_attention
+from jaxllm.pallas_kernels.gpu_groups import sort_by_group
+from jaxllm.pallas_kernels.gpu_matmul import grouped_matmul
+from jaxllm.pallas_kernels.gpu_norm import add_norm
+from jaxllm.pallas_kernels.gpu_prefill import prefill_attention
+from jaxllm.pallas_kernels.gpu_store import turn_and_store
+from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
+from jaxllm.quantization.coded import FP8
+from jaxllm.quantization.fp8_blocks import Fp8Blocks
+from jaxllm.quantization.groups import GroupsKind
+from jaxllm.quantization.per_channel import INT8, PerChannelKind
+from jaxllm.quantization.weight import DenseKind, Weight
+from tests.gpu.ptx import DUMP, Taken, taken_by_kernels
+from tests.gpu.targets import mesh_of
+
+BF16, F16, F32 = (np.dtype(dtype) for dtype in (jnp.bfloat16, np.float16, np.float32))
+
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its abstract arguments."""
+
+
+def array(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def metadata(tokens: int, seqs: int, table_width: int) -> StepMetadata:
+    one = array()
+    return StepMetadata(
+        array(tokens), array(tokens), array(seqs), array(seqs + 1), array(seqs, table_width), one, one, array(tokens),
+        decode_only=tokens == seqs,
+    )  # fmt: skip
+
+
+def attention(
+    heads: int, kv_heads: int, head_dim: int, pages: str = "", *, page_size: int = 16, dtype: np.dtype = BF16,
+    latent_dim: int | None = None, normed: bool = False, sinks: bool = False, window: int | None = None,
+    softcap: float | None = None,
+) -> Program:  # fmt: skip
+    """What stands before attention, decode of 64 rows, and prefill of tiles with as few and as many rows as there are.
+
+    `pages` are of the heads' type, or "int8" or "fp8".
+    """
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, page_size, dtype, 0.1, window, softcap, latent_dim, quantized=bool(pages)
+    )
+    page = array(
+        1024, kv_heads, page_size, head_dim + SCALE_BYTES * bool(pages), dtype=QUANTIZED[pages] if pages else dtype
+    )
+
+    def run(q: Any, new: Any, pages: Any, meta: StepMetadata, few: StepMetadata, angles: Any, norms: Any, sinks: Any):
+        if latent_dim is None:
+            turned = Angles(*angles, interleaved=False)
+            own = tuple(RootMeanSquare(weight, 1e-6) for weight in norms) if norms else None
+            q, pages = turn_and_store(q, new, new, pages, meta, spec, turned, own)
+        decoded = decode_attention(q[:64], pages, meta, spec, sinks)
+        small = prefill_attention(q[: len(few.positions)], pages, few, spec, sinks)
+        return decoded, small, prefill_attention(q, pages, meta, spec, sinks), pages
+
+    tokens, few = 512, max(1, 16 // spec.tile_heads)
+    width = 8192 // page_size
+    return run, (
+        array(tokens, heads, head_dim, dtype=dtype),
+        array(tokens, kv_heads, head_dim, dtype=dtype),
+        (page,) * spec.buffers,
+        metadata(tokens, 64, width),
+        metadata(few, few, width),
+        (array(tokens, head_dim // 2, dtype=F32),) * 2,
+        (array(head_dim, dtype=F32),) * 2 if normed else None,
+        array(heads, dtype=F32) if sinks else None,
+    )
+
+
+def experts(weight: Weight) -> Program:
+    """Tiles of 16, 64 and 128 rows."""
+
+    def run(weight: Weight, *rows: Any) -> Any:
+        (matrix,) = weight.kernel_matrices or ()
+        return [grouped_matmul(x, matrix, sizes) for x, sizes in zip(rows[::2], rows[1::2], strict=True)]
+
+    count, _, inputs = weight.shape
+    rows = [(array(count * n, inputs, dtype=BF16), array(count)) for n in (2, 64, 128)]
+    return run, (weight, *(argument for pair in rows for argument in pair))
+
+
+def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
+    codes = array(count, outputs // 128, 128, inputs, dtype=FP8)
+    return Fp8Blocks(codes, array(count, outputs // 128, inputs // 128, dtype=F32), BF16)
+
+
+def norm(size: int) -> Program:
+    def run(x: Any, weight: Any) -> Any:
+        return add_norm(x, x, RootMeanSquare(weight, 1e-5))
+
+    return run, (array(64, size, dtype=BF16), array(size, dtype=F32))
+
+
+def sort(rows: int) -> Program:
+    return partial(sort_by_group, num_groups=128), (array(rows),)
+
+
+EXPERTS = (64, 768, 2048)
+FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+PAGES = ("", "int8", "fp8")
+SHAPES: dict[str, tuple[Any, Sequence[str]]] = {
+    "Llama-3.1-8B": (partial(attention, 32, 8, 128), PAGES),
+    "Qwen3-30B-A3B": (partial(attention, 32, 4, 128, normed=True), ("",)),
+    "gemma-3-1b": (partial(attention, 4, 1, 256, page_size=128, window=512, softcap=50.0, normed=True), PAGES),
+    "gpt-oss-20b": (partial(attention, 64, 8, 64, page_size=8, sinks=True, window=128), PAGES),
+    "SmolLM2-135M": (partial(attention, 9, 3, 64), ("",)),
+    "phi-2": (partial(attention, 32, 32, 80, dtype=F16), ("",)),
+    "float32": (partial(attention, 6, 2, 192, dtype=F32), ("",)),
+    "DeepSeek-V3": (partial(attention, 128, 1, 576, latent_dim=512), PAGES),
+}
+"""Attention as models ask for it, and the kinds of pages that it is compiled with."""
+
+CASES: dict[str, Callable[[], Program]] = {
+    **{
+        f"{model} {pages or 'plain'} pages": partial(make, pages=pages)
+        for model, (make, kinds) in SHAPES.items()
+        for pages in kinds
+    },
+    "experts bf16": lambda: experts(DenseKind(BF16).abstract(EXPERTS)),
+    "experts f32": lambda: experts(DenseKind(F32).abstract(EXPERTS)),
+    "experts int8": lambda: experts(PerChannelKind(INT8, BF16).abstract(EXPERTS)),
+    "experts fp8": lambda: experts(PerChannelKind(FP8, BF16).abstract(EXPERTS)),
+    "experts fp8 in blocks": lambda: experts(fp8_blocks(*EXPERTS)),
+    "experts 4 bits": lambda: experts(GroupsKind(BF16).abstract(EXPERTS)),
+    "experts 4 bits, symmetric, by 128": lambda: experts(GroupsKind(BF16, 4, 128, symmetric=True).abstract(EXPERTS)),
+    "experts 4 bits, levels": lambda: experts(GroupsKind(BF16, 4, 32, True, levels=FP4).abstract(EXPERTS)),
+    "experts 2 bits": lambda: experts(GroupsKind(BF16, 2).abstract(EXPERTS)),
+    "experts 8 bits": lambda: experts(GroupsKind(BF16, 8).abstract(EXPERTS)),
+    "norm of 4096": lambda: norm(4096),
+    "norm of 16384": lambda: norm(16384),
+    "sort of 16": lambda: sort(16),
+    "sort of 16384": lambda: sort(16384),
+}
+"""By name: a program of kernels, made when it is asked for."""
+
+
+SPILLING: dict[str, Callable[[], Program]] = {"float32 int8 pages": lambda: attention(6, 2, 192, "int8", dtype=F32)}
+"""What an A100's registers do not hold: `choose_kernels` leaves it to XLA."""
+
+
+def compile_case(program: Program, architecture: str) -> dict[str, Taken]:
+    """The registers of each kernel of a program compiled for an architecture."""
+    function, arguments = program
+    mesh = mesh_of(architecture)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), arguments)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with tempfile.TemporaryDirectory() as directory:
+        jax.jit(mapped).lower(*placed).compile(compiler_options={"xla_dump_to": directory, **DUMP})
+        return taken_by_kernels(Path(directory), architecture)
+
+
+def main(architecture: str, *cases: str) -> None:
+    for case in cases or CASES:
+        try:
+            found: Any = compile_case((CASES | SPILLING)[case](), architecture)
+        except jax.errors.JaxRuntimeError as error:
+            found = str(error)
+        print(json.dumps({case: found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""Every Pallas kernel, compiled for the GPUs that people have: it fits, and nothing of it spills out of registers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.gpu.targets import TARGETS
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
+
+ATTENTION = {"turn_and_store", "paged_attention_decode", "paged_attention_combine", "paged_attention_prefill"}
+LATENT = ATTENTION - {"turn_and_store"}  # latents are stored by XLA
+
+
+def compiled(architecture: str, *cases: str) -> dict[str, Any]:
+    """By case: what each of its kernels takes, or why the compiler would not have it."""
+    program = [sys.executable, "-m", "tests.gpu.kernels", architecture, *cases]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    return found
+
+
+def complaints(found: dict[str, Any]) -> list[str]:
+    """Kernels that do not compile, and those that spill."""
+    wrong = []
+    for case, kernels in found.items():
+        if isinstance(kernels, str):
+            wrong.append(f"{case}: {kernels}")
+        else:
+            wrong += [f"{case}: {name} spills {taken[1]} bytes" for name, taken in kernels.items() if taken[1]]
+    return wrong
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_no_kernel_spills(architecture: str) -> None:
+    found = compiled(architecture)
+    assert complaints(found) == []
+    for case, kernels in found.items():
+        names = {name.partition("__")[0] for name in kernels}
+        if "pages" in case:
+            assert names >= (LATENT if "DeepSeek" in case else ATTENTION)
+        elif "experts" in case:
+            assert names >= {"row_tiles", "matmul_of_tiles"}
+
+
+def test_a_kernel_that_spills_is_seen() -> None:
+    """Else the test above would show nothing. Codes are expanded to more floats than an A100 has registers for."""
+    wrong = complaints(compiled("sm_80", "float32 int8 pages"))
+    assert any("paged_attention_decode spills" in line for line in wrong)
+    assert any("paged_attention_prefill spills" in line for line in wrong)
