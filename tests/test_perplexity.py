@@ -28,14 +28,7 @@ LIMITS: dict[str, dict[str, float]] = {
 The C++ kernels round inputs of packed weights to eight bits, so that even those of the file differ by 0.3.
 The files have four or five bits a weight already, so that other grids cost more than they would on their originals.
 """
-MISSED = pytest.mark.xfail(
-    strict=True, reason="4.9 %: its rows of 640 are no blocks of 256, and Q5_1, which they take, costs 3.6 % by itself"
-)
-LIMITED = [
-    pytest.param(model, scheme, marks=MISSED if (model, scheme) == ("gemma3-270m", "q4k") else ())
-    for model, limits in LIMITS.items()
-    for scheme in limits
-]
+LIMITED = [(model, scheme) for model, limits in LIMITS.items() for scheme in limits]
 
 
 @functools.cache
