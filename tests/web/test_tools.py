@@ -133,6 +133,7 @@ def test_a_call_can_be_asked_for(page: Driver, script: list, calls: str, sent: o
     switch_on(page, calls=calls)
     page.check_accessibility()
     page.say("What time is it?")
+    page.page.wait_for_timeout(600)  # what is said is written twice a second
     page.page.reload()
     page.say("And now?")
     assert [request["tool_choice"] for request in page.asked] == [sent, sent]
