@@ -16,7 +16,8 @@ from pathlib import Path
 
 from machine import describe_machine
 
-from jaxllm.cli.bench.load import offline_llm
+from jaxllm import SamplingParams
+from jaxllm.cli.bench.load import offline_llm, random_prompts
 from jaxllm.cli.bench.throughput import measure
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.schemes import STORED, compare_schemes, measure_bandwidth
@@ -46,8 +47,19 @@ def run(model: str, streams: Sequence[int], contexts: Sequence[int], rounds: int
     with offline_llm(config, longest, TOKENS) as llm:
         position = llm.info.kv_cache_memory / (llm.info.num_pages + 1) / llm.info.page_size
 
+        def alone(context: int) -> float:
+            """From a request's own times: its prompt may take far longer than its tokens."""
+            prompts = random_prompts(rounds, context, llm.info.vocab_size, source)
+            params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+            outputs = (llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0] for ids in prompts)
+            times = [output.metrics for output in outputs]
+            return max((TOKENS - 1) / (t.finished_time - t.first_token_time) for t in times)
+
         def point(at: int, count: int, context: int) -> Point:
-            found = measure(llm, count, context, TOKENS, rounds, source)["decode_tokens_per_s"]
+            if count == 1:
+                found = alone(context)
+            else:
+                found = measure(llm, count, context, TOKENS, rounds, source)["decode_tokens_per_s"]
             print(f"{count} streams, {context} tokens before them: {found:,.0f} tok/s", flush=True)
             return Point(at, found, count * bandwidth / (weights + count * (context + TOKENS / 2) * position))
 
