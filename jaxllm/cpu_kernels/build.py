@@ -36,33 +36,40 @@ _AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
     *("-mprefer-vector-width=512", "-DKERNELS_AVX512"),
 )
-X86_ISAS = {
+_X86 = {
     "avx2": _AVX2,
     "avxvnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
 }
-"""Compiler flags of each ISA beside `portable`, which has none."""
+_ARM = {
+    "neon": ("-march=armv8.2-a+dotprod", "-DKERNELS_NEON"),
+    "neon_i8mm": ("-march=armv8.2-a+dotprod+i8mm", "-DKERNELS_NEON"),
+}
+ISAS = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
+"""Compiler flags of each ISA of a machine, the best last, beside `portable`, which has none."""
 
 
 class BuildError(Exception):
     """The library cannot be built here; the message says why in one line."""
 
 
-def library_path(cache: Path = CACHE_DIR / "cpu_kernels") -> Path:
-    """The shared library of these sources, compiled now if it is not in `cache` yet.
+def library_path(
+    cache: Path = CACHE_DIR / "cpu_kernels", compiler: str | None = None, machine: str = platform.machine()
+) -> Path:
+    """The shared library of these sources, compiled now if it is not in `cache` yet; for another machine with its compiler.
 
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    compiler = find_compiler()
-    path = cache / _version(compiler) / "libjaxllm_cpu_kernels.so"
+    compiler = compiler or find_compiler()
+    path = cache / _version(compiler, machine) / "libjaxllm_cpu_kernels.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(str(path) + ".lock"):
         if not path.exists():
-            _compile(compiler, path)
+            _compile(compiler, machine, path)
     return path
 
 
@@ -75,20 +82,20 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler ({', '.join(names)}) is installed")
 
 
-def _version(compiler: str) -> str:
+def _version(compiler: str, machine: str) -> str:
     """What the result depends on, as a name."""
     digest = hashlib.sha256()
     for source in [*sorted(SOURCES.iterdir()), Path(__file__)]:
         digest.update(source.name.encode() + source.read_bytes())
     digest.update(_output([compiler, "--version"]).encode())
-    digest.update(f"{jaxlib.__version__} {platform.machine()} {sys.platform}".encode())
+    digest.update(f"{jaxlib.__version__} {machine} {sys.platform}".encode())
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, machine: str, path: Path) -> None:
     logger.info("compiling the CPU kernels with %s, once for this version (about a minute)", compiler)
     begin = time.perf_counter()
-    isas = {"portable": (), **(X86_ISAS if platform.machine() in ("x86_64", "AMD64") else {})}
+    isas = {"portable": (), **ISAS.get(machine, {})}
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         jobs = [(SOURCES / "kernels.cc", f"kernels_{isa}.o", (*flags, f"-DISA={isa}")) for isa, flags in isas.items()]
         jobs += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import psutil
 
-from jaxllm.cpu_kernels.build import X86_ISAS, BuildError, library_path
+from jaxllm.cpu_kernels.build import ISAS, BuildError, library_path
 
 TARGETS = (
     "jaxllm_linear",
@@ -22,8 +23,6 @@ TARGETS = (
     "jaxllm_grouped",
     "jaxllm_attention",
 )
-ISAS = (*reversed(X86_ISAS), "portable")
-"""Every instruction set there are kernels for, the best first."""
 
 
 class Loaded(NamedTuple):
@@ -104,7 +103,8 @@ def runnable_isas() -> list[str]:
 
 
 def _runnable(lib: ctypes.CDLL) -> list[str]:
-    return [name for name in ISAS if name in ("portable", *X86_ISAS) and lib.jaxllm_runs_isa(name.encode())]
+    isas = [*reversed(ISAS.get(platform.machine(), {})), "portable"]
+    return [isa for isa in isas if lib.jaxllm_runs_isa(isa.encode())]
 
 
 def physical_cores() -> int:

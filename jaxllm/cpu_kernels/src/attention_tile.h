@@ -9,7 +9,7 @@ namespace ISA {
 
 #if defined(KERNELS_AVX512)
 constexpr int TOGETHER = 4;  // columns of lanes that go together
-#elif defined(KERNELS_AVX2)
+#elif defined(KERNELS_AVX2) || defined(KERNELS_NEON)
 constexpr int TOGETHER = 2;
 #else
 constexpr int TOGETHER = 1;

@@ -5,6 +5,10 @@
 #include <atomic>
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -33,6 +37,22 @@ bool has_avx512() {
 }
 bool has_avx512bf16() { return has_avx512() && leaf_7_1(5); }
 
+#elif defined(__aarch64__) && defined(__APPLE__)
+
+bool has_feature(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return !sysctlbyname(name, &value, &size, nullptr, 0) && value;
+}
+bool has_neon() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_neon_i8mm() { return has_neon() && has_feature("hw.optional.arm.FEAT_I8MM"); }
+
+#elif defined(__aarch64__)
+
+// Bits of the kernel's interface: HWCAP_ASIMDDP and HWCAP2_I8MM, which old headers lack.
+bool has_neon() { return getauxval(AT_HWCAP) >> 20 & 1; }
+bool has_neon_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) >> 13 & 1); }
+
 #endif
 
 // The best first.
@@ -42,6 +62,9 @@ const Candidate CANDIDATES[] = {
     {kernels_avx512, has_avx512},
     {kernels_avxvnni, has_avxvnni},
     {kernels_avx2, has_avx2},
+#elif defined(__aarch64__)
+    {kernels_neon_i8mm, has_neon_i8mm},
+    {kernels_neon, has_neon},
 #endif
     {kernels_portable, [] { return true; }},
 };

@@ -100,4 +100,7 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_avxvnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
+#elif defined(__aarch64__)
+const Kernels* kernels_neon();
+const Kernels* kernels_neon_i8mm();
 #endif

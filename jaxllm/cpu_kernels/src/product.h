@@ -81,7 +81,7 @@ INLINE void prefetch_block(const uint8_t* p, int bytes) {
 
 }  // namespace ISA
 
-#if defined(KERNELS_AVX2)
+#if defined(KERNELS_AVX2) || defined(KERNELS_NEON)
 #include "product_narrow.h"
 #else
 #include "product_wide.h"

@@ -1,4 +1,4 @@
-// Integer products with 8 lanes and 16 registers: integer sums of four rows stay in registers while two vectors of
+// Integer products with 8 lanes and 16 registers of them: integer sums of four rows stay in registers while two vectors of
 // weights pass at a time; float sums live in L1.
 #pragma once
 
@@ -6,9 +6,25 @@ namespace ISA {
 
 constexpr int FEW_ROWS = 4;
 
-#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
+// add_dots: adds the dot products of quads [BEGIN, END) of R rows: sums [half][row].
+#if defined(KERNELS_NEON)
 
-// Adds the dot products of quads [BEGIN, END) of R rows: sums [half][row].
+template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_t* codes, const int8_t* x, Ints (&sums)[2][R]) {
+  unroll<BEGIN, END>([&](auto p) __attribute__((always_inline)) {
+    const Bytes w0 = dot_codes<layout(F).bits>(quad<F, p.value>(codes, 0)), w1 = dot_codes<layout(F).bits>(quad<F, p.value>(codes, 1));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const int8x16_t v = vld1q_s8(x + r * BLOCK + p.value / 4 * 16);
+      Ints &s0 = sums[0][r], &s1 = sums[1][r];
+      s0 = dot<p.value % 4>(s0, w0, v);
+      s1 = dot<p.value % 4>(s1, w1, v);
+      asm volatile("" : "+w"(s0.low), "+w"(s0.high), "+w"(s1.low), "+w"(s1.high));  // else GCC goes row by row, and keeps all weights unpacked
+    }
+  });
+}
+
+#elif defined(__AVXVNNI__) || defined(__AVX512VNNI__)
+
 template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_t* codes, const int8_t* x, Ints (&sums)[2][R]) {
   unroll<BEGIN, END>([&](auto p) __attribute__((always_inline)) {
     const Bytes w0 = quad<F, p.value>(codes, 0), w1 = quad<F, p.value>(codes, 1);
@@ -58,9 +74,9 @@ template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_
 
 #endif
 
-// Codes of 8 bits are taken as signed where there is no VNNI: they count from zero already.
+// Codes of 8 bits are taken as signed where nothing multiplies unsigned by signed ones: they count from zero already.
 template <Format F> INLINE Ints start_narrow(int32_t negative_sum) {
-  return layout(F).bits == 8 && !HAS_VNNI ? ints(0) : start<F>(negative_sum);
+  return layout(F).bits == 8 && !HAS_MIXED_DOT ? ints(0) : start<F>(negative_sum);
 }
 
 template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs, const Panel& x, int m, float* out) {
@@ -105,6 +121,12 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
     for (int h = 0; h < 2; h++) store(out + (m + r) * PANEL_COLUMNS + h * LANES, acc[h][r]);
 }
 
+#if !defined(__ARM_FEATURE_MATMUL_INT8)
 template <Format F> static bool many_rows(const Matrix&, const Panel&, int, int, int, float*) { return false; }
+#endif
 
 }  // namespace ISA
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#include "product_i8mm.h"
+#endif

@@ -10,6 +10,8 @@
 #include "simd_avx512.h"
 #elif defined(KERNELS_AVX2)
 #include "simd_avx2.h"
+#elif defined(KERNELS_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_plain.h"
 #endif

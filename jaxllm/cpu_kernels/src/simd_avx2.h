@@ -10,9 +10,9 @@ namespace ISA {
 
 constexpr int LANES = 8;
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
-constexpr bool HAS_VNNI = true;
+constexpr bool HAS_MIXED_DOT = true;
 #else
-constexpr bool HAS_VNNI = false;
+constexpr bool HAS_MIXED_DOT = false;
 #endif
 constexpr bool HAS_BF16 = false;
 typedef __m256 Floats;

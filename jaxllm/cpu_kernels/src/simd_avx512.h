@@ -9,7 +9,7 @@
 namespace ISA {
 
 constexpr int LANES = 16;
-constexpr bool HAS_VNNI = true;
+constexpr bool HAS_MIXED_DOT = true;
 #ifdef __AVX512BF16__
 constexpr bool HAS_BF16 = true;
 #else

@@ -9,7 +9,7 @@
 namespace ISA {
 
 constexpr int LANES = 16;
-constexpr bool HAS_VNNI = false, HAS_BF16 = false;
+constexpr bool HAS_MIXED_DOT = false, HAS_BF16 = false;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Uints __attribute__((vector_size(64)));

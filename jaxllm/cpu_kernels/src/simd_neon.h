@@ -1,0 +1,127 @@
+// Two 128-bit registers as one vector of 8 lanes: 32 of them hold what 16 of 256 bits do, so that the kernels for AVX2 fit.
+// The dot products of ARMv8.2 are taken for granted, those of I8MM used where the compiler was told so.
+#pragma once
+#include <arm_neon.h>
+#include <stdint.h>
+
+#include "half.h"
+
+namespace ISA {
+
+constexpr int LANES = 8;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool HAS_MIXED_DOT = true;
+#else
+constexpr bool HAS_MIXED_DOT = false;
+#endif
+constexpr bool HAS_BF16 = false;
+struct Floats { float32x4_t low, high; };
+struct Ints { int32x4_t low, high; };
+struct Bytes { uint8x16_t low, high; };
+
+INLINE Floats operator+(Floats a, Floats b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
+INLINE Floats operator-(Floats a, Floats b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
+INLINE Floats operator*(Floats a, Floats b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
+INLINE Floats operator/(Floats a, Floats b) { return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)}; }
+
+INLINE Floats broadcast(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+INLINE Floats load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+INLINE void store(float* p, Floats v) { vst1q_f32(p, v.low), vst1q_f32(p + 4, v.high); }
+INLINE Floats fma(Floats a, Floats b, Floats c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
+INLINE Floats maximum(Floats a, Floats b) { return {vmaxq_f32(a.low, b.low), vmaxq_f32(a.high, b.high)}; }
+INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) {
+  return {vbslq_f32(vcgtq_f32(a.low, b.low), x.low, y.low), vbslq_f32(vcgtq_f32(a.high, b.high), x.high, y.high)};
+}
+INLINE Floats load_halves(const uint8_t* p) {
+  const float16x8_t v = vreinterpretq_f16_u8(vld1q_u8(p));
+  return {vcvt_f32_f16(vget_low_f16(v)), vcvt_f32_f16(vget_high_f16(v))};
+}
+INLINE Floats load_bf16(const uint16_t* p) {
+  const uint16x8_t v = vld1q_u16(p);
+  return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)), vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(v), 16))};
+}
+INLINE Floats load_u8(const uint8_t* p) {
+  const uint16x8_t v = vmovl_u8(vld1_u8(p));
+  return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(v))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(v)))};
+}
+INLINE Ints load_i8(const uint8_t* p) {
+  const int16x8_t v = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
+  return {vmovl_s16(vget_low_s16(v)), vmovl_s16(vget_high_s16(v))};
+}
+INLINE float sum(Floats v) { return vaddvq_f32(vaddq_f32(v.low, v.high)); }
+INLINE float top(Floats v) { return vmaxvq_f32(vmaxq_f32(v.low, v.high)); }
+INLINE Floats counting() {
+  static const float lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+  return load(lanes);
+}
+// Lane i is the sum of v[i].
+INLINE Floats sums_of(const Floats (&v)[8]) {
+  float32x4_t s[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) s[i] = vaddq_f32(v[i].low, v[i].high);
+  return {vpaddq_f32(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3])), vpaddq_f32(vpaddq_f32(s[4], s[5]), vpaddq_f32(s[6], s[7]))};
+}
+INLINE float32x4_t power_of_two(int32x4_t n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23)); }
+INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
+  x = {vminq_f32(vdupq_n_f32(88.7f), x.low), vminq_f32(vdupq_n_f32(88.7f), x.high)};
+  x = maximum(broadcast(-87.3f), x);  // NaN stays
+  const Floats turns = x * broadcast(1.44269504f), n{vrndnq_f32(turns.low), vrndnq_f32(turns.high)};
+  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
+  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r + broadcast(1.0f));
+  // 2^n in two steps: 2^128 is no float, but exp(88.7) is
+  const Ints whole{vcvtq_s32_f32(n.low), vcvtq_s32_f32(n.high)}, half{vshrq_n_s32(whole.low, 1), vshrq_n_s32(whole.high, 1)};
+  p = p * Floats{power_of_two(half.low), power_of_two(half.high)};
+  return p * Floats{power_of_two(vsubq_s32(whole.low, half.low)), power_of_two(vsubq_s32(whole.high, half.high))};
+}
+
+INLINE Ints ints(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
+INLINE Ints add(Ints a, Ints b) { return {vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)}; }
+INLINE Ints multiply(Ints a, Ints b) { return {vmulq_s32(a.low, b.low), vmulq_s32(a.high, b.high)}; }
+INLINE Floats to_floats(Ints v) { return {vcvtq_f32_s32(v.low), vcvtq_f32_s32(v.high)}; }
+
+// Pairs of bf16: the first, or the second, of each.
+INLINE Ints load_bits(const uint8_t* p) { return {vreinterpretq_s32_u8(vld1q_u8(p)), vreinterpretq_s32_u8(vld1q_u8(p + 16))}; }
+INLINE Floats low_bf16(Ints v) { return {vreinterpretq_f32_s32(vshlq_n_s32(v.low, 16)), vreinterpretq_f32_s32(vshlq_n_s32(v.high, 16))}; }
+INLINE Floats high_bf16(Ints v) {
+  const int32x4_t mask = vdupq_n_s32(int32_t(0xffff0000));
+  return {vreinterpretq_f32_s32(vandq_s32(v.low, mask)), vreinterpretq_f32_s32(vandq_s32(v.high, mask))};
+}
+// 32 whole numbers of at most 127 as bytes.
+INLINE int16x8_t narrowed(Floats v) { return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(v.low)), vqmovn_s32(vcvtnq_s32_f32(v.high))); }
+INLINE void store_codes(int8_t* out, const Floats (&v)[4]) {
+  for (int i = 0; i < 4; i++) vst1_s8(out + 8 * i, vqmovn_s16(narrowed(v[i])));
+}
+INLINE Bytes load_bytes(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}; }
+INLINE Bytes low_nibbles(Bytes v) { return {vandq_u8(v.low, vdupq_n_u8(15)), vandq_u8(v.high, vdupq_n_u8(15))}; }
+INLINE Bytes high_nibbles(Bytes v) { return {vshrq_n_u8(v.low, 4), vshrq_n_u8(v.high, 4)}; }
+template <int FROM, int MASK> INLINE uint8x16_t high_bits(uint8x16_t plane) {
+  if constexpr (FROM > 4) plane = vshrq_n_u8(plane, FROM - 4);
+  if constexpr (FROM < 4) plane = vshlq_n_u8(plane, 4 - FROM);
+  return vandq_u8(plane, vdupq_n_u8(MASK));
+}
+template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
+  return {vorrq_u8(nibbles.low, high_bits<FROM, MASK>(plane.low)), vorrq_u8(nibbles.high, high_bits<FROM, MASK>(plane.high))};
+}
+INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+// Codes as `dot` takes them: signed ones where nothing multiplies unsigned by signed, which only those of 8 bits are not yet.
+template <int BITS> INLINE Bytes dot_codes(Bytes v) {
+  if constexpr (BITS == 8 && !HAS_MIXED_DOT) return {veorq_u8(v.low, vdupq_n_u8(128)), veorq_u8(v.high, vdupq_n_u8(128))};
+  return v;
+}
+// Adds the products of four codes by quad P of x in each lane.
+template <int P> INLINE int32x4_t dot(int32x4_t acc, uint8x16_t codes, int8x16_t x) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  return vusdotq_laneq_s32(acc, codes, x, P);
+#else
+  return vdotq_laneq_s32(acc, vreinterpretq_s8_u8(codes), x, P);
+#endif
+}
+template <int P> INLINE Ints dot(Ints acc, Bytes codes, int8x16_t x) { return {dot<P>(acc.low, codes.low, x), dot<P>(acc.high, codes.high, x)}; }
+
+}  // namespace ISA

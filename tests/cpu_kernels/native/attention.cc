@@ -1,0 +1,209 @@
+// turn, keep and attend against float64.
+#include <string.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "check.h"
+
+namespace {
+
+struct Case {
+  const char* name;
+  int heads, kv_heads, dim, value_dim, page_size;
+  int window;
+  float softcap;
+  bool sinks, latent;  // latent: values are the first channels of the keys
+};
+
+constexpr Case CASES[] = {
+    {"plain", 2, 2, 64, 64, 16, 0, 0, false, false},
+    {"groups of 3, softcap, sinks", 6, 2, 80, 80, 8, 0, 5, true, false},
+    {"group of 7, window", 7, 1, 64, 32, 64, 24, 0, false, false},
+    {"group of 20, window over blocks, sinks", 20, 1, 32, 32, 16, 100, 0, true, false},
+    {"narrow heads", 3, 1, 4, 12, 4, 0, 0, false, false},
+    {"odd values", 2, 1, 20, 7, 16, 0, 0, true, false},
+    {"latent", 5, 1, 96, 64, 16, 0, 0, false, true},
+};
+constexpr int SEQUENCES = 2, LENGTH = 230, TOKENS = 40;  // of each sequence; the last ones have queries
+constexpr int POSITION = LENGTH - TOKENS;                // of a sequence's first query
+
+// Keys and values of two sequences in shuffled pages. Rows that no query may see hold 1000.
+struct Batch {
+  Case c;
+  bool bits;
+  int columns, key_row, value_row;
+  std::vector<float> q, keys, values, sinks;  // keys and values: what the pages hold, as floats
+  std::vector<uint16_t> key_bits, value_bits;
+  std::vector<int32_t> table;
+
+  Batch(const Case& c, bool bits, uint64_t seed) : c(c), bits(bits) {
+    Random random(seed);
+    columns = (LENGTH + c.page_size - 1) / c.page_size;
+    key_row = c.dim, value_row = c.latent ? c.dim : c.value_dim;
+    table.resize(SEQUENCES * columns);
+    std::iota(table.begin(), table.end(), 0);
+    for (size_t i = table.size() - 1; i; i--) std::swap(table[i], table[random.bits() % (i + 1)]);
+    const size_t rows = table.size() * c.kv_heads * c.page_size;
+    keys = random.floats(rows * key_row), values = random.floats(rows * value_row);
+    for (int s = 0; s < SEQUENCES; s++)
+      for (int k = 0; k < c.kv_heads; k++)
+        for (int p = LENGTH; p < columns * c.page_size; p++) {
+          std::fill_n(keys.begin() + at(s, k, p) * key_row, key_row, 1000.f);
+          std::fill_n(values.begin() + at(s, k, p) * value_row, value_row, 1000.f);
+        }
+    if (bits) keys = floats_of(key_bits = bf16s_of(keys)), values = floats_of(value_bits = bf16s_of(values));
+    if (c.latent) values = keys, value_bits = key_bits;
+    q = random.floats(size_t(SEQUENCES) * TOKENS * c.heads * c.dim);
+    for (float& x : q) x *= 4;
+    sinks = random.floats(c.heads);
+  }
+
+  // Which row of the pages a key lies in.
+  size_t at(int sequence, int kv_head, int position) const {
+    const int page = table[sequence * columns + position / c.page_size];
+    return (size_t(page) * c.kv_heads + kv_head) * c.page_size + position % c.page_size;
+  }
+
+  Attention attention() const {
+    Attention a{};
+    a.q = q.data(), a.heads = c.heads, a.kv_heads = c.kv_heads, a.dim = c.dim, a.value_dim = c.value_dim;
+    a.keys = bits ? (const void*)key_bits.data() : keys.data(), a.values = bits ? (const void*)value_bits.data() : values.data();
+    a.bits = bits, a.page_size = c.page_size, a.key_row = key_row, a.value_row = value_row;
+    a.page_table = table.data(), a.columns = columns;
+    a.scale = 1 / sqrtf(float(c.dim)), a.softcap = c.softcap, a.window = c.window;
+    a.sinks = c.sinks ? sinks.data() : nullptr;
+    return a;
+  }
+};
+
+struct Result {
+  std::vector<float> out, softmax;
+};
+
+Result attend(const Batch& b, const AttentionUnit& u, const AttentionUnit* next) {
+  const Attention a = b.attention();
+  std::vector<uint8_t> scratch(sizeof(float) * size_t(MAX_VECTORS + KEY_BLOCK) * (a.dim + a.value_dim + 96) + 64);
+  Result r{std::vector<float>(size_t(u.count) * a.value_dim), std::vector<float>(2 * u.count)};
+  kernels().attend(a, u, next, r.out.data(), r.softmax.data(), (uint8_t*)((uintptr_t(scratch.data()) + 63) / 64 * 64));
+  return r;
+}
+
+void expect_attention(const Batch& b, const AttentionUnit& u, const Result& r, double tolerance) {
+  const Attention a = b.attention();
+  const int group = a.heads / a.kv_heads;
+  for (int v = 0; v < u.count; v++) {
+    const int index = u.first + v, head = u.kv_head * group + index % group, position = u.position + index / group;
+    const float* q = &b.q[(size_t(u.token + index / group) * a.heads + head) * a.dim];
+    const int begin = std::max(u.key_begin, a.window ? position - a.window + 1 : 0), end = std::min(u.key_end, position + 1);
+    double total = u.sinks && a.sinks ? exp(double(a.sinks[head])) : 0;
+    std::vector<double> sums(a.value_dim);
+    for (int key = begin; key < end; key++) {
+      double logit = 0;
+      const float *k = &b.keys[b.at(u.sequence, u.kv_head, key) * a.key_row], *value = &b.values[b.at(u.sequence, u.kv_head, key) * a.value_row];
+      for (int d = 0; d < a.dim; d++) logit += double(q[d]) * k[d];
+      logit *= a.scale;
+      if (a.softcap > 0) logit = a.softcap * tanh(logit / a.softcap);
+      total += exp(logit);
+      for (int d = 0; d < a.value_dim; d++) sums[d] += exp(logit) * value[d];
+    }
+    const double share = r.softmax[2 * v] + log(double(r.softmax[2 * v + 1]));
+    CHECK(total == 0 ? r.softmax[2 * v + 1] == 0 : fabs(share - log(total)) <= tolerance, "%s, vector %d: %g is not %g", b.c.name, v, share, log(total));
+    for (int d = 0; d < a.value_dim; d++) {
+      const double expected = total == 0 ? 0 : sums[d] / total, got = r.out[size_t(v) * a.value_dim + d];
+      CHECK(fabs(got - expected) <= tolerance * (1 + fabs(expected)), "%s, keys %d to %d, vector %d, channel %d: %g is not %g", b.c.name, u.key_begin, u.key_end, v, d, got, expected);
+    }
+  }
+}
+
+// Decode rows at the edges of blocks and pages, ranges of their keys, and runs of tokens.
+std::vector<AttentionUnit> units_of(const Case& c) {
+  std::vector<AttentionUnit> units;
+  const int group = c.heads / c.kv_heads;
+  for (int s = 0; s < SEQUENCES; s++)
+    for (int head = 0; head < c.kv_heads; head++) {
+      const auto lowest = [&](int position) { return c.window ? std::max(0, position - c.window + 1) : 0; };
+      for (int position : {0, 1, 14, 15, 16, 63, 64, 65, 127, 200}) {
+        // the query of any token will do: where it is said to stand decides what it sees
+        const int token = s * TOKENS + position % TOKENS;
+        units.push_back({s, head, token, position, 0, group, lowest(position), position + 1, true, true});
+      }
+      units.push_back({s, head, s * TOKENS, 200, 0, group, std::max(128, lowest(200)), 201, false, true});
+      for (int position : {0, 5, POSITION})
+        for (int first = 0; first < TOKENS * group; first += MAX_VECTORS) {
+          const int count = std::min(MAX_VECTORS, TOKENS * group - first), end = position + (first + count - 1) / group + 1;
+          units.push_back({s, head, s * TOKENS, position, first, count, lowest(position + first / group), end, true, false});
+        }
+    }
+  return units;
+}
+
+void check_case(const Case& c, bool bits) {
+  Batch b(c, bits, 29 + bits);
+  const double tolerance = bits && kernels().has_bf16 ? 2e-2 : 2e-5;
+  const std::vector<AttentionUnit> units = units_of(c);
+  std::vector<Result> results;
+  for (size_t i = 0; i < units.size(); i++) {
+    results.push_back(attend(b, units[i], i + 1 < units.size() && units[i + 1].decode ? &units[i + 1] : nullptr));
+    expect_attention(b, units[i], results[i], tolerance);
+  }
+  const int group = c.heads / c.kv_heads;
+  for (size_t i = 0; i < units.size(); i += 3) {  // a query that is not finite spoils itself alone
+    const AttentionUnit& u = units[i];
+    const int spoilt = u.count / 2, index = u.first + spoilt;
+    float& channel = b.q[(size_t(u.token + index / group) * c.heads + u.kv_head * group + index % group) * c.dim + 1];
+    const float before = channel;
+    channel = NAN;
+    const Result r = attend(b, u, nullptr);
+    channel = before;
+    for (int j = 0; j < u.count * c.value_dim; j++) {
+      const bool own = j / c.value_dim == spoilt;
+      CHECK(own ? std::isnan(r.out[j]) : r.out[j] == results[i].out[j], "%s, vector %d beside NaN in %d: %g", c.name, j / c.value_dim, spoilt, r.out[j]);
+    }
+  }
+}
+
+}  // namespace
+
+void check_attention() {
+  for (const Case& c : CASES)
+    for (bool bits : {false, true}) check_case(c, bits);
+}
+
+void check_heads() {
+  Random random(31);
+  for (int dim : {64, 20}) {
+    const std::vector<float> x = random.floats(dim), norm = random.floats(dim), angles = random.floats(3 * dim);
+    for (int half : {0, dim / 4, dim / 2})
+      for (int kind = 0; kind < 8; kind++) {
+        const bool interleaved = kind & 1, with_norm = kind & 2, is_bf16 = kind & 4;
+        std::vector<float> cosines, sines, y(dim);
+        for (float angle : angles) cosines.push_back(cosf(3 * angle)), sines.push_back(sinf(3 * angle));
+        const std::vector<uint16_t> short_x = bf16s_of(x);
+        const std::vector<float> taken = is_bf16 ? floats_of(short_x) : x;
+        const int token = 2;
+        kernels().turn({is_bf16, dim, 1e-2f, 1, half ? cosines.data() : nullptr, sines.data(), half, interleaved}, is_bf16 ? (const void*)short_x.data() : x.data(), token,
+                       with_norm ? norm.data() : nullptr, y.data());
+        std::vector<double> expected(taken.begin(), taken.end());
+        double squares = 0;
+        for (double v : expected) squares += v * v;
+        for (int d = 0; d < dim && with_norm; d++) expected[d] *= (double(norm[d]) + 1) / sqrt(squares / dim + double(1e-2f));
+        for (int i = 0; i < half; i++) {
+          double &a = expected[interleaved ? 2 * i : i], &b = expected[interleaved ? 2 * i + 1 : half + i];
+          const double first = a, second = b, cosine = cosines[token * half + i], sine = sines[token * half + i];
+          a = first * cosine - second * sine, b = second * cosine + first * sine;
+        }
+        for (int d = 0; d < dim; d++) CHECK(fabs(y[d] - expected[d]) <= 1e-5, "turning %d of %d, kind %d, channel %d: %g is not %g", half, dim, kind, d, y[d], expected[d]);
+      }
+  }
+  const std::vector<float> x = {1, NAN, -2, INFINITY, -INFINITY, 0x1.0181p0f, 3e38f}, kept = {1, 0, -2, 0, 0, 0x1.0181p0f, 3e38f};
+  std::vector<float> row(x.size());
+  kernels().keep(x.data(), false, int(x.size()), row.data(), false);
+  CHECK(row == kept, "floats");
+  std::vector<uint16_t> bits(x.size());
+  kernels().keep(x.data(), false, int(x.size()), bits.data(), true);
+  CHECK(bits == bf16s_of(kept), "floats as bf16");
+  const std::vector<uint16_t> short_x = bf16s_of(x);
+  kernels().keep(short_x.data(), true, int(x.size()), bits.data(), true);
+  CHECK(bits == bf16s_of(kept), "bf16");
+}
