@@ -57,7 +57,9 @@ class BuildError(Exception):
 def library_path(
     cache: Path = CACHE_DIR / "cpu_kernels", compiler: str | None = None, machine: str = platform.machine()
 ) -> Path:
-    """The shared library of these sources, compiled now if it is not in `cache` yet; for another machine with its compiler.
+    """The shared library of these sources, compiled now if it is not in `cache` yet.
+
+    For another `machine` (as `platform.machine()` names it) with a `compiler` for that.
 
     Raises:
         BuildError: there is no compiler, or it failed.

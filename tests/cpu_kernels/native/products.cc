@@ -74,9 +74,10 @@ std::vector<float> product(const Weights& w, const std::vector<T>& x, int rows, 
   for (int first = 0; first < rows; first += panel_rows)
     for (int group = 0; group < OUTPUTS / ROWS; group += 2) {
       const int count = std::min(panel_rows, rows - first), groups = std::min(2, OUTPUTS / ROWS - group);
-      float panel[PANEL_ROWS * PANEL_COLUMNS];
-      k.product(w.matrix, a, first, count, group, groups, panel);
-      for (int m = 0; m < count; m++) memcpy(&out[size_t(first + m) * OUTPUTS + group * ROWS], panel + m * PANEL_COLUMNS, size_t(groups) * ROWS * 4);
+      std::vector<float> panel(PANEL_ROWS * PANEL_COLUMNS, 1000.f);
+      k.product(w.matrix, a, first, count, group, groups, panel.data());
+      CHECK(std::count(panel.begin() + count * PANEL_COLUMNS, panel.end(), 1000.f) == (PANEL_ROWS - count) * PANEL_COLUMNS, "rows behind %d are written to", count);
+      for (int m = 0; m < count; m++) memcpy(&out[size_t(first + m) * OUTPUTS + group * ROWS], &panel[m * PANEL_COLUMNS], size_t(groups) * ROWS * 4);
     }
   return out;
 }

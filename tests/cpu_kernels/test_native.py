@@ -1,0 +1,77 @@
+"""The kernels of every instruction set without XLA: this machine's own, and ARM's in an emulator."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jaxllm import cpu_kernels
+from jaxllm.cpu_kernels.build import ISAS, SOURCES, find_compiler, library_path
+from tests.cpu_kernels.weights import needs_kernels
+
+CHECKS = Path(__file__).with_name("native")
+ARM = "aarch64-linux-gnu-g++", "qemu-aarch64"
+needs_arm = pytest.mark.skipif(
+    not all(map(shutil.which, ARM)), reason="no emulated ARM: install g++-aarch64-linux-gnu and qemu-user"
+)
+
+
+def build(compiler: str, library: Path, program: Path) -> Path:
+    command = [compiler, "-std=c++17", "-O2", "-I", str(SOURCES), *map(str, sorted(CHECKS.glob("*.cc"))), str(library)]
+    subprocess.run([*command, f"-Wl,-rpath,{library.parent}", "-o", str(program)], check=True)
+    return program
+
+
+def lines_of(command: list[str]) -> list[str]:
+    """What a program prints, which must have ended well."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def products_of(lines: list[str], best: str, isas: list[str]) -> set[str]:
+    """Hashes of the products that vector instruction sets made, all of which must have been checked."""
+    assert lines[0] == f"best {best}"
+    checked = dict(line.split() for line in lines[1:])
+    assert list(checked) == isas
+    return {checked[isa] for isa in isas if isa != "portable"}
+
+
+@pytest.fixture(scope="module")
+def products_here(tmp_path_factory) -> set[str]:
+    """Those of this machine, where the checks are run."""
+    isas = cpu_kernels.runnable_isas()
+    program = build(find_compiler(), library_path(), tmp_path_factory.mktemp("here") / "checks")
+    return products_of(lines_of([str(program), *isas]), isas[0], isas)
+
+
+@needs_kernels
+def test_vector_instruction_sets_agree_to_the_last_bit(products_here):
+    assert len(products_here) <= 1
+
+
+@pytest.fixture(scope="module")
+def arm_program(tmp_path_factory) -> Path:
+    library = library_path(compiler=ARM[0], machine="aarch64")
+    return build(ARM[0], library, tmp_path_factory.mktemp("arm") / "checks")
+
+
+def emulated(program: Path, processor: str, *isas: str) -> list[str]:
+    return lines_of(["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", processor, str(program), *isas])
+
+
+@needs_arm
+@needs_kernels
+def test_arm_computes_the_same_bits(arm_program, products_here):
+    isas = [*reversed(ISAS["aarch64"]), "portable"]
+    products = products_of(emulated(arm_program, "max", *isas), "neon_i8mm", isas)
+    assert len(products | products_here) == 1
+
+
+@needs_arm
+@pytest.mark.parametrize(("processor", "best"), [("cortex-a76", "neon"), ("cortex-a72", "portable")])
+def test_an_arm_processor_runs_what_it_has(arm_program, processor, best):
+    assert emulated(arm_program, processor, "neon_i8mm") == [f"best {best}"]
