@@ -36,13 +36,13 @@ _AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mbmi2"),
     *("-mprefer-vector-width=512", "-DKERNELS_AVX512"),
 )
-_X86 = {
+_X86: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "avxvnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
 }
-_ARM = {
+_ARM: dict[str, tuple[str, ...]] = {
     "neon": ("-march=armv8.2-a+dotprod", "-DKERNELS_NEON"),
     "neon_i8mm": ("-march=armv8.2-a+dotprod+i8mm", "-DKERNELS_NEON"),
 }
