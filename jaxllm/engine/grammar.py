@@ -91,7 +91,7 @@ class Grammars:
     def build(self, outputs: StructuredOutputs) -> Constraint:
         """A request's constraint; a large grammar takes long, so call it on a thread. Raises GrammarError."""
         if not self._eos:
-            raise GrammarError("this model names no end-of-sequence token, by which an output that follows a grammar ends")
+            raise GrammarError("this model names no end-of-sequence token, which ends what follows a grammar")
         self.prepare()
         grammar = compile_grammar(outputs)
         matcher = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: new_matcher(self._vocabulary, grammar))
