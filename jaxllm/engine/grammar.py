@@ -85,10 +85,13 @@ class Grammars:
     def prepare(self) -> None:
         """Read the vocabulary now: a second or more for a large one, in which Python stands still."""
         with self._lock:
-            _ = self._vocabulary
+            if self._eos:
+                _ = self._vocabulary
 
     def build(self, outputs: StructuredOutputs) -> Constraint:
         """A request's constraint; a large grammar takes long, so call it on a thread. Raises GrammarError."""
+        if not self._eos:
+            raise GrammarError("this model names no end-of-sequence token, which ends what follows a grammar")
         self.prepare()
         grammar = compile_grammar(outputs)
         matcher = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: new_matcher(self._vocabulary, grammar))

@@ -8,8 +8,11 @@ import re
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from jaxllm import SamplingParams
+from jaxllm.engine.grammar import Grammars
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from tests.engine.real_vocabulary import llm_with_real_vocabulary
@@ -236,3 +239,12 @@ def random_schema(rng: np.random.Generator, depth: int) -> dict:
             return {"enum": ["red", 3, None, "gr\u00fcn", True][: rng.integers(1, 6)]}
         case kind:
             return {"type": kind}
+
+
+def test_a_model_without_an_end_of_sequence_token_refuses_grammars_alone():
+    """Which end by that token. Reading the vocabulary in good time, as every engine does, must not fail for it."""
+    backend = Tokenizer(WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    grammars = Grammars(backend, 2, [])
+    grammars.prepare()
+    with pytest.raises(InvalidRequestError, match="names no end-of-sequence token"):
+        grammars.build(StructuredOutputs(regex="a"))

@@ -9,6 +9,7 @@ namespace {
 using Ints32 = ffi::Buffer<ffi::S32>;
 
 constexpr int SPLIT = 256;  // keys of a decode row that one unit takes: fixed, so that a result has no neighbours in it
+constexpr int UNITS_A_THREAD = 4;
 
 size_t attention_scratch_bytes(const Attention& a) {
   return sizeof(float) * size_t(MAX_VECTORS + KEY_BLOCK) * (a.dim + a.value_dim + 96);
@@ -37,22 +38,39 @@ struct Task {
   int pieces;  // how many tasks in a row, from this one on, are parts of one result; 0 in all but the first
 };
 
+// The first key that a position sees.
+int lowest_key(int position, const Attention& a) { return a.window ? std::max(0, position - a.window + 1) : 0; }
+
+// KV heads that one unit of a decode row takes, as their keys lie beside each other: as many as leave work for all threads.
+int heads_together(const std::vector<Run>& runs, const Attention& a) {
+  int64_t ranges = 0;
+  for (const Run& run : runs)
+    if (run.count == 1) ranges += run.position / SPLIT - lowest_key(run.position, a) / SPLIT + 1;
+  const int64_t parts = (UNITS_A_THREAD * threads() + ranges - 1) / std::max<int64_t>(1, ranges), most = MAX_VECTORS * a.kv_heads / a.heads;
+  return std::max<int64_t>(1, std::min<int64_t>(most, a.kv_heads / parts));
+}
+
 std::vector<Task> tasks_of(const std::vector<Run>& runs, const Attention& a) {
   std::vector<Task> tasks;
-  const int group = a.heads / a.kv_heads;
-  for (const Run& run : runs)
-    for (int head = 0; head < a.kv_heads; head++)
-      for (int first = 0; first < run.count * group; first += MAX_VECTORS) {
-        const int count = std::min(MAX_VECTORS, run.count * group - first);
-        const int lowest = a.window ? std::max(0, run.position + first / group - a.window + 1) : 0;
-        const int end = run.position + (first + count - 1) / group + 1;
-        const int begin = run.count == 1 ? lowest / SPLIT * SPLIT : lowest, step = run.count == 1 ? SPLIT : end - begin;
+  const int group = a.heads / a.kv_heads, together = heads_together(runs, a);
+  for (const Run& run : runs) {
+    const bool decode = run.count == 1;
+    for (int head = 0, heads; head < a.kv_heads; head += heads) {
+      heads = decode ? std::min(together, a.kv_heads - head) : 1;
+      const int vectors = run.count * heads * group;
+      for (int first = 0; first < vectors; first += MAX_VECTORS) {
+        const int count = std::min(MAX_VECTORS, vectors - first);
+        const int before = decode ? 0 : first / group, last = decode ? 0 : (first + count - 1) / group;  // tokens of the run
+        const int lowest = lowest_key(run.position + before, a), end = run.position + last + 1;
+        const int begin = decode ? lowest / SPLIT * SPLIT : lowest, step = decode ? SPLIT : end - begin;
         const int pieces = (end - begin + step - 1) / step;
         for (int p = 0; p < pieces; p++) {
           const int from = std::max(lowest, begin + p * step), to = std::min(end, begin + (p + 1) * step);
-          tasks.push_back({{run.sequence, head, run.token, run.position, first, count, from, to, p == 0, run.count == 1}, p == 0 ? pieces : 0});
+          tasks.push_back({{run.sequence, head, heads, run.token, run.position, first, count, from, to, p == 0, decode}, p == 0 ? pieces : 0});
         }
       }
+    }
+  }
   return tasks;
 }
 
@@ -187,8 +205,7 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
   const auto deliver = [&](int t) {
     const AttentionUnit& u = tasks[t].unit;
     for (int r = 0; r < u.count; r++) {
-      const int index = u.first + r, head = u.kv_head * group + index % group;
-      const int64_t vector = int64_t(u.token + index / group) * a.heads + head;
+      const int64_t vector = int64_t(u.token_of(r, group)) * a.heads + u.head(r, group);
       write_vector(result(t) + r * a.value_dim, a.value_dim, is_bf16, out->untyped_data(), vector * a.value_dim);
     }
   };

@@ -38,13 +38,13 @@ INLINE Floats capped(Floats x, float cap) {  // cap tanh(x / cap)
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1));
 }
 
-// Where the rows of keys [begin, begin + count) lie, in elements of T; the last is repeated up to a multiple of 16.
+// Where the rows of keys [begin, begin + count) of one of the unit's heads lie; the last is repeated up to a multiple of 16.
 template <class T>
-static void find_rows(const Attention& a, const AttentionUnit& u, const void* pages, int row, int begin, int count, const T** rows) {
+static void find_rows(const Attention& a, const AttentionUnit& u, int head, const void* pages, int row, int begin, int count, const T** rows) {
   const int32_t* page = a.page_table + int64_t(u.sequence) * a.columns + begin / a.page_size;
   int at = begin % a.page_size;
   for (int j = 0; j < count; page++, at = 0) {
-    const T* p = (const T*)pages + ((int64_t(*page) * a.kv_heads + u.kv_head) * a.page_size + at) * row;
+    const T* p = (const T*)pages + ((int64_t(*page) * a.kv_heads + u.kv_head + head) * a.page_size + at) * row;
     for (const int end = smaller(count, j + a.page_size - at); j < end; j++, p += row) rows[j] = p;
   }
   for (int j = count; j % 16; j++) rows[j] = rows[count - 1];
@@ -84,13 +84,13 @@ static void describe(const Attention& a, const AttentionUnit& u, int width, Room
     v.total[r] = v.lowest[r] = 0;
     v.highest[r] = -1;
     if (r >= u.count) continue;
-    const int index = u.first + r, head = u.kv_head * group + index % group, position = u.position + index / group;
+    const int head = u.head(r, group), token = u.token_of(r, group), position = u.position + token - u.token;
     const int lowest = a.window ? larger(0, position - a.window + 1) : 0;
     v.lowest[r] = float(lowest), v.highest[r] = float(position);
     v.low = smaller(v.low, lowest), v.low_by_all = larger(v.low_by_all, lowest);
     v.high = larger(v.high, position), v.high_by_all = smaller(v.high_by_all, position);
     if (u.sinks && a.sinks) v.greatest[r] = a.sinks[head], v.total[r] = 1;
-    v.index[r] = int64_t(u.token + index / group) * a.heads + head;
+    v.index[r] = int64_t(token) * a.heads + head;
   }
 }
 
@@ -104,14 +104,17 @@ namespace ISA {
 static void attend(const Attention& a, const AttentionUnit& u, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch) {
   const auto whole = [&](int chunk) { return a.dim % chunk == 0 && a.value_dim % chunk == 0; };
   const Room room{scratch};
-  if (u.decode && u.count <= FEW_VECTORS) {
+  if (u.decode && u.count <= FEW_VECTORS * u.kv_heads) {
 #if defined(__AVX512BF16__)
     if (a.bits && whole(Paired::chunk)) return attend_decode<Paired>(a, u, next, room, out, softmax);
 #endif
     if (a.bits && whole(Widened::chunk)) return attend_decode<Widened>(a, u, next, room, out, softmax);
     if (!a.bits && whole(Plain::chunk)) return attend_decode<Plain>(a, u, next, room, out, softmax);
   }
-  attend_tile(a, u, room, out, softmax);
+  AttentionUnit one = u;
+  one.kv_heads = 1, one.count = u.count / u.kv_heads;
+  for (; one.kv_head < u.kv_head + u.kv_heads; one.kv_head++, out += one.count * a.value_dim, softmax += 2 * one.count)
+    attend_tile(a, one, room, out, softmax);
 }
 
 }  // namespace ISA

@@ -17,26 +17,43 @@ INLINE Bytes row_chunk(const uint16_t* p, Paired) { return load_bytes((const uin
 INLINE Bytes query_chunk(const uint16_t* p) { return load_bytes((const uint8_t*)p); }
 #endif
 
-// Where keys and values of one block lie, and how many there are.
-template <class T> struct Rows {
-  const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
-  int count = 0;
-};
+// Fetches the keys and values of a block, of all heads of a unit, as they lie in memory; some at a time, as there are few
+// places for misses that are under way.
+template <class T> class Ahead {
+ public:
+  Ahead(const Attention& a, const AttentionUnit& u, int key, int count)
+      : a_(a), u_(u), key_(key), end_(key + count), left_(count > 0 ? 2 : 0), at_key_(key) {}
 
-// Fetches the rows of the block after this one, some at a time: all at once there are more misses than can be under way.
-template <class T> struct Fetcher {
-  const Rows<T>& rows;
-  int key_row, value_row;  // in elements
-  int at = 0;              // of all keys, then all values
-
-  inline void some(int share) {
-    for (const int end = smaller(at + share, 2 * rows.count); at < end; at++) {
-      const bool key = at < rows.count;
-      const T* row = key ? rows.keys[at] : rows.values[at - rows.count];
-      const int size = key ? key_row : value_row;
-      for (int i = 0; i < size; i += 64 / int(sizeof(T))) __builtin_prefetch(row + i, 0, 2);  // to L2: L1 has fewer places for what is under way
+  inline void some(int lines) {
+    for (; lines > 0; lines--, at_ += 64) {
+      if (at_ >= stop_ && !go_on()) return;
+      __builtin_prefetch(at_, 0, 2);  // to L2: L1 has fewer places
     }
   }
+
+  inline void rest() { some(0x7fffffff); }
+
+ private:
+  // On to the next head's rows of the page, the next page, or from keys to values.
+  bool go_on() {
+    if (!left_) return false;
+    const int page = at_key_ / a_.page_size, row = at_key_ % a_.page_size, rows = smaller(a_.page_size - row, end_ - at_key_);
+    const int size = left_ == 2 ? a_.key_row : a_.value_row;
+    const int64_t first = (int64_t(a_.page_table[int64_t(u_.sequence) * a_.columns + page]) * a_.kv_heads + u_.kv_head + head_) * a_.page_size + row;
+    at_ = (const char*)((const T*)(left_ == 2 ? a_.keys : a_.values) + first * size);
+    stop_ = at_ + int64_t(rows) * size * int(sizeof(T));
+    if (++head_ < u_.kv_heads) return true;
+    head_ = 0, at_key_ += rows;
+    if (at_key_ == end_) at_key_ = key_, left_--;
+    return true;
+  }
+
+  const Attention& a_;
+  const AttentionUnit& u_;
+  const int key_, end_;
+  int left_;  // 2: keys and values; 1: values
+  int at_key_, head_ = 0;
+  const char *at_ = nullptr, *stop_ = nullptr;
 };
 
 constexpr int WEIGHED = 16;  // values between which some of the next are fetched
@@ -58,7 +75,7 @@ INLINE Floats score_lanes(const typename E::Stored* const* rows, const typename 
 // sums [G][dim] = sums * factor + weights [G][KEY_BLOCK] by values, C vectors of channels at a time.
 template <class E, int G, int C>
 INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float* weights, int dim, int d, const float* factor, float* sums,
-                      Fetcher<typename E::Stored>& ahead, int share) {
+                      Ahead<typename E::Stored>& ahead, int share) {
   Floats acc[G][C];
   for (int g = 0; g < G; g++)
     for (int c = 0; c < C; c++) acc[g][c] = load(sums + g * dim + d + c * LANES) * broadcast(factor[g]);
@@ -76,7 +93,7 @@ INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float*
 
 template <class E, int G>
 static void weigh_vectors(const typename E::Stored* const* rows, int n, const float* weights, int dim, const float* factor, float* sums,
-                          Fetcher<typename E::Stored>& ahead, int share) {
+                          Ahead<typename E::Stored>& ahead, int share) {
 #if defined(__AVX512BF16__)
   if constexpr (E::chunk == 2 * LANES) {  // pairs of keys, their channels interleaved
     alignas(64) uint16_t pairs[G][KEY_BLOCK];
@@ -150,46 +167,41 @@ template <class E>
 static void attend_few(const Attention& a, const AttentionUnit& u, const AttentionUnit* after, const typename E::Query* queries, const float* lowest, const float* highest,
                        int begin, int end, float* greatest, float* total, float* scores, float* sums) {
   typedef typename E::Stored T;
-  Rows<T> rooms[2];
-  Rows<T> *now = &rooms[0], *next = &rooms[1];
-  const auto find = [&](const AttentionUnit& unit, int from, int count, Rows<T>& rows) {
-    find_rows(a, unit, a.keys, a.key_row, from, count, rows.keys);
-    find_rows(a, unit, a.values, a.value_row, from, count, rows.values);
-    rows.count = count;
-  };
-  const int chunks = KEY_BLOCK / LANES, vectors_at_once = 4;
-  const int times = u.count * chunks + (u.count + vectors_at_once - 1) / vectors_at_once * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / E::chunk);
-  const int share = (2 * KEY_BLOCK + times - 1) / times;  // so that the last is fetched as this block ends
+  const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
+  const int group = u.count / u.kv_heads, chunks = KEY_BLOCK / LANES, vectors_at_once = 4;
+  const int times = group * chunks + (group + vectors_at_once - 1) / vectors_at_once * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / E::chunk);
+  const int lines = KEY_BLOCK * (a.key_row + a.value_row) * int(sizeof(T)) / 64;
+  const int share = (lines + times - 1) / times;  // so that the last is fetched as this block ends
   float factor[FEW_VECTORS];
-  const int first = begin / KEY_BLOCK * KEY_BLOCK;
-  for (int key = first; key < end; key += KEY_BLOCK) {
+  for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
     const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;
     const int padded = (count + 15) / 16 * 16, left = end - (key + KEY_BLOCK);
-    if (key == first) find(u, from, count, *now);
-    next->count = 0;
-    if (left > 0) find(u, key + KEY_BLOCK, smaller(KEY_BLOCK, left), *next);
-    else if (after) find(*after, first_key(a, *after), smaller(KEY_BLOCK, after->key_end - first_key(a, *after)), *next);
-    Fetcher<T> ahead{*next, a.dim, a.value_dim};
-    for (int r = 0; r < u.count; r++) {
-      float* row = scores + r * KEY_BLOCK;
-      for (int j = 0; j < padded; j += LANES) {
-        ahead.some(share);
-        store(row + j, score_lanes<E>(now->keys + j, queries + r * a.dim, a.dim));
+    const AttentionUnit& unit = left > 0 || !after ? u : *after;  // whose block comes next
+    const int next = left > 0 ? key + KEY_BLOCK : first_key(a, unit);
+    Ahead<T> ahead(a, unit, next, left > 0 ? smaller(KEY_BLOCK, left) : after ? smaller(KEY_BLOCK, unit.key_end - next) : 0);
+    for (int head = 0; head < u.kv_heads; head++) {
+      find_rows(a, u, head, a.keys, a.key_row, from, count, keys);
+      find_rows(a, u, head, a.values, a.value_row, from, count, values);
+      const int vector = head * group;
+      for (int r = 0; r < group; r++) {
+        float* row = scores + r * KEY_BLOCK;
+        for (int j = 0; j < padded; j += LANES) {
+          ahead.some(share);
+          store(row + j, score_lanes<E>(keys + j, queries + (vector + r) * a.dim, a.dim));
+        }
+        factor[r] = soften_few(a, row, from, count, padded, lowest[vector + r], highest[vector + r], greatest[vector + r], total[vector + r]);
       }
-      factor[r] = soften_few(a, row, from, count, padded, lowest[r], highest[r], greatest[r], total[r]);
+      const int n = (count + 1) / 2 * 2;
+      const auto weigh = [&](auto vectors, int r) {
+        weigh_vectors<E, vectors.value>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + (vector + r) * a.value_dim, ahead, share);
+      };
+      int r = 0;
+      for (; r + 4 <= group; r += 4) weigh(Const<4>{}, r);
+      if (group - r == 3) weigh(Const<3>{}, r);
+      if (group - r == 2) weigh(Const<2>{}, r);
+      if (group - r == 1) weigh(Const<1>{}, r);
     }
-    const int n = (count + 1) / 2 * 2;
-    const auto weigh = [&](auto vectors, int r) {
-      weigh_vectors<E, vectors.value>(now->values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + r * a.value_dim, ahead, share);
-    };
-    int r = 0;
-    for (; r + 4 <= u.count; r += 4) weigh(Const<4>{}, r);
-    if (u.count - r == 3) weigh(Const<3>{}, r);
-    if (u.count - r == 2) weigh(Const<2>{}, r);
-    if (u.count - r == 1) weigh(Const<1>{}, r);
-    ahead.some(2 * KEY_BLOCK);
-    Rows<T>* const done = now;
-    now = next, next = done;
+    ahead.rest();
   }
 }
 
@@ -206,7 +218,7 @@ static void attend_decode(const Attention& a, const AttentionUnit& u, const Atte
       else queries[r * a.dim + d] = x;
     }
   memset(out, 0, size_t(u.count) * a.value_dim * 4);
-  float* scores = room.take<float>(u.count * KEY_BLOCK);
+  float* scores = room.take<float>(u.count / u.kv_heads * KEY_BLOCK);
   attend_few<E>(a, u, next, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, out);
   for (int r = 0; r < u.count; r++) {
     const float inverse = v.total[r] == 0 ? 0 : 1 / v.total[r];

@@ -144,13 +144,13 @@ static void widen_rows(const float** rows, int count, int size, float* out) {
 static void visit_floats(const Attention& a, const AttentionUnit& u, State& s, const float* queries, int key, int count, bool masked, float* room) {
   const float *keys[KEY_BLOCK], *values[KEY_BLOCK];
   if (a.bits) {
-    find_rows(a, u, a.keys, a.key_row, key, count, (const uint16_t**)keys);
-    find_rows(a, u, a.values, a.value_row, key, count, (const uint16_t**)values);
+    find_rows(a, u, 0, a.keys, a.key_row, key, count, (const uint16_t**)keys);
+    find_rows(a, u, 0, a.values, a.value_row, key, count, (const uint16_t**)values);
     widen_rows(keys, count, a.dim, room);
     widen_rows(values, count, a.value_dim, room + KEY_BLOCK * a.dim);
   } else {
-    find_rows(a, u, a.keys, a.key_row, key, count, keys);
-    find_rows(a, u, a.values, a.value_row, key, count, values);
+    find_rows(a, u, 0, a.keys, a.key_row, key, count, keys);
+    find_rows(a, u, 0, a.values, a.value_row, key, count, values);
   }
   const int padded = (count + 3) / 4 * 4;
   over_columns(s.width, [&](int at, auto columns) {
@@ -168,8 +168,8 @@ static void visit_floats(const Attention& a, const AttentionUnit& u, State& s, c
 static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, const uint32_t* queries, int key, int count, bool masked, uint32_t* room) {
   const uint32_t* keys[KEY_BLOCK];
   const uint16_t* values[KEY_BLOCK];
-  find_rows(a, u, a.keys, a.key_row, key, count, (const uint16_t**)keys);
-  find_rows(a, u, a.values, a.value_row, key, count, values);
+  find_rows(a, u, 0, a.keys, a.key_row, key, count, (const uint16_t**)keys);
+  find_rows(a, u, 0, a.values, a.value_row, key, count, values);
   const int padded = (count + 3) / 4 * 4, pairs = padded / 2;
   over_columns(s.width, [&](int at, auto columns) {
     scores<columns.value>(keys, padded, queries + at, s.width, a.dim / 2, s.scores + at);

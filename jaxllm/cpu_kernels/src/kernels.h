@@ -65,15 +65,19 @@ struct Attention {
 constexpr int MAX_VECTORS = 64;  // query vectors that attend to the same keys together
 constexpr int KEY_BLOCK = 64;    // keys that they visit at a time
 
-// Some query vectors of one run of tokens and one KV head, over a range of keys. Vector `i` is query head
-// `i % group` of token `token + i / group`, where group = heads / kv_heads.
+// Some query vectors of one run of tokens, over a range of keys: of one KV head and several tokens (vector `i` is query
+// head `i % group` of token `token + i / group`, where group = heads / kv_heads), or of one token and several KV heads.
 struct AttentionUnit {
-  int sequence, kv_head;
-  int token, position;   // first of the run
-  int first, count;      // vectors
+  int sequence;
+  int kv_head, kv_heads;  // the first, and how many: one, unless this is decode
+  int token, position;    // first of the run
+  int first, count;       // vectors
   int key_begin, key_end;
-  bool sinks;            // this range starts with the sinks
-  bool decode;           // the run has one token
+  bool sinks;             // this range starts with the sinks
+  bool decode;            // the run has one token
+
+  MEMBER int head(int r, int group) const { return kv_head * group + (decode ? first + r : (first + r) % group); }
+  MEMBER int token_of(int r, int group) const { return decode ? token : token + (first + r) / group; }
 };
 
 struct Kernels {

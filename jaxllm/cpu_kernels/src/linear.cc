@@ -7,16 +7,20 @@ namespace {
 using Result = ffi::Result<ffi::AnyBuffer>;
 
 // A panel's columns into their place in a [rows, columns] result; `residual`, of the same shape, is added.
-void write_panel(const float* panel, int row, int count, int column, int groups, int columns, const float* residual, float* out) {
-  const int width = std::min(groups * ROWS, columns - column);
-  for (int m = 0; m < count; m++, panel += PANEL_COLUMNS) {
-    const int64_t at = int64_t(row + m) * columns + column;
-    if (!residual) {
-      memcpy(out + at, panel, size_t(width) * 4);
-      continue;
-    }
-    for (int c = 0; c < width; c++) out[at + c] = residual[at + c] + panel[c];
+template <class Width>
+void write_columns(const float* panel, int count, Width width, int columns, const float* residual, float* out) {
+  for (int m = 0; m < count; m++, panel += PANEL_COLUMNS, out += columns) {
+    if (!residual) memcpy(out, panel, size_t(width) * 4);
+    for (int c = 0; residual && c < width; c++) out[c] = residual[int64_t(m) * columns + c] + panel[c];
   }
+}
+
+void write_panel(const float* panel, int row, int count, int column, int groups, int columns, const float* residual, float* out) {
+  const int64_t at = int64_t(row) * columns + column;
+  const int width = std::min(groups * ROWS, columns - column);
+  if (residual) residual += at;
+  if (width == PANEL_COLUMNS) write_columns(panel, count, std::integral_constant<int, PANEL_COLUMNS>(), columns, residual, out + at);
+  else write_columns(panel, count, width, columns, residual, out + at);
 }
 
 // x, tiles..., [norm weight], [residual] -> one result a matrix.
@@ -97,6 +101,14 @@ bool better(const Best& a, const Best& b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
+// Seldom so, after the first: that is seen without looking at each. A NaN is above all.
+template <class Count>
+bool any_above(const float* values, Count count, float limit) {
+  bool found = false;
+  for (int c = 0; c < count; c++) found |= !(values[c] <= limit);
+  return found;
+}
+
 // x, tiles, [norm weight] -> index of each row's greatest product
 ffi::Error argmax(int64_t format, int64_t rows, bool norm, float epsilon, float offset,
                   ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::RemainingArgs rest, Result out) {
@@ -121,8 +133,7 @@ ffi::Error argmax(int64_t format, int64_t rows, bool norm, float epsilon, float 
       for (int m = 0; m < count; m++) {
         const float* values = panel + m * PANEL_COLUMNS;
         Best& top = best[unit * step + m];
-        bool better_ones = top.index < 0;  // seldom, after the first: that is seen without looking at each
-        for (int c = 0; c < columns; c++) better_ones |= !(values[c] <= top.value);
+        const bool better_ones = top.index < 0 || (columns == PANEL_COLUMNS ? any_above(values, std::integral_constant<int, PANEL_COLUMNS>(), top.value) : any_above(values, columns, top.value));
         for (int c = 0; better_ones && c < columns; c++)
           if (const Best candidate{values[c], group * ROWS + c}; better(candidate, top)) top = candidate;
       }

@@ -10,27 +10,19 @@ namespace ISA {
 // A block that holds a NaN or an infinity takes a scale of NaN, so that its row's products come out NaN.
 static void quantize_block(const float* x, int8_t* codes, RowBlock* out) {
   constexpr int VECTORS = BLOCK / LANES;
-  Floats v[VECTORS], largest = broadcast(0), nothing = broadcast(0);
+  Floats v[VECTORS];
 #pragma GCC unroll 4
-  for (int i = 0; i < VECTORS; i++) {
-    v[i] = load(x + i * LANES);
-    largest = maximum(largest, maximum(v[i], broadcast(0) - v[i]));
-    nothing = fma(v[i], broadcast(0), nothing);  // NaN unless all are finite
-  }
-  const bool finite = sum(nothing) == 0;
-  const float most = finite ? top(largest) : 0;
-  const bool tiny = most < 1e-30f;
+  for (int i = 0; i < VECTORS; i++) v[i] = load(x + i * LANES);
+  const float most = magnitude(v);
+  const bool finite = most - most == 0, tiny = most < 1e-30f;
   const float scale = finite ? (tiny ? 0 : most / 127) : float_of_bits(0x7fc00000), inverse = tiny ? 0 : 127 / most;
   const Floats round = broadcast(12582912.0f);  // adding it leaves no bits below one: rounds to nearest, ties to even
-  Floats halves[2] = {broadcast(0), broadcast(0)};
 #pragma GCC unroll 4
-  for (int i = 0; i < VECTORS; i++) {
-    v[i] = finite ? (v[i] * broadcast(inverse) + round) - round : broadcast(0);
-    halves[2 * i / VECTORS] = halves[2 * i / VECTORS] + v[i];
-  }
+  for (int i = 0; i < VECTORS; i++) v[i] = finite ? (v[i] * broadcast(inverse) + round) - round : broadcast(0);
   store_codes(codes, v);
-  const int first = int(sum(halves[0])), second = int(sum(halves[1]));
-  *out = {scale, scale * float(first + second), -(first + second), -first};
+  int sums[2];
+  sums_of_codes(codes, sums);
+  *out = {scale, scale * float(sums[0] + sums[1]), -(sums[0] + sums[1]), -sums[0]};
 }
 
 static void normalise(const float* x, const Row& row, float* out) {

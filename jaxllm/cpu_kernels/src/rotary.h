@@ -10,7 +10,10 @@ static void turn(const HeadInput& h, const void* x, int token, const float* norm
   const Row row{x, h.is_bf16, h.dim, norm, h.epsilon, h.weight_offset};
   const float* channels = (const float*)x;
   if (h.is_bf16) {
-    for (int i = 0; i < h.dim; i++) out[i] = float_of_bf16(((const uint16_t*)x)[i]);
+    const uint16_t* bits = (const uint16_t*)x;
+    int i = 0;
+    for (; i + LANES <= h.dim; i += LANES) store(out + i, load_bf16(bits + i));
+    for (; i < h.dim; i++) out[i] = float_of_bf16(bits[i]);
     channels = out;
   }
   if (norm) normalise(channels, row, out);
@@ -26,7 +29,13 @@ static void turn(const HeadInput& h, const void* x, int token, const float* norm
     return;
   }
   float* other = out + h.half;
-  for (int i = 0; i < h.half; i++) {
+  int i = 0;
+  for (; i + LANES <= h.half; i += LANES) {
+    const Floats a = load(out + i), b = load(other + i), c = load(cos + i), s = load(sin + i);
+    store(out + i, a * c - b * s);
+    store(other + i, b * c + a * s);
+  }
+  for (; i < h.half; i++) {
     const float a = out[i], b = other[i];
     out[i] = a * cos[i] - b * sin[i];
     other[i] = b * cos[i] + a * sin[i];

@@ -23,4 +23,27 @@ constexpr int HALVES = 16 / LANES;  // vectors to a group of 16 rows
 template <class T> INLINE constexpr T smaller(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE constexpr T larger(T a, T b) { return a > b ? a : b; }
 
+#if !defined(KERNELS_AVX512)
+
+// The greatest |x| of 32; not finite where one of them is not.
+INLINE float magnitude(const Floats (&v)[32 / LANES]) {
+  Floats largest = broadcast(0), nothing = broadcast(0);
+#pragma GCC unroll 4
+  for (int i = 0; i < 32 / LANES; i++) {
+    largest = maximum(largest, maximum(v[i], broadcast(0) - v[i]));
+    nothing = fma(v[i], broadcast(0), nothing);  // NaN unless all are finite
+  }
+  return top(largest) + sum(nothing);
+}
+
+// Of the first 16 codes, and of the other 16.
+INLINE void sums_of_codes(const int8_t* codes, int (&sums)[2]) {
+  for (int h = 0; h < 2; h++) {
+    sums[h] = 0;
+    for (int i = 0; i < 16; i++) sums[h] += codes[16 * h + i];
+  }
+}
+
+#endif
+
 }  // namespace ISA

@@ -75,6 +75,17 @@ INLINE Floats high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v,
 INLINE void store_codes(int8_t* out, const Floats (&v)[2]) {
   for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i*)out + i, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v[i])));
 }
+// Of the first 16 codes, and of the other 16.
+INLINE void sums_of_codes(const int8_t* codes, int (&sums)[2]) {
+  const __m256i quads = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)codes));
+  const __m256i pairs = _mm256_add_epi32(quads, _mm256_shuffle_epi32(quads, 0x4e)), all = _mm256_add_epi32(pairs, _mm256_shuffle_epi32(pairs, 0xb1));
+  sums[0] = _mm256_extract_epi32(all, 0), sums[1] = _mm256_extract_epi32(all, 4);
+}
+// The greatest |x| of 32; not finite where one of them is not: the bits of magnitudes are ordered as they are.
+INLINE float magnitude(const Floats (&v)[2]) {
+  const Ints bits = _mm512_set1_epi32(0x7fffffff);
+  return float_of_bits(_mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512((Ints)v[0], bits), _mm512_and_si512((Ints)v[1], bits))));
+}
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
