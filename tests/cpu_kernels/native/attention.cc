@@ -93,14 +93,14 @@ void expect_attention(const Batch& b, const AttentionUnit& u, const Result& r, d
   const Attention a = b.attention();
   const int group = a.heads / a.kv_heads;
   for (int v = 0; v < u.count; v++) {
-    const int index = u.first + v, head = u.kv_head * group + index % group, position = u.position + index / group;
-    const float* q = &b.q[(size_t(u.token + index / group) * a.heads + head) * a.dim];
+    const int token = u.token_of(v, group), head = u.head(v, group), position = u.position + token - u.token;
+    const float* q = &b.q[(size_t(token) * a.heads + head) * a.dim];
     const int begin = std::max(u.key_begin, a.window ? position - a.window + 1 : 0), end = std::min(u.key_end, position + 1);
     double total = u.sinks && a.sinks ? exp(double(a.sinks[head])) : 0;
     std::vector<double> sums(a.value_dim);
     for (int key = begin; key < end; key++) {
       double logit = 0;
-      const float *k = &b.keys[b.at(u.sequence, u.kv_head, key) * a.key_row], *value = &b.values[b.at(u.sequence, u.kv_head, key) * a.value_row];
+      const float *k = &b.keys[b.at(u.sequence, head / group, key) * a.key_row], *value = &b.values[b.at(u.sequence, head / group, key) * a.value_row];
       for (int d = 0; d < a.dim; d++) logit += double(q[d]) * k[d];
       logit *= a.scale;
       if (a.softcap > 0) logit = a.softcap * tanh(logit / a.softcap);
@@ -126,13 +126,14 @@ std::vector<AttentionUnit> units_of(const Case& c) {
       for (int position : {0, 1, 14, 15, 16, 63, 64, 65, 127, 200}) {
         // the query of any token will do: where it is said to stand decides what it sees
         const int token = s * TOKENS + position % TOKENS;
-        units.push_back({s, head, token, position, 0, group, lowest(position), position + 1, true, true});
+        for (int heads : {1, c.kv_heads - head})
+          units.push_back({s, head, heads, token, position, 0, heads * group, lowest(position), position + 1, true, true});
       }
-      units.push_back({s, head, s * TOKENS, 200, 0, group, std::max(128, lowest(200)), 201, false, true});
+      units.push_back({s, head, 1, s * TOKENS, 200, 0, group, std::max(128, lowest(200)), 201, false, true});
       for (int position : {0, 5, POSITION})
         for (int first = 0; first < TOKENS * group; first += MAX_VECTORS) {
           const int count = std::min(MAX_VECTORS, TOKENS * group - first), end = position + (first + count - 1) / group + 1;
-          units.push_back({s, head, s * TOKENS, position, first, count, lowest(position + first / group), end, true, false});
+          units.push_back({s, head, 1, s * TOKENS, position, first, count, lowest(position + first / group), end, true, false});
         }
     }
   return units;
@@ -150,8 +151,8 @@ void check_case(const Case& c, bool bits) {
   const int group = c.heads / c.kv_heads;
   for (size_t i = 0; i < units.size(); i += 3) {  // a query that is not finite spoils itself alone
     const AttentionUnit& u = units[i];
-    const int spoilt = u.count / 2, index = u.first + spoilt;
-    float& channel = b.q[(size_t(u.token + index / group) * c.heads + u.kv_head * group + index % group) * c.dim + 1];
+    const int spoilt = u.count / 2;
+    float& channel = b.q[(size_t(u.token_of(spoilt, group)) * c.heads + u.head(spoilt, group)) * c.dim + 1];
     const float before = channel;
     channel = NAN;
     const Result r = attend(b, u, nullptr);
