@@ -36,11 +36,11 @@ from jaxllm.engine.device.packing import (
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
 from jaxllm.engine.device.slots import Adjustments, Slots, adjust, admit, mask_words, settings, slot_shapes
 from jaxllm.models.decoder import Decoder
+from jaxllm.pallas_kernels.pages import PageLayout
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
 from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec, Value
 
-PAGES_SPEC = P(None, TENSOR)
 GRAPHED = ("gpu", "cuda")
 """Platforms where a step is one CUDA graph, whose arguments cost little."""
 
@@ -60,16 +60,27 @@ class StepSizes:
     page_heads: int
     """KV heads in a page over all devices, replicas counted."""
     page_dims: tuple[int, ...]
-    """Channels of each of a layer's buffers."""
+    """Channels of a key and a value, or of a latent."""
     hidden_size: int
     vocab_size: int
     dtype: Any
     page_dtype: Any
     """What pages keep floats of `dtype` as."""
+    page_layout: PageLayout
 
     @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def page_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a layer's buffers, over all devices."""
+        return self.page_layout.shapes(self.num_pages, self.page_size, self.page_heads, self.page_dims)
+
+    @property
+    def pages_spec(self) -> P:
+        """Every device has its own heads of each page."""
+        return P(*[None] * self.page_layout.heads_axis, TENSOR)
 
 
 class DeviceState(NamedTuple):
@@ -153,14 +164,8 @@ class StepFunctions:
     def abstract_state(self) -> DeviceState:
         """Shapes and shardings of the device state."""
         s = self._sizes
-        layer = tuple(
-            jax.ShapeDtypeStruct(
-                (s.num_pages, s.page_heads, s.page_size, dim),
-                s.page_dtype,
-                sharding=NamedSharding(self._mesh, PAGES_SPEC),
-            )
-            for dim in s.page_dims
-        )
+        sharding = NamedSharding(self._mesh, s.pages_spec)
+        layer = tuple(jax.ShapeDtypeStruct(shape, s.page_dtype, sharding=sharding) for shape in s.page_shapes)
         shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.pages_per_seq, s.vocab_size)
         slots = Slots(*(self._replicated(a.shape, a.dtype) for a in shapes))
         hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
@@ -199,8 +204,9 @@ class StepFunctions:
 
         state = self.abstract_state()
         args = (self._weights, state.pages, state.slots, self._replicated((packing.size,), jnp.int32))
-        specs = (self._weight_specs, PAGES_SPEC, P(), P())
-        return self._jit(step, specs, (PAGES_SPEC, P(), P()), donate=(1, 2)), args
+        own = self._sizes.pages_spec
+        specs = (self._weight_specs, own, P(), P())
+        return self._jit(step, specs, (own, P(), P()), donate=(1, 2)), args
 
     def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, pages, slots, hidden, ints) -> (pages, slots, hidden)`: `tokens` tokens up to the last norm."""
@@ -213,8 +219,9 @@ class StepFunctions:
 
         state = self.abstract_state()
         args = (self._weights, state.pages, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
-        specs = (self._weight_specs, PAGES_SPEC, P(), P(), P())
-        return self._jit(step, specs, (PAGES_SPEC, P(), P()), donate=(1, 2, 3)), args
+        own = self._sizes.pages_spec
+        specs = (self._weight_specs, own, P(), P(), P())
+        return self._jit(step, specs, (own, P(), P()), donate=(1, 2, 3)), args
 
     def head(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, slots, hidden, ints) -> (slots, Sampled)`: a token for each of `rows` hidden states."""
