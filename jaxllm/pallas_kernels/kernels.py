@@ -12,10 +12,20 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, gpu_products, reference
+from jaxllm.pallas_kernels import cpu, gpu_products, reference, tpu_limits
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, sort_by_group, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import BY_HEAD, INTERLEAVED, QUANTIZED, Lacks, PageLayout, Pages, PageUse, stored_as_bits, stored_as_is
+from jaxllm.pallas_kernels.pages import (
+    BY_HEAD,
+    INTERLEAVED,
+    QUANTIZED,
+    Lacks,
+    PageLayout,
+    Pages,
+    PageUse,
+    stored_as_bits,
+    stored_as_is,
+)
 from jaxllm.pallas_kernels.products import linear
 
 logger = logging.getLogger(__name__)
@@ -184,11 +194,7 @@ def _lacks(kernels: Kernels, kv_cache_dtype: str, dtype: np.dtype, use: PageUse 
     if kernels is GPU and kv_cache_dtype != "auto" and dtype == np.float32:
         # Codes expanded to floats of four bytes are more than registers hold.
         return Lacks(f"kv_cache_dtype {kv_cache_dtype!r} with dtype 'float32'", "a dtype of 16 bits")
-    if kernels is TPU:
-        from jaxllm.pallas_kernels.tpu import lacks
-
-        return lacks(kv_cache_dtype, dtype, use)
-    return None
+    return tpu_limits.lacks(kv_cache_dtype, dtype, use) if kernels is TPU else None
 
 
 def _choose(attention_backend: str, platform: str, native: bool) -> Kernels:

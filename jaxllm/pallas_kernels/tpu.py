@@ -1,4 +1,4 @@
-"""Paged attention for TPUs: JAX's own ragged paged attention, and what its kernel can be asked for."""
+"""Paged attention for TPUs: JAX's own ragged paged attention, over our pages and batches."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import LANES, Lacks, PageUse, finite, places
+from jaxllm.pallas_kernels.pages import finite, places
 
 QUERIES_PER_BLOCK = 32
 PAGES_PER_BLOCK = 16
@@ -20,9 +19,6 @@ PAGES_PER_BLOCK = 16
 KEYS_PER_BLOCK = 1024
 """Of which both buffers take 8 MiB, with 8 KV heads in bfloat16. All three are common in the table that comes with the
 kernel, which cannot be asked here: it is by the device, and steps are compiled for devices that need not be there."""
-
-TABLE_BYTES = 896 * 1024
-"""What a page table may take of the 1 MiB of scalar memory that a core has, where the kernel reads it from."""
 
 
 class Arguments(NamedTuple):
@@ -58,7 +54,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "T H D"], tuple[Shaped[Array, "N page_size K*2 _"]]]:
-    """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `lacks` says what it cannot be asked for."""
+    """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `tpu_limits` says what it cannot be asked for."""
     (tokens, _, dim), (_, page_size, _, lanes) = q.shape, pages[0].shape
     new = jnp.stack((k, v), axis=2).reshape(tokens, -1, dim)
     page, row = places(meta, page_size)
@@ -81,26 +77,3 @@ def paged_attention(
 def _filled_up(x: Float[Array, "T _ D"], lanes: int) -> Float[Array, "T _ lanes"]:
     """More channels, of zeros."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, lanes - x.shape[-1])))
-
-
-def lacks(kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | None:
-    """What JAX's kernel does not take of these types and, where it is known, of this use; None if it takes all."""
-    if kv_cache_dtype != "auto":
-        return Lacks(f"kv_cache_dtype {kv_cache_dtype!r}", "kv_cache_dtype 'auto'")
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        return Lacks(f"dtype {dtype.name!r}", "dtype 'bfloat16' or 'float32'")
-    if use is None:
-        return None
-    if len(use.dims) == 1:
-        return Lacks("latent attention")
-    if max(use.dims) > LANES:
-        return Lacks(f"heads of {max(use.dims)} channels")
-    if use.heads not in (1, 2, 4) and use.heads % 8:  # they lie along the rows of a tile
-        return Lacks(f"{use.heads} KV heads a device")
-    rows, columns = -(-use.sequences // 8) * 8, -(-use.pages_per_seq // LANES) * LANES
-    if 4 * rows * columns > TABLE_BYTES:
-        return Lacks(
-            f"a page table of {use.sequences:,} sequences and {use.pages_per_seq:,} pages of each",
-            "a greater block_size, or less of max_model_len or max_num_seqs",
-        )
-    return None
