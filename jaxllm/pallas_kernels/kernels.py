@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -158,7 +159,7 @@ def choose_kernels(
     platform: str,
     *,
     kv_cache_dtype: str = "auto",
-    dtype: Any = np.float16,
+    dtype: Any = jnp.bfloat16,
     native: bool = False,
     use: PageUse | None = None,
 ) -> Kernels:

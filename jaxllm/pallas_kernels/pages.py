@@ -30,7 +30,7 @@ class PageLayout(NamedTuple):
     """How a layer's pages lie in its buffers."""
 
     shapes: Callable[[int, int, int, Sequence[int]], tuple[tuple[int, ...], ...]]
-    """`(pages, page_size, KV heads, channels)` -> each buffer's shape; channels of a key and a value, or of a latent."""
+    """`(pages, page_size, KV heads, channels)` -> each buffer's shape; channels of key and value, or of a latent."""
     heads_axis: int
     """The axis along which devices share a buffer."""
 

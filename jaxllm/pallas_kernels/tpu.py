@@ -54,7 +54,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "T H D"], tuple[Shaped[Array, "N page_size K*2 _"]]]:
-    """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `tpu_limits` says what it cannot be asked for."""
+    """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `tpu_limits` says what it does not take."""
     (tokens, _, dim), (_, page_size, _, lanes) = q.shape, pages[0].shape
     new = jnp.stack((k, v), axis=2).reshape(tokens, -1, dim)
     page, row = places(meta, page_size)

@@ -1,4 +1,4 @@
-"""The TPU's attention against the float64 oracle, with the function that JAX checks its kernel by in the kernel's place.
+"""The TPU's attention against the float64 oracle, with what JAX checks its kernel by in the kernel's place.
 
 The kernel itself runs on nothing but a TPU. What is ours is what it is given: pages, their layout, and the batch.
 """

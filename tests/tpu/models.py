@@ -19,12 +19,6 @@ CONFIGS = Path(__file__).parents[1] / "reference" / "configs"
 MEMORY = 16 * 10**9
 
 
-class Steps(StepFunctions):
-    """A mesh of devices that are only described has none that could be asked for their platform."""
-
-    platform = "tpu"
-
-
 def blueprint_of(model: str, directory: Path, tp: int = 1, layers: int = 2, **fields: Any) -> Blueprint:
     values = json.loads((CONFIGS / f"{model}.json").read_text())["config"]
     (directory / "config.json").write_text(json.dumps(values | {"num_hidden_layers": layers}))
@@ -34,5 +28,5 @@ def blueprint_of(model: str, directory: Path, tp: int = 1, layers: int = 2, **fi
 
 
 def step_of(blueprint: Blueprint, kind: str, mesh: Mesh | AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    steps = Steps(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+    steps = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
     return steps.decode(16, PLAIN) if kind == "decode" else steps.backbone(512)

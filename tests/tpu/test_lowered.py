@@ -1,4 +1,4 @@
-"""Whole steps lowered for a TPU by a JAX that has none, and no libtpu: Mosaic takes the kernel, pages are given away."""
+"""Whole steps lowered for a TPU where there is none, nor libtpu: Mosaic takes the kernel, pages are given away."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch
@@ -116,7 +116,7 @@ class WeightPacking:
         self._large = [i for i in range(len(self._leaves)) if i not in set(self._small)]
         self._offsets = np.cumsum([0, *(self._leaves[i][0].shape[0] for i in self._small)]).tolist()
 
-    def abstract(self, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def abstract(self, mesh: Mesh | AbstractMesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and shardings of the packed tuple."""
         vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
         large = (self._leaves[i] for i in self._large)
@@ -142,7 +142,7 @@ class WeightPacking:
 class StepFunctions:
     """Builds the jitted step functions of one model on one mesh, with the abstract arguments to compile them for."""
 
-    def __init__(self, model: Decoder, specs: Sequence[ParamSpec], mesh: Mesh, sizes: StepSizes):
+    def __init__(self, model: Decoder, specs: Sequence[ParamSpec], mesh: Mesh | AbstractMesh, sizes: StepSizes):
         """`model` is abstract (made under `nnx.eval_shape`); `specs` are its parameters in `nnx.split` order."""
         self._graph, state = nnx.split(model)
         _, self._treedef = jax.tree.flatten(state)
@@ -155,6 +155,8 @@ class StepFunctions:
     @property
     def platform(self) -> str:
         """Of the devices that steps are compiled for: this host's, or others that are only described."""
+        if isinstance(self._mesh, AbstractMesh):
+            return self._mesh.abstract_device.platform
         return self._mesh.devices.flat[0].platform
 
     def pack_weights(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
