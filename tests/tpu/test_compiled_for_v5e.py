@@ -90,13 +90,13 @@ def test_what_is_said_to_be_taken(shape: dict[str, Any]) -> None:
     ("shape", "error", "words"),
     [
         ({"heads": 9, "kv_heads": 3}, ValueError, "can not be XLA fully tiled"),
-        ({"head_dim": 256}, jax.errors.JaxRuntimeError, "last dim size is not 128"),
-        ({"dtype": jnp.float16}, AssertionError, ""),
+        ({"head_dim": 256}, Exception, "Mosaic failed to compile.*last dim size is not 128"),
+        ({"dtype": jnp.float16}, AssertionError, None),
         ({"sequences": most_sequences(8192) + 8, "columns": 8192}, jax.errors.JaxRuntimeError, "smem"),
     ],
     ids=str,
 )
-def test_what_is_said_not_to_be(shape: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_what_is_said_not_to_be(shape: dict[str, Any], error: type[Exception], words: str | None) -> None:
     """Else there would be no reason to leave it to the compiler."""
     with pytest.raises(error, match=words):
         compiled(**SHAPES | shape)
