@@ -56,7 +56,7 @@ check-gpu: $(GPU)/.installed ## Compile for an H100, which need not be there, an
 	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -m gpu_compile tests/gpu $(ARGS)
 
 check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, and look for copies of pages
-	JAX_PLATFORMS=cpu PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m tpu_compile tests/tpu $(ARGS)
+	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m tpu_compile tests/tpu $(ARGS)
 
 format: $(VENV)/.installed-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix

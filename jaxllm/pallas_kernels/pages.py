@@ -69,10 +69,7 @@ def _interleaved(num_pages: int, page_size: int, heads: int, dims: Sequence[int]
 
 
 INTERLEAVED = PageLayout(_interleaved, heads_axis=2)
-"""`(kv_pages,)`, `[N, page_size, 2 K, D']`: each head's key and then its value, filled up to `LANES` channels.
-
-A TPU would fill up an array's last axis in memory anyway.
-"""
+"""`(kv_pages,)`, `[N, page_size, 2 K, D']`: each head's key and then its value, filled up to `LANES` channels."""
 
 _CODES = {QUANTIZED["int8"]: jnp.dtype(jnp.int8), QUANTIZED["fp8"]: jnp.dtype(jnp.float8_e4m3fn)}
 LARGEST_CODE = {QUANTIZED["int8"]: 127.0, QUANTIZED["fp8"]: float(jnp.finfo(jnp.float8_e4m3fn).max)}

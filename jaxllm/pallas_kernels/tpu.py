@@ -16,9 +16,11 @@ from jaxllm.pallas_kernels.pages import finite, places
 QUERIES_PER_BLOCK = 32
 PAGES_PER_BLOCK = 16
 """The kernel starts the copy of each page by itself, from ids in 32 scalar registers."""
-KEYS_PER_BLOCK = 1024
-"""Of which both buffers take 8 MiB, with 8 KV heads in bfloat16. All three are common in the table that comes with the
-kernel, which cannot be asked here: it is by the device, and steps are compiled for devices that need not be there."""
+KEYS_PER_BLOCK = 512
+"""More would not fit into vector memory with pages of 128 tokens.
+
+All three are common in the table that comes with the kernel. It cannot be asked: it goes by the device, and steps are
+compiled for devices that need not be there."""
 
 
 class Arguments(NamedTuple):

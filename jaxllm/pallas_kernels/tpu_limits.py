@@ -31,8 +31,9 @@ def lacks(kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | 
         return Lacks("latent attention")
     if max(use.dims) > LANES:
         return Lacks(f"heads of {max(use.dims)} channels")
-    if use.heads not in (1, 2, 4) and use.heads % 8:  # they lie along the rows of a tile
-        return Lacks(f"{use.heads} KV heads a device")
+    # They lie along the rows of a tile; where float32 ones fill more than one, queries may not.
+    if use.heads not in (1, 2, 4) and (use.heads % 8 or dtype == np.float32):
+        return Lacks(f"{use.heads} KV heads a device in {dtype.name}")
     if use.sequences > most_sequences(use.pages_per_seq):
         return Lacks(
             f"a page table of {use.sequences:,} sequences and {use.pages_per_seq:,} pages of each",

@@ -45,12 +45,12 @@ def test_pages_are_written_in_place(model: str, tp: int, kind: str, tmp_path: Pa
     assert memory.temp_size_in_bytes <= blueprint.plan.workspace_bytes
 
 
-def compiled(*, heads: int, kv_heads: int, head_dim: int, dtype: Any, sequences: int, columns: int) -> Any:
+def compiled(*, sequences: int, columns: int, page_size: int, **shape: Any) -> Any:
     """A decode step's attention alone, over 512 pages."""
-    batch = ragged_batch(decodes=(1,), seqs=sequences, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    batch = ragged_batch(decodes=(1,), seqs=sequences, page_size=page_size, **shape)
     meta = dataclasses.replace(batch.meta, page_table=jnp.zeros((sequences, columns), jnp.int32))
-    (shape,) = INTERLEAVED.shapes(512, 16, kv_heads, (head_dim, head_dim))
-    pages = (jax.ShapeDtypeStruct(shape, dtype),)
+    (buffer,) = INTERLEAVED.shapes(512, page_size, shape["kv_heads"], (shape["head_dim"],))
+    pages = (jax.ShapeDtypeStruct(buffer, shape["dtype"]),)
     leaves, tree = jax.tree.flatten(meta)  # lower() would fill it with placeholders, which are no arrays
 
     def attend(q: Any, k: Any, v: Any, pages: Any, leaves: Any) -> Any:
@@ -63,7 +63,15 @@ def compiled(*, heads: int, kv_heads: int, head_dim: int, dtype: Any, sequences:
     return jax.jit(mapped, donate_argnums=3).lower(*arguments).compile()
 
 
-SHAPES = {"heads": 8, "kv_heads": 8, "head_dim": 128, "dtype": jnp.bfloat16, "sequences": 8, "columns": 64}
+SHAPES = {
+    "heads": 8,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "dtype": jnp.bfloat16,
+    "sequences": 8,
+    "columns": 64,
+    "page_size": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,9 @@ SHAPES = {"heads": 8, "kv_heads": 8, "head_dim": 128, "dtype": jnp.bfloat16, "se
         {"heads": 64, "kv_heads": 16},
         {"heads": 32, "kv_heads": 32, "head_dim": 96},
         {"dtype": jnp.float32, "kv_heads": 2},
+        {"dtype": jnp.float32, "kv_heads": 4, "page_size": 128},
+        {"heads": 71, "kv_heads": 1, "page_size": 128},
+        {"heads": 64, "kv_heads": 8, "page_size": 128},
         {"sequences": most_sequences(8192), "columns": 8192},
         {"sequences": most_sequences(896), "columns": 896},
     ],
@@ -90,6 +101,7 @@ def test_what_is_said_to_be_taken(shape: dict[str, Any]) -> None:
     ("shape", "error", "words"),
     [
         ({"heads": 9, "kv_heads": 3}, ValueError, "can not be XLA fully tiled"),
+        ({"dtype": jnp.float32}, ValueError, "divisible by 8"),
         ({"head_dim": 256}, Exception, "Mosaic failed to compile.*last dim size is not 128"),
         ({"dtype": jnp.float16}, AssertionError, None),
         ({"sequences": most_sequences(8192) + 8, "columns": 8192}, jax.errors.JaxRuntimeError, "smem"),
