@@ -7,10 +7,11 @@ ARGS   ?=
 VENV := .venv
 BIN  := $(VENV)/bin
 GPU  := $(abspath .venv-gpu)
+TPU  := $(abspath .venv-tpu)
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-web web check check-web check-gpu format bench clean
+.PHONY: help serve test test-slow test-web web check check-web check-gpu check-tpu format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -54,6 +55,9 @@ check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction
 check-gpu: $(GPU)/.installed ## Compile for an H100, which need not be there, and check what the programs are made of
 	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -m gpu_compile tests/gpu $(ARGS)
 
+check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, and look for copies of pages
+	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m tpu_compile tests/tpu $(ARGS)
+
 format: $(VENV)/.installed-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -62,7 +66,7 @@ bench: $(VENV)/.installed ## Measure prefill and decode at 1, 4, 16 and 32 strea
 	$(BIN)/jaxllm bench throughput $(MODEL) --num-streams 1 4 16 32 $(ARGS)
 
 clean: ## Remove the virtual environment and caches; downloaded models stay in ~/.cache/jaxllm
-	rm -rf $(VENV) $(GPU) web/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU) $(TPU) web/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -79,6 +83,12 @@ $(GPU)/.installed: $(VENV)/.installed-dev
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
 	$(PIP) --no-deps --upgrade --target $(GPU) \
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm
+	@touch $@
+
+$(TPU)/.installed: $(VENV)/.installed-dev
+	needed=$$($(BIN)/python -c 'from importlib.metadata import requires; \
+		print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))'); \
+	$(PIP) --no-deps --upgrade --target $(TPU) "$$needed"
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

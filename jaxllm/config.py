@@ -128,8 +128,8 @@ class EngineConfig(BaseModel):
     enable_expert_parallel: bool = False
     """Give each device whole experts of a mixture-of-experts model, instead of a part of every expert."""
 
-    attention_backend: Literal["auto", "reference", "gpu"] = "auto"
-    """Which paged attention runs: plain XLA, or the Pallas kernel for NVIDIA GPUs."""
+    attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"
+    """Which paged attention runs: plain XLA, or the Pallas kernels for NVIDIA GPUs or for TPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """C++ kernels for bfloat16 on a CPU, compiled at the first start if there is a compiler; off runs plain XLA."""
     enforce_eager: bool = False

@@ -8,14 +8,25 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, gpu_products, reference
+from jaxllm.pallas_kernels import cpu, gpu_products, reference, tpu_limits
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, sort_by_group, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, stored_as_bits, stored_as_is
+from jaxllm.pallas_kernels.pages import (
+    BY_HEAD,
+    INTERLEAVED,
+    QUANTIZED,
+    Lacks,
+    PageLayout,
+    Pages,
+    PageUse,
+    stored_as_bits,
+    stored_as_is,
+)
 from jaxllm.pallas_kernels.products import linear
 
 logger = logging.getLogger(__name__)
@@ -29,7 +40,7 @@ class PagedAttention(Protocol):
         q, k, v: the new tokens' queries `[T, H, D]`, keys and values `[T, K, D]`; query head `h` uses KV head
             `h // (H // K)`. Without `v` the values are the first `value_dim` channels of the keys, which is how latent
             attention caches them.
-        pages: `(k_pages, v_pages)`, or `(latent_pages,)` without `v`; each `[N, K, page_size, D]`, updated in place
+        pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
             when donated.
         meta: which token belongs where.
         scale: factor on the logits.
@@ -73,6 +84,7 @@ class Kernels:
         add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once.
         sort_by_group: `(group [N], X)` -> order, places and sizes; see `grouped_matmul.py`.
         page_dtype: the type that pages of a float type are kept in.
+        page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.
         turns_heads: attention takes the heads' norms and angles, and applies them itself.
     """
@@ -82,6 +94,7 @@ class Kernels:
     linear: Callable[..., jax.Array]
     grouped_matmul: Callable[[jax.Array, Any, jax.Array], jax.Array]
     page_dtype: Callable[[Any], np.dtype]
+    page_layout: PageLayout = BY_HEAD
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
     gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
@@ -93,6 +106,12 @@ class Kernels:
 
 def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
     from jaxllm.pallas_kernels.gpu import paged_attention  # Pallas takes half a second to import
+
+    return paged_attention(*args, **options)
+
+
+def _tpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
+    from jaxllm.pallas_kernels.tpu import paged_attention
 
     return paged_attention(*args, **options)
 
@@ -115,6 +134,9 @@ COMPILED_GPU = replace(
 GPU = replace(COMPILED_GPU, name="gpu", attention=_gpu_attention, turns_heads=True)
 """Pallas, through its Triton lowering."""
 
+TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERLEAVED)
+"""JAX's own ragged paged attention, in Pallas; products in plain XLA."""
+
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
     segments=cpu.segments, gated=cpu.gated, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
@@ -125,11 +147,11 @@ PLATFORM_KERNELS: dict[str, tuple[Kernels, ...]] = {
     "cpu": (REFERENCE,),
     "gpu": (GPU, COMPILED_GPU),
     "cuda": (GPU, COMPILED_GPU),
-    "tpu": (COMPILED,),
+    "tpu": (TPU, COMPILED),
 }
-"""The sets of each platform, the best first; a platform not listed takes the reference."""
+"""The sets of each platform, the best first and plain XLA's last; a platform not listed takes the reference."""
 
-NAMES = ("reference", "gpu")
+NAMES = ("reference", "gpu", "tpu")
 
 
 def choose_kernels(
@@ -137,31 +159,43 @@ def choose_kernels(
     platform: str,
     *,
     kv_cache_dtype: str = "auto",
-    dtype: Any = np.float16,
+    dtype: Any = jnp.bfloat16,
     native: bool = False,
+    use: PageUse | None = None,
 ) -> Kernels:
     """The kernels that `--attention-backend attention_backend` means on `platform`.
 
     With a `kv_cache_dtype` of "int8" or "fp8" pages are quantized. `native` says that the C++ kernels may be used on a
-    CPU: `auto` takes them then; quantized pages they leave to the reference, and so do the GPU's kernels in a model of
-    `dtype` float32: codes expanded to floats of four bytes are more than registers hold.
+    CPU: `auto` takes them then; quantized pages they leave to the reference. `use` is what a model will ask for; what
+    an accelerator's attention cannot do is left to plain XLA, and the log says so.
 
     Raises:
-        ConfigError: the backend is unknown, or cannot run there.
+        ConfigError: the backend is unknown, or cannot run there, or not this model.
     """
     kernels = _choose(attention_backend, platform, native)
+    lacks = _lacks(kernels, kv_cache_dtype, np.dtype(dtype), use)
+    if lacks is not None:
+        said = f"{kernels.name.upper()}s have no attention kernel for {lacks.what}"
+        if attention_backend == kernels.name:
+            instead = f", or {lacks.instead}" if lacks.instead else ""
+            raise ConfigError(f"{said}; accepted are attention_backend 'auto' or 'reference'{instead}")
+        instead = f" (they have one for {lacks.instead})" if lacks.instead else ""
+        logger.warning("%s%s: it runs as plain XLA, which is slower and takes more memory", said, instead)
+        kernels = PLATFORM_KERNELS[platform][-1]
     if kv_cache_dtype == "auto":
         return kernels
     if kernels is CPU:
         kernels = replace(CPU, attention=REFERENCE.attention, turns_heads=False)
-    if kernels is GPU and np.dtype(dtype) == np.float32:
-        said = f"kv_cache_dtype {kv_cache_dtype!r} with dtype 'float32' has no GPU kernel"
-        if attention_backend == GPU.name:
-            raise ConfigError(f"{said}; accepted are attention_backend 'auto' or 'reference', or a dtype of 16 bits")
-        logger.warning("%s: attention runs as plain XLA, which is slower and takes more memory", said)
-        kernels = COMPILED_GPU
     stored = QUANTIZED[kv_cache_dtype]
     return replace(kernels, page_dtype=lambda dtype: stored)
+
+
+def _lacks(kernels: Kernels, kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | None:
+    """What the attention of an accelerator's `kernels` would be asked for and cannot do."""
+    if kernels is GPU and kv_cache_dtype != "auto" and dtype == np.float32:
+        # Codes expanded to floats of four bytes are more than registers hold.
+        return Lacks(f"kv_cache_dtype {kv_cache_dtype!r} with dtype 'float32'", "a dtype of 16 bits")
+    return tpu_limits.lacks(kv_cache_dtype, dtype, use) if kernels is TPU else None
 
 
 def _choose(attention_backend: str, platform: str, native: bool) -> Kernels:
@@ -172,6 +206,7 @@ def _choose(attention_backend: str, platform: str, native: bool) -> Kernels:
         raise ConfigError(f"attention_backend is {attention_backend!r}; accepted are auto, {', '.join(NAMES)}")
     if attention_backend not in here:
         raise ConfigError(
-            f"attention_backend is {attention_backend!r}, which needs a GPU; this machine runs on {platform}"
+            f"attention_backend is {attention_backend!r}, which needs a {attention_backend.upper()}; "
+            f"this machine runs on {platform}"
         )
     return here[attention_backend]

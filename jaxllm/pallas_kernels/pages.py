@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.pallas_kernels.metadata import StepMetadata
 
-Pages = tuple[Shaped[Array, "N K page_size _"], ...]
-"""One layer's `(k_pages, v_pages)`, or `(latent_pages,)` where the values are the first channels of the keys.
+Pages = tuple[Shaped[Array, "N _ _ _"], ...]
+"""One layer's buffers, in the layout that its kernels want; see `PageLayout`.
 
 Of a float type, of its bits (see `stored_as_bits`), or quantized: D codes and behind them, in as many channels as
 `SCALE_BYTES`, the scale of one token's head.
@@ -23,6 +24,52 @@ QUANTIZED = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}
 
 SCALE_BYTES = 4
 """Of a float32."""
+
+
+class PageLayout(NamedTuple):
+    """How a layer's pages lie in its buffers."""
+
+    shapes: Callable[[int, int, int, Sequence[int]], tuple[tuple[int, ...], ...]]
+    """`(pages, page_size, KV heads, channels)` -> each buffer's shape; channels of key and value, or of a latent."""
+    heads_axis: int
+    """The axis along which devices share a buffer."""
+
+
+def _by_head(num_pages: int, page_size: int, heads: int, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple((num_pages, heads, page_size, dim) for dim in dims)
+
+
+BY_HEAD = PageLayout(_by_head, heads_axis=1)
+"""`(k_pages, v_pages)`, each `[N, K, page_size, D]`; or `(latent_pages,)`, with values in the keys' first channels."""
+
+
+class PageUse(NamedTuple):
+    """What a model keeps in one device's pages, and how many may be looked up in a step."""
+
+    heads: int
+    dims: Sequence[int]
+    """Channels of a key and a value, or of a latent."""
+    sequences: int
+    pages_per_seq: int
+
+
+class Lacks(NamedTuple):
+    """What an attention cannot do, and what it can instead; empty if no setting changes that."""
+
+    what: str
+    instead: str = ""
+
+
+LANES = 128
+"""Channels that a TPU's registers, and its memory's tiles, have beside each other."""
+
+
+def _interleaved(num_pages: int, page_size: int, heads: int, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return ((num_pages, page_size, 2 * heads, -(-max(dims) // LANES) * LANES),)
+
+
+INTERLEAVED = PageLayout(_interleaved, heads_axis=2)
+"""`(kv_pages,)`, `[N, page_size, 2 K, D']`: each head's key and then its value, filled up to `LANES` channels."""
 
 _CODES = {QUANTIZED["int8"]: jnp.dtype(jnp.int8), QUANTIZED["fp8"]: jnp.dtype(jnp.float8_e4m3fn)}
 LARGEST_CODE = {QUANTIZED["int8"]: 127.0, QUANTIZED["fp8"]: float(jnp.finfo(jnp.float8_e4m3fn).max)}
@@ -73,22 +120,27 @@ def _dequantize(rows: Shaped[Array, "*n _"]) -> Float[Array, "*n D"]:
 
 
 def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"] | None, meta: StepMetadata) -> Pages:
-    """Stores token `t`'s key and value in row `positions[t] % page_size` of its page; padding tokens go to page 0.
+    """Stores each token's key and value at its place in pages laid out `BY_HEAD`.
 
     Latent pages hold keys alone: `v` is None. Updates in place when the pages are donated. What is not finite is
     stored as zero: a masked key has a weight of zero, and zero times a NaN left in a reused page would spoil the next
     owner's output.
     """
-    page_size = pages[0].shape[2]
-    num_seqs = meta.page_table.shape[0]
-    seq = jnp.minimum(meta.seq_ids, num_seqs - 1)
-    page = jnp.where(meta.seq_ids < num_seqs, meta.page_table[seq, meta.positions // page_size], 0)
-    row = meta.positions % page_size
+    page, row = places(meta, pages[0].shape[2])
     new = (k,) if v is None else (k, v)
     return tuple(
-        buffer.at[page, :, row].set(to_storage(_finite(x), buffer.dtype)) for buffer, x in zip(pages, new, strict=True)
+        buffer.at[page, :, row].set(to_storage(finite(x), buffer.dtype)) for buffer, x in zip(pages, new, strict=True)
     )
 
 
-def _finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def places(meta: StepMetadata, page_size: int) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
+    """The page of each token and its row there; padding tokens go to page 0."""
+    num_seqs = meta.page_table.shape[0]
+    seq = jnp.minimum(meta.seq_ids, num_seqs - 1)
+    page = jnp.where(meta.seq_ids < num_seqs, meta.page_table[seq, meta.positions // page_size], 0)
+    return page, meta.positions % page_size
+
+
+def finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x`, with zero for what is not."""
     return jnp.where(jnp.isfinite(x), x, 0)

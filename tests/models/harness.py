@@ -74,7 +74,7 @@ class Harness:
             return merged.logits(hidden), pages
 
         weight_specs = tuple(P(*axes) for p in params for _, axes in p.leaves())
-        page_spec = P(None, TENSOR)
+        page_spec = P(*[None] * kernels.page_layout.heads_axis, TENSOR)
         self._step = jax.jit(
             jax.shard_map(
                 step,
@@ -90,7 +90,7 @@ class Harness:
         count = SEQS * self._columns
         self._table = 1 + np.random.default_rng(0).permutation(count).reshape(SEQS, self._columns).astype(np.int32)
         heads = max(self.config.page_heads, tp)
-        shapes = [(count + 1, heads, PAGE, dim) for dim in self.config.page_dims]
+        shapes = kernels.page_layout.shapes(count + 1, PAGE, heads, self.config.page_dims)
         zeros = jax.jit(
             lambda: tuple(jnp.zeros(s, kernels.page_dtype(dtype)) for s in shapes),
             out_shardings=NamedSharding(mesh, page_spec),

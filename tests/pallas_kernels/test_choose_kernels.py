@@ -9,6 +9,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import REFERENCE, choose_kernels, gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels.pages import PageUse
 from tests.pallas_kernels.oracle import ragged_batch
 
 
@@ -17,7 +18,9 @@ from tests.pallas_kernels.oracle import ragged_batch
     [
         ("auto", "cpu", "reference"),
         ("auto", "gpu", "gpu"),
-        ("auto", "tpu", "reference"),
+        ("auto", "tpu", "tpu"),
+        ("tpu", "tpu", "tpu"),
+        ("reference", "tpu", "reference"),
         ("auto", "a platform of next year", "reference"),
         ("gpu", "gpu", "gpu"),
         ("reference", "gpu", "reference"),
@@ -39,8 +42,9 @@ def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
 @pytest.mark.parametrize(
     ("backend", "platform", "words"),
     [
-        ("flash", "cpu", ("attention_backend is 'flash'", "accepted are auto, reference, gpu")),
+        ("flash", "cpu", ("attention_backend is 'flash'", "accepted are auto, reference, gpu, tpu")),
         ("gpu", "cpu", ("attention_backend is 'gpu'", "needs a GPU", "runs on cpu")),
+        ("tpu", "gpu", ("attention_backend is 'tpu'", "needs a TPU", "runs on gpu")),
     ],
 )
 def test_refusal_is_one_line_with_what_would_do(backend, platform, words):
@@ -61,8 +65,36 @@ def test_quantized_pages_of_a_float32_model_are_left_to_the_compiler(kind, caplo
     assert chosen.attention is REFERENCE.attention and not chosen.turns_heads
     (record,) = caplog.records
     assert "plain XLA" in record.message and "\n" not in record.message
-    with pytest.raises(ConfigError, match="dtype 'float32' has no GPU kernel; accepted are"):
+    with pytest.raises(ConfigError, match=r"kernel for .* with dtype 'float32'; accepted are .* or a dtype of 16 bits"):
         choose_kernels("gpu", "gpu", kv_cache_dtype=kind, dtype=jnp.float32)
+
+
+FITS = PageUse(heads=8, dims=(128, 128), sequences=256, pages_per_seq=896)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "use", "what"),
+    [
+        ("int8", jnp.bfloat16, FITS, "kv_cache_dtype 'int8'"),
+        ("auto", jnp.float16, FITS, "dtype 'float16'"),
+        ("auto", jnp.bfloat16, FITS._replace(heads=1, dims=(576,)), "latent attention"),
+        ("auto", jnp.bfloat16, FITS._replace(dims=(256, 256)), "heads of 256 channels"),
+        ("auto", jnp.bfloat16, FITS._replace(heads=3), "3 KV heads a device"),
+        ("auto", jnp.float32, FITS, "8 KV heads a device in float32"),
+        ("auto", jnp.bfloat16, FITS._replace(pages_per_seq=897), "256 sequences and 897 pages of each"),
+    ],
+)
+def test_what_the_tpus_kernel_does_not_take_is_left_to_the_compiler(kind, dtype, use, what, caplog):
+    """As libtpu says where it compiles them: see tests/tpu/test_compiled_for_v5e.py."""
+    assert choose_kernels("auto", "tpu", dtype=jnp.bfloat16, use=FITS).name == "tpu"
+    assert not caplog.records
+    chosen = choose_kernels("auto", "tpu", kv_cache_dtype=kind, dtype=dtype, use=use)
+    assert chosen.name == "reference" and chosen.grouped_matmul is ragged_dot
+    assert len(chosen.page_layout.shapes(4, 16, 2, (128, 128))) == 2
+    (record,) = caplog.records
+    assert what in record.message and "plain XLA" in record.message and "\n" not in record.message
+    with pytest.raises(ConfigError, match="accepted are attention_backend 'auto' or 'reference'"):
+        choose_kernels("tpu", "tpu", kv_cache_dtype=kind, dtype=dtype, use=use)
 
 
 def test_pages_and_values_must_agree():

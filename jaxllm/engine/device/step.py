@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch
@@ -36,11 +36,11 @@ from jaxllm.engine.device.packing import (
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
 from jaxllm.engine.device.slots import Adjustments, Slots, adjust, admit, mask_words, settings, slot_shapes
 from jaxllm.models.decoder import Decoder
+from jaxllm.pallas_kernels.pages import PageLayout
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
 from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec, Value
 
-PAGES_SPEC = P(None, TENSOR)
 GRAPHED = ("gpu", "cuda")
 """Platforms where a step is one CUDA graph, whose arguments cost little."""
 
@@ -60,16 +60,27 @@ class StepSizes:
     page_heads: int
     """KV heads in a page over all devices, replicas counted."""
     page_dims: tuple[int, ...]
-    """Channels of each of a layer's buffers."""
+    """Channels of a key and a value, or of a latent."""
     hidden_size: int
     vocab_size: int
     dtype: Any
     page_dtype: Any
     """What pages keep floats of `dtype` as."""
+    page_layout: PageLayout
 
     @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def page_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a layer's buffers, over all devices."""
+        return self.page_layout.shapes(self.num_pages, self.page_size, self.page_heads, self.page_dims)
+
+    @property
+    def pages_spec(self) -> P:
+        """Every device has its own heads of each page."""
+        return P(*[None] * self.page_layout.heads_axis, TENSOR)
 
 
 class DeviceState(NamedTuple):
@@ -105,7 +116,7 @@ class WeightPacking:
         self._large = [i for i in range(len(self._leaves)) if i not in set(self._small)]
         self._offsets = np.cumsum([0, *(self._leaves[i][0].shape[0] for i in self._small)]).tolist()
 
-    def abstract(self, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def abstract(self, mesh: Mesh | AbstractMesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and shardings of the packed tuple."""
         vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
         large = (self._leaves[i] for i in self._large)
@@ -131,7 +142,7 @@ class WeightPacking:
 class StepFunctions:
     """Builds the jitted step functions of one model on one mesh, with the abstract arguments to compile them for."""
 
-    def __init__(self, model: Decoder, specs: Sequence[ParamSpec], mesh: Mesh, sizes: StepSizes):
+    def __init__(self, model: Decoder, specs: Sequence[ParamSpec], mesh: Mesh | AbstractMesh, sizes: StepSizes):
         """`model` is abstract (made under `nnx.eval_shape`); `specs` are its parameters in `nnx.split` order."""
         self._graph, state = nnx.split(model)
         _, self._treedef = jax.tree.flatten(state)
@@ -144,6 +155,8 @@ class StepFunctions:
     @property
     def platform(self) -> str:
         """Of the devices that steps are compiled for: this host's, or others that are only described."""
+        if isinstance(self._mesh, AbstractMesh):
+            return self._mesh.abstract_device.platform
         return self._mesh.devices.flat[0].platform
 
     def pack_weights(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
@@ -153,14 +166,8 @@ class StepFunctions:
     def abstract_state(self) -> DeviceState:
         """Shapes and shardings of the device state."""
         s = self._sizes
-        layer = tuple(
-            jax.ShapeDtypeStruct(
-                (s.num_pages, s.page_heads, s.page_size, dim),
-                s.page_dtype,
-                sharding=NamedSharding(self._mesh, PAGES_SPEC),
-            )
-            for dim in s.page_dims
-        )
+        sharding = NamedSharding(self._mesh, s.pages_spec)
+        layer = tuple(jax.ShapeDtypeStruct(shape, s.page_dtype, sharding=sharding) for shape in s.page_shapes)
         shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.pages_per_seq, s.vocab_size)
         slots = Slots(*(self._replicated(a.shape, a.dtype) for a in shapes))
         hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
@@ -199,8 +206,9 @@ class StepFunctions:
 
         state = self.abstract_state()
         args = (self._weights, state.pages, state.slots, self._replicated((packing.size,), jnp.int32))
-        specs = (self._weight_specs, PAGES_SPEC, P(), P())
-        return self._jit(step, specs, (PAGES_SPEC, P(), P()), donate=(1, 2)), args
+        own = self._sizes.pages_spec
+        specs = (self._weight_specs, own, P(), P())
+        return self._jit(step, specs, (own, P(), P()), donate=(1, 2)), args
 
     def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, pages, slots, hidden, ints) -> (pages, slots, hidden)`: `tokens` tokens up to the last norm."""
@@ -213,8 +221,9 @@ class StepFunctions:
 
         state = self.abstract_state()
         args = (self._weights, state.pages, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
-        specs = (self._weight_specs, PAGES_SPEC, P(), P(), P())
-        return self._jit(step, specs, (PAGES_SPEC, P(), P()), donate=(1, 2, 3)), args
+        own = self._sizes.pages_spec
+        specs = (self._weight_specs, own, P(), P(), P())
+        return self._jit(step, specs, (own, P(), P()), donate=(1, 2, 3)), args
 
     def head(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, slots, hidden, ints) -> (slots, Sampled)`: a token for each of `rows` hidden states."""

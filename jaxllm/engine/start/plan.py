@@ -22,7 +22,8 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.pallas_kernels import Kernels, choose_kernels
-from jaxllm.pallas_kernels.pages import SCALE_BYTES
+from jaxllm.pallas_kernels.pages import SCALE_BYTES, PageUse
+from jaxllm.pallas_kernels.tpu_limits import most_sequences
 from jaxllm.quantization.gguf_encode import IMPORTANCE
 from jaxllm.quantization.schemes import BLOCKS
 from jaxllm.sharding.devices import find_devices
@@ -186,12 +187,18 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     model_config, tp = spec.config, config.tensor_parallel_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
     dtype = DTYPES[config.dtype]
+    on_cpu = platform.memory_limit is None
+    wanted = config.max_model_len or model_config.max_position_embeddings
+    page, page_heads = config.block_size, max(model_config.page_heads, tp)
+    pages_per_seq = math.ceil(wanted / page)
+    max_num_seqs = config.max_num_seqs or _default_num_seqs(platform, pages_per_seq)
     kernels = choose_kernels(
         config.attention_backend,
         platform.name,
         kv_cache_dtype=config.kv_cache_dtype,
         dtype=dtype,
         native=platform.name == "cpu" and _runs_cpu_kernels(config, dtype),
+        use=PageUse(page_heads // tp, model_config.page_dims, max_num_seqs, pages_per_seq),
     )
     options = BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
     kinds = KindChooser(
@@ -205,12 +212,9 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     )
     model, params = abstract_model(spec, options, kinds)
 
-    on_cpu = platform.memory_limit is None
-    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     batched = config.max_num_batched_tokens or (512 if on_cpu else 2048)
     buckets = Buckets.build(max_num_seqs, batched, decode=config.decode_buckets, prefill=config.prefill_buckets)
     decode_steps = config.decode_steps or (NATIVE_DECODE_STEPS if kernels.tiles else 1)
-    wanted = config.max_model_len or model_config.max_position_embeddings
     notes = kinds.notes
     if wanted > model_config.max_position_embeddings:
         raise ConfigError(
@@ -220,13 +224,13 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     weight_bytes = sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in leaves)
     page_dtype = kernels.page_dtype(dtype)
     scales = SCALE_BYTES if config.kv_cache_dtype != "auto" else 0
-    page_heads, page_dims = max(model_config.page_heads, tp), tuple(dim + scales for dim in model_config.page_dims)
+    page_dims = tuple(dim + scales for dim in model_config.page_dims)
     itemsize = np.dtype(dtype).itemsize
-    token_bytes = model_config.num_layers * page_heads // tp * sum(page_dims) * page_dtype.itemsize
+    rows = kernels.page_layout.shapes(1, 1, page_heads // tp, page_dims)
+    token_bytes = model_config.num_layers * sum(map(math.prod, rows)) * page_dtype.itemsize
     workspace = _workspace_bytes(spec, max_num_seqs, batched, tp, itemsize)
     budget = _kv_budget(config, platform, weight_bytes, workspace)
-    page = config.block_size
-    num_pages = _page_count(budget // (page * token_bytes), math.ceil(wanted / page), max_num_seqs)
+    num_pages = _page_count(budget // (page * token_bytes), pages_per_seq, max_num_seqs)
     capacity = (num_pages - 1) * page
     if capacity < page:
         raise ConfigError(
@@ -254,6 +258,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         hidden_size=model_config.hidden_size,
         dtype=dtype,
         page_dtype=page_dtype,
+        page_layout=kernels.page_layout,
     )
     plan = EnginePlan(
         model=config.model,
@@ -307,6 +312,13 @@ def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:
         logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
         return False
     return True
+
+
+def _default_num_seqs(platform: Platform, pages_per_seq: int) -> int:
+    """As many as a device keeps busy with, and as the page table of a TPU's attention has room for."""
+    if platform.memory_limit is None:
+        return 32
+    return min(256, most_sequences(pages_per_seq) or 256) if platform.name == "tpu" else 256
 
 
 def _page_count(fit: int, a_sequence: int, max_num_seqs: int) -> int:

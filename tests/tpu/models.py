@@ -1,0 +1,32 @@
+"""Steps of models with the shapes of published ones and a layer or two, as they are made for a TPU v5e."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.device.keys import PLAIN
+from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
+from jaxllm.weights import open_checkpoint
+
+CONFIGS = Path(__file__).parents[1] / "reference" / "configs"
+MEMORY = 16 * 10**9
+
+
+def blueprint_of(model: str, directory: Path, tp: int = 1, layers: int = 2, **fields: Any) -> Blueprint:
+    values = json.loads((CONFIGS / f"{model}.json").read_text())["config"]
+    (directory / "config.json").write_text(json.dumps(values | {"num_hidden_layers": layers}))
+    given = {"max_model_len": 8192, "kv_cache_memory": 2**30, **fields}
+    config = EngineConfig(model=str(directory), load_format="dummy", tensor_parallel_size=tp, **given)
+    return make_blueprint(config, open_checkpoint(directory, "dummy"), Platform("tpu", tp, MEMORY, 0))
+
+
+def step_of(blueprint: Blueprint, kind: str, mesh: Mesh | AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    steps = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+    return steps.decode(16, PLAIN) if kind == "decode" else steps.backbone(512)
