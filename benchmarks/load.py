@@ -1,11 +1,14 @@
-"""How long a GGUF file takes to load beside reading it.
+"""How long a model takes to load beside reading its files, and from an Orbax directory beside its source.
 
-    python benchmarks/load.py [gemma3-270m | FILE.gguf] [--dummy-gb 1.5] [--rounds 5]
+    python benchmarks/load.py [gemma3-270m | FILE.gguf | FOLDER] [--rounds 5]
+    python benchmarks/load.py --dummy-gb 1.5
+    python benchmarks/load.py FOLDER --orbax [--isq q4k]
 
-Each round runs fresh processes: with the file in the page cache and dropped from it, with the weights in the C++
-kernels' tiles and as they are. Read is the file through a buffer of 1 MiB, `into memory` the same into memory of its
-own, as weights need. Load is from the opening of the file to all arrays on the device, imports excluded: the header,
-the plan, then the weights. Medians. `--dummy-gb` makes a file of random blocks that is shaped like Llama's in Q4_K_M.
+Each round runs fresh processes: with the files in the page cache and dropped from it, with the weights in the C++
+kernels' tiles and as they are. Read is the files through a buffer of 1 MiB, `into memory` the same into memory of its
+own, as weights need. Load is from the opening of the files to all arrays on the device, imports excluded: the header,
+the plan, then the weights. Medians. `--dummy-gb` makes a file of random blocks that is shaped like Llama's in Q4_K_M;
+`--orbax` converts the model first, and compares the two with their files in the cache.
 """
 
 from __future__ import annotations
@@ -29,33 +32,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="gemma3-270m")
     parser.add_argument("--dummy-gb", type=float)
+    parser.add_argument("--orbax", action="store_true")
+    parser.add_argument("--isq")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--once", nargs=2, metavar=("KERNELS", "CACHE"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.once:
-        print(json.dumps(measure(given.model, *given.once)))
+        print(json.dumps(measure(given.model, given.isq, *given.once)))
         return
+    isq = ["--isq", given.isq] if given.isq else []
     with tempfile.TemporaryDirectory() as folder:
-        model = given.model
+        model, caches = given.model, ("warm", "cold")
         if given.dummy_gb:
             model = str(make_dummy(Path(folder) / "dummy.gguf", given.dummy_gb))
-        rows = [(kernels, cache) for cache in ("warm", "cold") for kernels in ("auto", "off")]
-        rounds: dict[tuple[str, str], list[dict[str, float]]] = {row: [] for row in rows}
+        sources = {"source": [model, *isq]}
+        if given.orbax:
+            saved, caches = f"{folder}/saved", ("warm",)
+            subprocess.run([sys.executable, "-m", "jaxllm.cli.main", "convert", model, saved, *isq], check=True)
+            sources["Orbax"] = [saved]
+        rows = [(source, kernels, cache) for source in sources for cache in caches for kernels in ("auto", "off")]
+        rounds: dict[tuple[str, ...], list[dict[str, float]]] = {row: [] for row in rows}
         for _ in range(given.rounds):
-            for row in rows:
-                command = [sys.executable, __file__, model, "--once", *row]
+            for source, *how in rows:
+                command = [sys.executable, __file__, *sources[source], "--once", *how]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                rounds[row].append(json.loads(done.stdout))
-    print("| weights | cache |", " | ".join(name.replace("_", " ") for name in FIGURES), "| load / read | / memory |")
-    print("|---|---|" + "---:|" * (len(FIGURES) + 2))
-    for (kernels, cache), found in rounds.items():
-        cells = ["in tiles" if kernels == "auto" else "as they are", cache]
+                rounds[source, *how].append(json.loads(done.stdout))
+    names = " | ".join(name.replace("_", " ") for name in FIGURES)
+    print(f"| from | weights | cache | {names} | load / read | / memory |")
+    print("|---|---|---|" + "---:|" * (len(FIGURES) + 2))
+    for (source, kernels, cache), found in rounds.items():
+        cells = [source, "in tiles" if kernels == "auto" else "as they are", cache]
         cells += [f"{statistics.median(one[name] for one in found):.3f}" for name in FIGURES]
         cells += [f"{statistics.median(one['load'] / one[of] for one in found):.1f}" for of in FIGURES[:2]]
         print("|", " | ".join(cells), "|")
 
 
-def measure(model: str, kernels: str, cache: str) -> dict[str, float]:
+def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, float]:
     """Seconds of one process."""
     import gguf.constants  # noqa: F401 - what is imported on the way
     import jax
@@ -70,27 +82,23 @@ def measure(model: str, kernels: str, cache: str) -> dict[str, float]:
     from jaxllm.weights.source import resolve_model
 
     cpu_kernels.available()
-    config = EngineConfig(model=model, cpu_kernels=kernels, dequantize=False)
+    config = EngineConfig(model=model, isq=isq, cpu_kernels=kernels, dequantize=False)
     path, mesh = resolve_model(config.model), build_mesh(1)
     platform = Platform.of(mesh.devices.flat[0])
 
-    def read() -> None:
-        buffer = bytearray(2**20)
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    prepare = drop if cache == "cold" else read
     clock = time.perf_counter
-    prepare = drop if cache == "cold" else lambda _: read()
-    prepare(path)
-    times = [clock()]
-    read()
-    times.append(clock())
-    prepare(path)
+    prepare(files)
     begin = clock()
-    np.fromfile(path, np.uint8)
+    read(files)
+    through_a_buffer = clock() - begin
+    prepare(files)
+    begin = clock()
+    held = [np.fromfile(file, np.uint8) for file in files]
     into_memory = clock() - begin
-    prepare(path)
+    del held
+    prepare(files)
     begin = clock()
     checkpoint = open_checkpoint(path, config.load_format)
     opened = clock()
@@ -100,25 +108,34 @@ def measure(model: str, kernels: str, cache: str) -> dict[str, float]:
     weights = load_parameters(checkpoint, blueprint.params, spec.names, mesh, ignored=spec.ignored)
     jax.block_until_ready(weights)
     end = clock()
-    values = (times[1] - times[0], into_memory, opened - begin, planned - opened, end - planned, end - begin)
+    values = (through_a_buffer, into_memory, opened - begin, planned - opened, end - planned, end - begin)
     return dict(zip(FIGURES, values, strict=True))
 
 
-def drop(path: Path) -> None:
-    """A file out of the page cache, and a look whether it is: dirty or mapped pages stay."""
-    with open(path, "rb") as file:
-        os.fdatasync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
-            count = -(-len(data) // mmap.PAGESIZE)
-            resident = (ctypes.c_ubyte * count)()
-            start = ctypes.c_char.from_buffer(data)
-            libc = ctypes.CDLL(None, use_errno=True)
-            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(data)), resident)
-            del start
-    left = sum(page & 1 for page in resident)
-    if failed or left > count // 100:
-        raise SystemExit(f"{left} of {count} pages of {path} are still cached")
+def read(files: list[Path]) -> None:
+    """All bytes, through one small buffer."""
+    buffer = bytearray(2**20)
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def drop(files: list[Path]) -> None:
+    """Files out of the page cache, and a look whether they are: dirty or mapped pages stay."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in filter(os.path.getsize, files):
+        with open(path, "rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
+                pages = (ctypes.c_ubyte * -(-len(data) // mmap.PAGESIZE))()
+                start = ctypes.c_char.from_buffer(data)
+                failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(data)), pages)
+                del start
+        left = sum(page & 1 for page in pages)
+        if failed or left > len(pages) // 100:
+            raise SystemExit(f"{left} of {len(pages)} pages of {path} are still cached")
 
 
 def make_dummy(path: Path, gigabytes: float) -> Path:
