@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,7 @@ def test_arrays_taken_by_many_threads_lie_apart_where_xla_takes_them() -> None:
     spans = sorted((array.ctypes.data, array.nbytes) for array in arrays)
     assert sorted(sizes) == sorted(nbytes for _, nbytes in spans)
     assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
-    assert all(begin + nbytes <= after for (begin, nbytes), (after, _) in zip(spans, spans[1:], strict=False))
+    assert all(begin + nbytes <= after for (begin, nbytes), (after, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NumPy asks Linux for huge pages")
