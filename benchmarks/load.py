@@ -72,6 +72,7 @@ def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, 
     import gguf.constants  # noqa: F401 - what is imported on the way
     import jax
     import numpy as np
+    import orbax.checkpoint  # noqa: F401 - likewise
 
     from jaxllm import cpu_kernels
     from jaxllm.config import EngineConfig
