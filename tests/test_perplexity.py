@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Literal
 
 import pytest
 
@@ -21,7 +22,7 @@ LIMITS: dict[str, dict[str, float]] = {
         STORED: 0.5, "q8_0": 0.5, "q6k": 1, "q5k": 2, "q4k": 4, "int8": 1, "w8a8": 2, "int4": 30, "fp8": 6,
         "kv_int8": 1, "kv_fp8": 1,
     },
-    "gemma3-270m": {STORED: 0.5, "q8_0": 0.5, "q6k": 1, "q4k": 4, "w8a8": 2, "kv_int8": 1, "kv_fp8": 1},
+    "gemma3-270m": {STORED: 0.5, "q8_0": 0.5, "q6k": 1, "q4k": 4, "w8a8": 2, "fp8": 4, "kv_int8": 1, "kv_fp8": 1},
 }  # fmt: skip
 """Percent above the float model's: a wrong scale anywhere costs far more.
 
@@ -32,9 +33,9 @@ LIMITED = [(model, scheme) for model, limits in LIMITS.items() for scheme in lim
 
 
 @functools.cache
-def perplexity(model: str, scheme: str) -> float:
+def perplexity(model: str, scheme: str, cpu_kernels: Literal["auto", "off"] = "auto") -> float:
     real_model(model)
-    config = scheme_config(EngineConfig(model=model), scheme, WINDOW)
+    config = scheme_config(EngineConfig(model=model, cpu_kernels=cpu_kernels), scheme, WINDOW)
     return measure(config, TEXT.read_text(encoding="utf-8"), WINDOW, TOKENS)["perplexity"]
 
 
@@ -42,6 +43,13 @@ def perplexity(model: str, scheme: str) -> float:
 @pytest.mark.parametrize(("model", "scheme"), LIMITED)
 def test_perplexity_stays_near_that_of_float_weights(model, scheme):
     assert abs(perplexity(model, scheme) / perplexity(model, EXPANDED) - 1) * 100 < LIMITS[model][scheme]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", LIMITS)
+def test_packed_weights_are_those_they_expand_to_where_no_input_is_rounded(model):
+    packed, expanded = (perplexity(model, scheme, cpu_kernels="off") for scheme in (STORED, EXPANDED))
+    assert packed == pytest.approx(expanded, rel=1e-4)
 
 
 @pytest.mark.slow

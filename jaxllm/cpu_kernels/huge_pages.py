@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 
 import jax
+import numpy as np
+from jaxtyping import UInt8
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +21,42 @@ SMALL = 2**16
 
 MADV_COLLAPSE = 25
 """`madvise(2)`: gather memory into huge pages now; since Linux 6.1, whatever /sys says of transparent ones."""
+
+ALIGNMENT = 64
+"""Bytes, of the address of a buffer that XLA takes as it is on a CPU."""
+
+CHUNK = 64 * 2**20
+"""Bytes that arrays share: NumPy has the system put so much at once into huge pages when it is first written."""
+
+
+class Room:
+    """Memory for arrays that stay, side by side in chunks: nothing is left to gather afterwards.
+
+    A chunk lives as long as the last array in it. What is not written of it takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: weakref.ref[np.ndarray] | None = None
+        self._end = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> UInt8[np.ndarray, "bytes"]:
+        """Bytes that were not written yet, where XLA's buffers may begin."""
+        if nbytes > CHUNK // 4:
+            return _aligned(np.empty(nbytes + ALIGNMENT, np.uint8), 0, nbytes)
+        with self._lock:
+            chunk = self._chunk() if self._chunk else None
+            if chunk is None or self._end + ALIGNMENT + nbytes > CHUNK:
+                chunk, self._end = np.empty(CHUNK, np.uint8), 0
+                self._chunk = weakref.ref(chunk)
+            taken = _aligned(chunk, self._end, nbytes)
+            self._end = taken.ctypes.data + nbytes - chunk.ctypes.data
+            return taken
+
+
+def _aligned(room: np.ndarray, start: int, nbytes: int) -> np.ndarray:
+    start += -(room.ctypes.data + start) % ALIGNMENT
+    return room[start : start + nbytes]
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:

@@ -11,12 +11,13 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, UInt8
 
+from jaxllm.cpu_kernels.huge_pages import Room
 from jaxllm.cpu_kernels.library import library, physical_cores
 
 GROUP = 16
 """Output rows in a tile."""
-ALIGNMENT = 64
-"""Bytes, of the address of a buffer that XLA takes as it is on a CPU."""
+
+_room = Room()
 
 
 class Format(IntEnum):
@@ -86,18 +87,11 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
         raise ValueError(f"the blocks are {blocks.dtype} {list(blocks.shape)}; {name} takes {wanted}")
     blocks = np.ascontiguousarray(blocks)
     *stack, rows, columns, _ = blocks.shape
-    tiles = _aligned((*stack, -(-rows // GROUP), columns, tile_bytes(name)))
+    shape = (*stack, -(-rows // GROUP), columns, tile_bytes(name))
+    tiles = _room.take(math.prod(shape)).reshape(shape)
     for index in np.ndindex(*stack):
         lib.jaxllm_repack(kind, _address(blocks[index]), rows, columns, _address(tiles[index]), physical_cores())
     return tiles
-
-
-def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
-    """Room whose first byte is where XLA's buffers may begin."""
-    size = math.prod(shape)
-    room = np.empty(size + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + size].reshape(shape)
 
 
 def unpack(format: str, tiles: np.ndarray, rows: int, inputs: int | None = None) -> Float32[np.ndarray, "o i"]:

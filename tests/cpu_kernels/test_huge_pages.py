@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
-from jaxllm.cpu_kernels.huge_pages import HUGE, use_huge_pages
+from jaxllm.cpu_kernels.huge_pages import ALIGNMENT, CHUNK, HUGE, Room, use_huge_pages
 
 
 def kilobytes_in_huge_pages() -> int:
@@ -35,3 +38,35 @@ def test_arrays_lie_in_huge_pages_and_hold_what_they_held() -> None:
 
 def test_small_arrays_are_left_alone() -> None:
     assert use_huge_pages([jnp.zeros(100)]) == 0
+
+
+def test_arrays_taken_by_many_threads_lie_apart_where_xla_takes_them() -> None:
+    room, sizes = Room(), [1, 63, 100_000, 5 * HUGE, CHUNK // 2, 2 * CHUNK] * 20
+    with ThreadPoolExecutor(8) as pool:
+        arrays = list(pool.map(room.take, sizes))
+    spans = sorted((array.ctypes.data, array.nbytes) for array in arrays)
+    assert sorted(sizes) == sorted(nbytes for _, nbytes in spans)
+    assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
+    assert all(begin + nbytes <= after for (begin, nbytes), (after, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NumPy asks Linux for huge pages")
+def test_small_arrays_side_by_side_lie_in_huge_pages_when_they_are_written() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this kernel has none")
+    room, before = Room(), kilobytes_in_huge_pages()
+    arrays = [room.take(HUGE // 4) for _ in range(64)]
+    for array in arrays:
+        array.fill(1)
+    assert kilobytes_in_huge_pages() - before >= 24 * 1024  # of 32 MiB
+
+
+def test_memory_goes_back_with_the_last_array() -> None:
+    room = Room()
+    arrays = [room.take(HUGE) for _ in range(24)]
+    for array in arrays:
+        array.fill(1)
+    held = psutil.Process().memory_info().rss
+    del arrays, array
+    assert held - psutil.Process().memory_info().rss > 20 * HUGE

@@ -31,6 +31,7 @@ from tests.reference import load_golden
 from tests.reference.tiny import tiny_weights, write_checkpoint
 from tests.reference.tiny_gguf import gguf_config, write_gguf
 from tests.test_llm import FIELDS
+from tests.weights.models import real_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -42,15 +43,24 @@ def converted(source: Path, target: Path, to: Format, **fields: Any) -> Path:
 
 
 def tokens(path: Path, **fields: Any) -> list[int]:
-    with LLM(path, **FIELDS, **fields) as llm:
+    with LLM(path, **FIELDS | fields) as llm:
         return llm.generate([[5, 6, 7, 8, 9]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("fields", [{}, {"isq": "int4"}])
-def test_an_orbax_directory_says_what_its_source_says(fields, tmp_path):
+@pytest.mark.parametrize("isq", [None, "int4", "q8_0"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_orbax_directory_says_what_its_source_says(isq, dtype, tmp_path):
+    """In bfloat16 from the C++ kernels' tiles, where there are any."""
     source = write_checkpoint("llama_gqa", tmp_path / "source")
-    target = converted(source, tmp_path / "saved", "orbax", **fields)
-    assert tokens(target) == tokens(source, **fields)
+    target = converted(source, tmp_path / "saved", "orbax", isq=isq, dtype=dtype)
+    assert tokens(target, dtype=dtype) == tokens(source, dtype=dtype, isq=isq)
+
+
+@pytest.mark.slow
+def test_a_real_gguf_says_from_orbax_what_it_says_by_itself(tmp_path):
+    source = real_model("gemma3-270m")
+    target = converted(source, tmp_path / "saved", "orbax", dtype="bfloat16")
+    assert tokens(target, dtype="bfloat16") == tokens(source, dtype="bfloat16")
 
 
 def logits(path: Path) -> np.ndarray:

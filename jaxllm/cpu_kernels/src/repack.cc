@@ -27,33 +27,26 @@ int block_bytes(Format format) {
   }
 }
 
-// Low nibbles are the first 16 codes, high ones the last 16; bit i of `high`, if there is one, is code i's fifth.
-void expand_32(const uint8_t* nibbles, const uint8_t* high, uint8_t* codes) {
-  uint32_t fifth = 0;
-  if (high) memcpy(&fifth, high, 4);
-  for (int i = 0; i < 16; i++) {
-    codes[i] = uint8_t((nibbles[i] & 15) | (fifth >> i & 1) << 4);
-    codes[i + 16] = uint8_t(nibbles[i] >> 4 | (fifth >> (i + 16) & 1) << 4);
+uint32_t word_at(const uint8_t* p) {
+  uint32_t word;
+  memcpy(&word, p, 4);
+  return word;
+}
+
+// Eight bytes hold sixteen codes of four bits: two quads of low nibbles, or of high ones, as a tile's line has them.
+uint32_t low_nibbles(const uint8_t* p) { return (word_at(p) & 0x0f0f0f0f) | (word_at(p + 4) & 0x0f0f0f0f) << 4; }
+uint32_t high_nibbles(const uint8_t* p) { return (word_at(p) >> 4 & 0x0f0f0f0f) | (word_at(p + 4) & 0xf0f0f0f0); }
+
+// Bit 4 q + i to bit q of byte i.
+uint32_t fifths_by_quad(uint32_t bits) {
+  uint32_t out = 0;
+  for (int i = 0; i < 4; i++) {
+    uint32_t x = bits >> i & 0x11111111;
+    x = (x | x >> 3) & 0x03030303;
+    x = (x | x >> 6) & 0x000f000f;
+    out |= ((x | x >> 12) & 0xff) << 8 * i;
   }
-}
-
-// Four lines of 32 bytes: low nibbles are 32 codes, high ones the next 32; bit g of `high`'s byte i is for code 32 g + i.
-void expand_k(const uint8_t* nibbles, const uint8_t* high, uint8_t* codes) {
-  for (int group = 0; group < 8; group++)
-    for (int i = 0; i < 32; i++) {
-      const int nibble = nibbles[32 * (group / 2) + i] >> 4 * (group % 2) & 15;
-      codes[32 * group + i] = uint8_t(nibble | (high ? (high[i] >> group & 1) << 4 : 0));
-    }
-}
-
-// Halves of 128 codes: 64 bytes of nibbles and 32 of high pairs each.
-void expand_q6(const uint8_t* low, const uint8_t* high, uint8_t* codes) {
-  for (int half = 0; half < 2; half++, low += 64, high += 32)
-    for (int part = 0; part < 4; part++)
-      for (int i = 0; i < 32; i++) {
-        const int nibble = low[32 * (part % 2) + i] >> 4 * (part / 2) & 15;
-        *codes++ = uint8_t(nibble | (high[i] >> 2 * part & 3) << 4);
-      }
+  return out;
 }
 
 // Eight scales and eight minima of 6 bits in 12 bytes.
@@ -89,74 +82,63 @@ void place_scales(Format format, const uint8_t* block, int r, uint8_t* tile) {
   }
 }
 
-void expand(Format format, const uint8_t* block, uint8_t* codes) {
-  switch (format) {
-    case Format::q4_0: return expand_32(block + 2, nullptr, codes);
-    case Format::q4_1: return expand_32(block + 4, nullptr, codes);
-    case Format::q5_0: return expand_32(block + 6, block + 2, codes);
-    case Format::q5_1: return expand_32(block + 8, block + 4, codes);
-    case Format::q4_k: return expand_k(block + 16, nullptr, codes);
-    case Format::q5_k: return expand_k(block + 48, block + 16, codes);
-    case Format::q6_k: return expand_q6(block, block + 128, codes);
-    default:
-      for (int i = 0; i < 32; i++) codes[i] = block[2 + i] ^ 0x80;  // q8_0: counts from 128
-  }
-}
-
-uint32_t word_at(const uint8_t* p) {
-  uint32_t word;
-  memcpy(&word, p, 4);
-  return word;
-}
-
-// 32 codes of row `r`, four at a time: a quad's four codes lie side by side.
-template <int BITS>
-void place_codes(const uint8_t* codes, int r, uint8_t* out) {
-  constexpr int planes = BITS == 5 ? 1 : BITS == 6 ? 2 : 0;
-  const auto put = [&](int line, uint32_t word) { memcpy(out + 64 * line + 4 * r, &word, 4); };
-  if constexpr (BITS == 8) {
-    for (int quad = 0; quad < 8; quad++) put(quad, word_at(codes + 4 * quad));
-    return;
-  }
-  for (int p = 0; p < 4; p++) {
-    const uint32_t low = word_at(codes + 8 * p) & 0x0f0f0f0f, high = word_at(codes + 8 * p + 4) & 0x0f0f0f0f;
-    put(planes + p, low | high << 4);
-  }
-  for (int plane = 0; plane < planes; plane++) {
-    constexpr int quads = planes ? 8 / planes : 8;
-    uint32_t bits = 0;
-    for (int q = 0; q < quads; q++) {
-      const uint32_t top = word_at(codes + 4 * (plane * quads + q)) >> 4 & (BITS == 5 ? 0x01010101 : 0x03030303);
-      bits |= top << (BITS - 4) * q;
+// Codes of row `r`, the first 32 of them from `tile` on: a quad's four codes lie side by side, 64 bytes a line.
+void place_codes(Format format, const uint8_t* block, int r, uint8_t* tile) {
+  const auto put = [&](int line, uint32_t word) { memcpy(tile + 64 * line + 4 * r, &word, 4); };
+  // 16 bytes: low nibbles are the first 16 codes, high ones the last.
+  const auto nibbles = [&](int line, const uint8_t* p) {
+    put(line, low_nibbles(p));
+    put(line + 1, low_nibbles(p + 8));
+    put(line + 2, high_nibbles(p));
+    put(line + 3, high_nibbles(p + 8));
+  };
+  // 32 bytes: low nibbles are 32 codes, high ones others.
+  const auto lines_of_nibbles = [&](int low, int high, const uint8_t* p) {
+    for (int i = 0; i < 4; i++) {
+      put(low + i, low_nibbles(p + 8 * i));
+      put(high + i, high_nibbles(p + 8 * i));
     }
-    put(plane, bits);
-  }
-}
-
-void place_codes(int bits, const uint8_t* codes, int r, uint8_t* out) {
-  switch (bits) {
-    case 4: return place_codes<4>(codes, r, out);
-    case 5: return place_codes<5>(codes, r, out);
-    case 6: return place_codes<6>(codes, r, out);
-    default: return place_codes<8>(codes, r, out);
+  };
+  switch (format) {
+    case Format::q4_0: return nibbles(0, block + 2);
+    case Format::q4_1: return nibbles(0, block + 4);
+    case Format::q5_0: put(0, fifths_by_quad(word_at(block + 2))); return nibbles(1, block + 6);
+    case Format::q5_1: put(0, fifths_by_quad(word_at(block + 4))); return nibbles(1, block + 8);
+    case Format::q8_0:
+      for (int i = 0; i < 8; i++) put(i, word_at(block + 2 + 4 * i) ^ 0x80808080);  // counts from 128
+      return;
+    case Format::q4_k:  // four lines of 32 bytes, 64 codes each
+      for (int line = 0; line < 4; line++) lines_of_nibbles(8 * line, 8 * line + 4, block + 16 + 32 * line);
+      return;
+    case Format::q5_k:  // likewise; bit `sub` of the 32 bytes before them is the fifth
+      for (int line = 0; line < 4; line++) lines_of_nibbles(10 * line + 1, 10 * line + 6, block + 48 + 32 * line);
+      for (int sub = 0; sub < 8; sub++) {
+        uint32_t fifths = 0;
+        for (int q = 0; q < 8; q++) fifths |= (word_at(block + 16 + 4 * q) >> sub & 0x01010101) << q;
+        put(5 * sub, fifths);
+      }
+      return;
+    case Format::q6_k:  // halves of 128 codes: 64 bytes, all their low nibbles before the high ones, and 32 of high pairs
+      for (int half = 0; half < 2; half++) {
+        const uint8_t *low = block + 64 * half, *pairs = block + 128 + 32 * half;
+        for (int line = 0; line < 2; line++)
+          lines_of_nibbles(24 * half + 6 * line + 2, 24 * half + 6 * line + 14, low + 32 * line);
+        for (int part = 0; part < 4; part++)
+          for (int line = 0; line < 2; line++) {
+            uint32_t high = 0;
+            for (int q = 0; q < 4; q++) high |= (word_at(pairs + 16 * line + 4 * q) >> 2 * part & 0x03030303) << 2 * q;
+            put(24 * half + 6 * part + line, high);
+          }
+      }
+      return;
+    default:  // floats, word by word
+      for (int i = 0; i < block_bytes(format) / 4; i++) put(i, word_at(block + 4 * i));
   }
 }
 
 void place_block(Format format, const uint8_t* block, int r, uint8_t* tile) {
-  const Layout form = layout(format);
-  if (format == Format::bf16) {
-    for (int i = 0; i < BLOCK; i++) memcpy(tile + (i / 2 * ROWS + r) * 4 + i % 2 * 2, block + 2 * i, 2);
-    return;
-  }
-  if (format == Format::f32) {
-    for (int i = 0; i < BLOCK; i++) memcpy(tile + (i * ROWS + r) * 4, block + 4 * i, 4);
-    return;
-  }
-  uint8_t codes[256];
-  expand(format, block, codes);
-  place_scales(format, block, r, tile);
-  for (int sub = 0; sub < form.blocks(); sub++)
-    place_codes(form.bits, codes + sub * BLOCK, r, tile + form.header + sub * form.codes);
+  if (layout(format).integer()) place_scales(format, block, r, tile);
+  place_codes(format, block, r, tile + layout(format).header);
 }
 
 // Runs work(begin, end) over [0, count) on some threads of its own: at load time nothing else runs.
@@ -183,8 +165,8 @@ EXPORT void jaxllm_repack(int format, const uint8_t* blocks, int rows, int colum
   in_parallel((rows + ROWS - 1) / ROWS, threads, [&](int begin, int end) {
     for (int g = begin; g < end; g++) {
       uint8_t* tile = tiles + int64_t(g) * columns * form.bytes();
-      memset(tile, 0, size_t(columns) * form.bytes());
       const int count = std::min(ROWS, rows - g * ROWS);
+      if (count < ROWS) memset(tile, 0, size_t(columns) * form.bytes());
       for (int c = 0; c < columns; c++, tile += form.bytes())
         for (int r = 0; r < count; r++)
           place_block(Format(format), blocks + (int64_t(g * ROWS + r) * columns + c) * size, r, tile);
