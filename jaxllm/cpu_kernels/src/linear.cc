@@ -6,21 +6,25 @@ namespace {
 
 using Result = ffi::Result<ffi::AnyBuffer>;
 
-// A panel's columns into their place in a [rows, columns] result; `residual`, of the same shape, is added.
-template <class Width>
-void write_columns(const float* panel, int count, Width width, int columns, const float* residual, float* out) {
-  for (int m = 0; m < count; m++, panel += PANEL_COLUMNS, out += columns) {
-    if (!residual) memcpy(out, panel, size_t(width) * 4);
-    for (int c = 0; residual && c < width; c++) out[c] = residual[int64_t(m) * columns + c] + panel[c];
-  }
+// Sums of a row's columns; nearly always there are PANEL_COLUMNS of them, which the compiler then takes together.
+inline void add_columns(const float* a, const float* b, int width, float* out) {
+  if (width == PANEL_COLUMNS)
+    for (int c = 0; c < PANEL_COLUMNS; c++) out[c] = a[c] + b[c];
+  else
+    for (int c = 0; c < width; c++) out[c] = a[c] + b[c];
 }
 
+// A panel's columns into their place in a [rows, columns] result; `residual`, of the same shape, is added.
 void write_panel(const float* panel, int row, int count, int column, int groups, int columns, const float* residual, float* out) {
-  const int64_t at = int64_t(row) * columns + column;
   const int width = std::min(groups * ROWS, columns - column);
-  if (residual) residual += at;
-  if (width == PANEL_COLUMNS) write_columns(panel, count, std::integral_constant<int, PANEL_COLUMNS>(), columns, residual, out + at);
-  else write_columns(panel, count, width, columns, residual, out + at);
+  for (int m = 0; m < count; m++, panel += PANEL_COLUMNS) {
+    const int64_t at = int64_t(row + m) * columns + column;
+    float sums[PANEL_COLUMNS];
+    if (residual) add_columns(residual + at, panel, width, sums);
+    const float* from = residual ? sums : panel;
+    if (width == PANEL_COLUMNS) memcpy(out + at, from, sizeof sums);
+    else memcpy(out + at, from, size_t(width) * 4);
+  }
 }
 
 // x, tiles..., [norm weight], [residual] -> one result a matrix.
@@ -101,11 +105,10 @@ bool better(const Best& a, const Best& b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
-// Seldom so, after the first: that is seen without looking at each. A NaN is above all.
-template <class Count>
-bool any_above(const float* values, Count count, float limit) {
-  bool found = false;
-  for (int c = 0; c < count; c++) found |= !(values[c] <= limit);
+// Whether any of PANEL_COLUMNS numbers is above a limit, as a NaN is above all.
+inline bool any_above(const float* values, float limit) {
+  int found = 0;
+  for (int c = 0; c < PANEL_COLUMNS; c++) found |= !(values[c] <= limit);
   return found;
 }
 
@@ -133,7 +136,8 @@ ffi::Error argmax(int64_t format, int64_t rows, bool norm, float epsilon, float 
       for (int m = 0; m < count; m++) {
         const float* values = panel + m * PANEL_COLUMNS;
         Best& top = best[unit * step + m];
-        const bool better_ones = top.index < 0 || (columns == PANEL_COLUMNS ? any_above(values, std::integral_constant<int, PANEL_COLUMNS>(), top.value) : any_above(values, columns, top.value));
+        // seldom, after the first: that is seen without looking at each
+        const bool better_ones = top.index < 0 || columns < PANEL_COLUMNS || any_above(values, top.value);
         for (int c = 0; better_ones && c < columns; c++)
           if (const Best candidate{values[c], group * ROWS + c}; better(candidate, top)) top = candidate;
       }
