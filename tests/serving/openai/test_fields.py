@@ -339,7 +339,9 @@ def test_timings(client: TestClient, engine: FakeEngine, path: str) -> None:
     timings = body["timings"]
     assert timings.keys() == TIMINGS
     assert timings["predicted_n"] == 5 and timings["cache_n"] + timings["prompt_n"] == body["usage"]["prompt_tokens"]
-    assert 4 * 30 <= timings["predicted_ms"] <= elapsed and 0 <= timings["prompt_ms"] <= elapsed
+    # the first token may be noticed late, and the others then take less: together they take what they must
+    assert 0 < timings["predicted_ms"] and 0 <= timings["prompt_ms"]
+    assert 5 * 30 <= timings["prompt_ms"] + timings["predicted_ms"] <= elapsed
     assert timings["predicted_per_second"] == pytest.approx(1000 * 4 / timings["predicted_ms"])
     chunks = events(client, path, max_tokens=5, timings_per_token=True)
     counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
