@@ -38,14 +38,11 @@ struct Task {
   int pieces;  // how many tasks in a row, from this one on, are parts of one result; 0 in all but the first
 };
 
-// The first key that a position sees.
-int lowest_key(int position, const Attention& a) { return a.window ? std::max(0, position - a.window + 1) : 0; }
-
 // KV heads that one unit of a decode row takes, as their keys lie beside each other: as many as leave work for all threads.
 int heads_together(const std::vector<Run>& runs, const Attention& a) {
   int64_t ranges = 0;
   for (const Run& run : runs)
-    if (run.count == 1) ranges += run.position / SPLIT - lowest_key(run.position, a) / SPLIT + 1;
+    if (run.count == 1) ranges += run.position / SPLIT - a.lowest_key(run.position) / SPLIT + 1;
   const int64_t parts = (UNITS_A_THREAD * threads() + ranges - 1) / std::max<int64_t>(1, ranges), most = MAX_VECTORS * a.kv_heads / a.heads;
   return std::max<int64_t>(1, std::min<int64_t>(most, a.kv_heads / parts));
 }
@@ -61,7 +58,7 @@ std::vector<Task> tasks_of(const std::vector<Run>& runs, const Attention& a) {
       for (int first = 0; first < vectors; first += MAX_VECTORS) {
         const int count = std::min(MAX_VECTORS, vectors - first);
         const int before = decode ? 0 : first / group, last = decode ? 0 : (first + count - 1) / group;  // tokens of the run
-        const int lowest = lowest_key(run.position + before, a), end = run.position + last + 1;
+        const int lowest = a.lowest_key(run.position + before), end = run.position + last + 1;
         const int begin = decode ? lowest / SPLIT * SPLIT : lowest, step = decode ? SPLIT : end - begin;
         const int pieces = (end - begin + step - 1) / step;
         for (int p = 0; p < pieces; p++) {

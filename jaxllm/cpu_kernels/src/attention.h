@@ -85,7 +85,7 @@ static void describe(const Attention& a, const AttentionUnit& u, int width, Room
     v.highest[r] = -1;
     if (r >= u.count) continue;
     const int head = u.head(r, group), token = u.token_of(r, group), position = u.position + token - u.token;
-    const int lowest = a.window ? larger(0, position - a.window + 1) : 0;
+    const int lowest = a.lowest_key(position);
     v.lowest[r] = float(lowest), v.highest[r] = float(position);
     v.low = smaller(v.low, lowest), v.low_by_all = larger(v.low_by_all, lowest);
     v.high = larger(v.high, position), v.high_by_all = smaller(v.high_by_all, position);

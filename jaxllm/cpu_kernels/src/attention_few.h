@@ -159,7 +159,7 @@ static float soften_few(const Attention& a, float* scores, int key, int count, i
 
 // Where a unit of one token begins to read.
 static int first_key(const Attention& a, const AttentionUnit& u) {
-  return larger(u.key_begin, a.window ? larger(0, u.position - a.window + 1) / KEY_BLOCK * KEY_BLOCK : 0);
+  return larger(u.key_begin, a.lowest_key(u.position) / KEY_BLOCK * KEY_BLOCK);
 }
 
 // `queries` [count][dim] and `sums` [count][value_dim], zero at first; one softmax a vector.

@@ -60,6 +60,9 @@ struct Attention {
   float scale, softcap;  // softcap 0: none
   int window;            // 0: none
   const float* sinks;    // [heads], or null
+
+  // The first key that a position sees.
+  MEMBER int lowest_key(int position) const { return window && position >= window ? position - window + 1 : 0; }
 };
 
 constexpr int MAX_VECTORS = 64;  // query vectors that attend to the same keys together
