@@ -134,8 +134,7 @@ static void soften(const Attention& a, State& s, int key, int count, int padded,
 // Floats of 16-bit rows, into `out` [count][size].
 static void widen_rows(const float** rows, int count, int size, float* out) {
   for (int j = 0; j < (count + 3) / 4 * 4; j++, out += size) {
-    const uint16_t* bits = (const uint16_t*)rows[j];
-    for (int i = 0; i < size; i++) out[i] = float_of_bf16(bits[i]);
+    widen_bf16((const uint16_t*)rows[j], size, out);
     rows[j] = out;
   }
 }

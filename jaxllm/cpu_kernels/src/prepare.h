@@ -38,8 +38,7 @@ static void normalise(const float* x, const Row& row, float* out) {
 static void prepare(const Row& row, const Activations& a, int m, float* scratch) {
   const float* x = (const float*)row.x;
   if (row.is_bf16) {
-    const uint16_t* bits = (const uint16_t*)row.x;
-    for (int i = 0; i < row.size; i++) scratch[i] = float_of_bf16(bits[i]);
+    widen_bf16((const uint16_t*)row.x, row.size, scratch);
     x = scratch;
   }
   if (row.norm) normalise(x, row, scratch), x = scratch;

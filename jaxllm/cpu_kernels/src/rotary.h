@@ -10,10 +10,7 @@ static void turn(const HeadInput& h, const void* x, int token, const float* norm
   const Row row{x, h.is_bf16, h.dim, norm, h.epsilon, h.weight_offset};
   const float* channels = (const float*)x;
   if (h.is_bf16) {
-    const uint16_t* bits = (const uint16_t*)x;
-    int i = 0;
-    for (; i + LANES <= h.dim; i += LANES) store(out + i, load_bf16(bits + i));
-    for (; i < h.dim; i++) out[i] = float_of_bf16(bits[i]);
+    widen_bf16((const uint16_t*)x, h.dim, out);
     channels = out;
   }
   if (norm) normalise(channels, row, out);

@@ -23,6 +23,29 @@ constexpr int HALVES = 16 / LANES;  // vectors to a group of 16 rows
 template <class T> INLINE constexpr T smaller(T a, T b) { return a < b ? a : b; }
 template <class T> INLINE constexpr T larger(T a, T b) { return a > b ? a : b; }
 
+#if defined(KERNELS_AVX512) || defined(KERNELS_AVX2) || defined(KERNELS_NEON)
+
+INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
+  x = maximum(broadcast(-87.3f), minimum(broadcast(88.7f), x));  // in this order NaN stays
+  const Floats n = rounded(x * broadcast(1.44269504f));
+  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
+  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  return times_power_of_two(fma(p, r * r, r + broadcast(1.0f)), n);
+}
+
+#endif
+
+// `count` floats of the bits of bf16.
+static inline void widen_bf16(const uint16_t* bits, int count, float* out) {
+  int i = 0;
+  for (; i + LANES <= count; i += LANES) store(out + i, load_bf16(bits + i));
+  for (; i < count; i++) out[i] = float_of_bf16(bits[i]);
+}
+
 #if !defined(KERNELS_AVX512)
 
 // The greatest |x| of 32; not finite where one of them is not.

@@ -23,6 +23,7 @@ INLINE Floats broadcast(float x) { return _mm256_set1_ps(x); }
 INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
 INLINE void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }  // b where one is NaN, here and in maximum
 INLINE Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 INLINE Floats load_halves(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
@@ -48,21 +49,11 @@ INLINE Floats sums_of(const Floats (&v)[8]) {
   const Floats b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
   return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
-INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
-  x = _mm256_max_ps(_mm256_set1_ps(-87.3f), _mm256_min_ps(_mm256_set1_ps(88.7f), x));  // in this order NaN stays
-  const Floats n = _mm256_round_ps(x * broadcast(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
-  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  p = fma(p, r * r, r + broadcast(1.0f));
-  // 2^n in two steps: 2^128 is no float, but exp(88.7) is
-  const Ints whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
-  const Ints rest = _mm256_sub_epi32(whole, half);
-  p = p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
-  return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+INLINE Floats rounded(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE Floats power_of_two(__m256i n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
+INLINE Floats times_power_of_two(Floats x, Floats n) {  // in two steps: 2^128 is no float, but exp(88.7) is
+  const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+  return x * power_of_two(half) * power_of_two(_mm256_sub_epi32(whole, half));
 }
 
 INLINE Ints ints(int32_t x) { return _mm256_set1_epi32(x); }

@@ -23,6 +23,7 @@ INLINE Floats broadcast(float x) { return _mm512_set1_ps(x); }
 INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
 INLINE void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 INLINE Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }  // b where one is NaN, here and in maximum
 INLINE Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
@@ -50,17 +51,8 @@ INLINE Floats sums_of(const Floats (&v)[16]) {
   const Floats d = _mm512_shuffle_f32x4(b[2], b[3], 0x88) + _mm512_shuffle_f32x4(b[2], b[3], 0xdd);
   return _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
 }
-INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
-  x = _mm512_max_ps(_mm512_set1_ps(-87.3f), _mm512_min_ps(_mm512_set1_ps(88.7f), x));  // in this order NaN stays
-  const Floats n = _mm512_roundscale_ps(x * broadcast(1.44269504f), 0);
-  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
-  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  return _mm512_scalef_ps(fma(p, r * r, r + broadcast(1.0f)), n);
-}
+INLINE Floats rounded(Floats x) { return _mm512_roundscale_ps(x, 0); }
+INLINE Floats times_power_of_two(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }
 
 INLINE Ints ints(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }

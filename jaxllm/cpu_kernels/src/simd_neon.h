@@ -28,6 +28,7 @@ INLINE Floats broadcast(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
 INLINE Floats load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
 INLINE void store(float* p, Floats v) { vst1q_f32(p, v.low), vst1q_f32(p + 4, v.high); }
 INLINE Floats fma(Floats a, Floats b, Floats c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
+INLINE Floats minimum(Floats a, Floats b) { return {vminq_f32(a.low, b.low), vminq_f32(a.high, b.high)}; }
 INLINE Floats maximum(Floats a, Floats b) { return {vmaxq_f32(a.low, b.low), vmaxq_f32(a.high, b.high)}; }
 INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) {
   return {vbslq_f32(vcgtq_f32(a.low, b.low), x.low, y.low), vbslq_f32(vcgtq_f32(a.high, b.high), x.high, y.high)};
@@ -62,21 +63,11 @@ INLINE Floats sums_of(const Floats (&v)[8]) {
   return {vpaddq_f32(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3])), vpaddq_f32(vpaddq_f32(s[4], s[5]), vpaddq_f32(s[6], s[7]))};
 }
 INLINE float32x4_t power_of_two(int32x4_t n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23)); }
-INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
-  x = {vminq_f32(vdupq_n_f32(88.7f), x.low), vminq_f32(vdupq_n_f32(88.7f), x.high)};
-  x = maximum(broadcast(-87.3f), x);  // NaN stays
-  const Floats turns = x * broadcast(1.44269504f), n{vrndnq_f32(turns.low), vrndnq_f32(turns.high)};
-  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), x));
-  Floats p = fma(broadcast(1.9875691500e-4f), r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  p = fma(p, r * r, r + broadcast(1.0f));
-  // 2^n in two steps: 2^128 is no float, but exp(88.7) is
+INLINE Floats rounded(Floats x) { return {vrndnq_f32(x.low), vrndnq_f32(x.high)}; }
+INLINE Floats times_power_of_two(Floats x, Floats n) {  // in two steps: 2^128 is no float, but exp(88.7) is
   const Ints whole{vcvtq_s32_f32(n.low), vcvtq_s32_f32(n.high)}, half{vshrq_n_s32(whole.low, 1), vshrq_n_s32(whole.high, 1)};
-  p = p * Floats{power_of_two(half.low), power_of_two(half.high)};
-  return p * Floats{power_of_two(vsubq_s32(whole.low, half.low)), power_of_two(vsubq_s32(whole.high, half.high))};
+  x = x * Floats{power_of_two(half.low), power_of_two(half.high)};
+  return x * Floats{power_of_two(vsubq_s32(whole.low, half.low)), power_of_two(vsubq_s32(whole.high, half.high))};
 }
 
 INLINE Ints ints(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
