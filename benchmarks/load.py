@@ -80,6 +80,7 @@ def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, 
     from jaxllm.sharding.mesh import build_mesh
     from jaxllm.weights import open_checkpoint
     from jaxllm.weights.loader import load_parameters
+    from jaxllm.weights.read_ahead import reading_ahead
     from jaxllm.weights.source import resolve_model
 
     cpu_kernels.available()
@@ -101,13 +102,14 @@ def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, 
     del held
     prepare(files)
     begin = clock()
-    checkpoint = open_checkpoint(path, config.load_format)
-    opened = clock()
-    blueprint = make_blueprint(config, checkpoint, platform)
-    planned = clock()
-    spec = blueprint.spec
-    weights = load_parameters(checkpoint, blueprint.params, spec.names, mesh, ignored=spec.ignored)
-    jax.block_until_ready(weights)
+    with reading_ahead(path):
+        checkpoint = open_checkpoint(path, config.load_format)
+        opened = clock()
+        blueprint = make_blueprint(config, checkpoint, platform)
+        planned = clock()
+        spec = blueprint.spec
+        weights = load_parameters(checkpoint, blueprint.params, spec.names, mesh, ignored=spec.ignored)
+        jax.block_until_ready(weights)
     end = clock()
     values = (through_a_buffer, into_memory, opened - begin, planned - opened, end - planned, end - begin)
     return dict(zip(FIGURES, values, strict=True))

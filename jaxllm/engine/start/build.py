@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +35,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
+from jaxllm.weights.read_ahead import reading_ahead
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,11 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     clock.lap("resolve")
     if config.compile_cache_dir is not None:
         compat.enable_compile_cache(config.compile_cache_dir)
+    with nullcontext() if config.load_format == "dummy" else reading_ahead(path):
+        return _build(config, path, clock)
+
+
+def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, EngineInfo]:
     checkpoint = open_checkpoint(path, config.load_format)
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
