@@ -53,7 +53,7 @@ def parse_sizes(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
-Sizes = Annotated[frozenset[Annotated[int, Field(ge=2)]], BeforeValidator(parse_sizes)]
+Sizes = Annotated[frozenset[Annotated[int, Field(ge=1)]], BeforeValidator(parse_sizes)]
 
 
 def parse_pairs(value: Any) -> Any:

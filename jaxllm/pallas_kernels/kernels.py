@@ -87,6 +87,7 @@ class Kernels:
         page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.
         turns_heads: attention takes the heads' norms and angles, and applies them itself.
+        smallest_rows: that a decode is padded to; one row alone would leave XLA's fast matrix products.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Kernels:
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     tiles: bool = False
     turns_heads: bool = False
+    smallest_rows: int = 2
 
 
 def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
@@ -140,6 +142,7 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
     segments=cpu.segments, gated=cpu.gated, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
+    smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""
 

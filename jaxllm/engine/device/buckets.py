@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from jaxllm.errors import ConfigError
 
-SMALLEST_ROWS = 2
-"""One row would leave XLA:CPU's fast matrix product."""
 SMALLEST_PREFILL = 16
 
 
@@ -26,16 +24,22 @@ class Buckets:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         *,
+        smallest_rows: int = 1,
         decode: Collection[int] | None = None,
         prefill: Collection[int] | None = None,
     ) -> Buckets:
         """The sizes asked for up to each limit, by default powers of two, and the limit itself.
 
+        Args:
+            smallest_rows: of a decode.
+
         Raises:
-            ConfigError: a size is beyond its limit.
+            ConfigError: a size is beyond its limits.
         """
-        rows, tokens = max(max_num_seqs, SMALLEST_ROWS), max_num_batched_tokens
-        by_rows = _sizes("decode_buckets", decode, SMALLEST_ROWS, rows, "max_num_seqs")
+        rows, tokens = max(max_num_seqs, smallest_rows), max_num_batched_tokens
+        if decode and min(decode) < smallest_rows:
+            raise ConfigError(f"decode_buckets holds {min(decode)}: at least {smallest_rows} on this platform")
+        by_rows = _sizes("decode_buckets", decode, smallest_rows, rows, "max_num_seqs")
         first = min(SMALLEST_PREFILL, tokens)
         by_tokens = _sizes("prefill_buckets", prefill, first, tokens, "max_num_batched_tokens")
         return cls(by_rows, by_tokens, by_rows)

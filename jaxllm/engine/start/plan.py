@@ -213,7 +213,13 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     model, params = abstract_model(spec, options, kinds)
 
     batched = config.max_num_batched_tokens or (512 if on_cpu else 2048)
-    buckets = Buckets.build(max_num_seqs, batched, decode=config.decode_buckets, prefill=config.prefill_buckets)
+    buckets = Buckets.build(
+        max_num_seqs,
+        batched,
+        smallest_rows=kernels.smallest_rows,
+        decode=config.decode_buckets,
+        prefill=config.prefill_buckets,
+    )
     decode_steps = config.decode_steps or (NATIVE_DECODE_STEPS if kernels.tiles else 1)
     notes = kinds.notes
     if wanted > model_config.max_position_embeddings:

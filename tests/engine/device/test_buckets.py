@@ -10,9 +10,9 @@ from jaxllm.engine.device.buckets import Buckets, powers_of_two, smallest_coveri
 from jaxllm.errors import ConfigError
 
 
-@given(seqs=st.integers(1, 4096), tokens=st.integers(16, 10_000), data=st.data())
-def test_everything_up_to_the_limits_is_covered(seqs, tokens, data):
-    buckets = Buckets.build(seqs, tokens)
+@given(seqs=st.integers(1, 4096), tokens=st.integers(16, 10_000), smallest=st.integers(1, 2), data=st.data())
+def test_everything_up_to_the_limits_is_covered(seqs, tokens, smallest, data):
+    buckets = Buckets.build(seqs, tokens, smallest_rows=smallest)
     for sizes, limit in ((buckets.decode, seqs), (buckets.head, seqs), (buckets.prefill, tokens)):
         assert list(sizes) == sorted(set(sizes))
         assert sizes[-1] == max(limit, sizes[0])
@@ -23,9 +23,12 @@ def test_everything_up_to_the_limits_is_covered(seqs, tokens, data):
         assert not any(needed <= other < size for other in sizes)
 
 
-def test_no_step_has_a_single_row():
-    buckets = Buckets.build(1, 16)
+def test_no_step_has_fewer_rows_than_the_smallest():
+    buckets = Buckets.build(1, 16, smallest_rows=2)
     assert (buckets.decode, buckets.head, buckets.prefill) == ((2,), (2,), (16,))
+    with pytest.raises(ConfigError, match="decode_buckets holds 1: at least 2 on this platform"):
+        Buckets.build(8, 64, smallest_rows=2, decode=[1, 4])
+    assert Buckets.build(8, 64, smallest_rows=1, decode=[1, 4]).decode == (1, 4, 8)
 
 
 def test_sizes_may_be_chosen_up_to_the_limits():
