@@ -5,12 +5,14 @@ that the machine has is chosen at run time. Where there is no compiler, `availab
 the caller runs plain XLA.
 
 Weights lie in *tiles* of 16 output rows by one block of inputs, `uint8 [ceil(o / 16), i / block, tile_bytes]`; see
-`src/formats.h`. Formats: q4_0, q4_1, q5_0, q5_1, q8_0 (32 inputs a block), q4_k, q5_k, q6_k (256), bf16, f32 (32).
+`src/formats.h`. Formats: q4_0, q4_1, q5_0, q5_1, q8_0 (32 inputs a block), q4_k, q5_k, q6_k (256), bf16, f32 (32);
+u4, four bits about a zero of the block's own; i8 and e4m3, whose float32 scales lie beside the tiles (32).
 
 On the host, with NumPy:
 
     repack(type, blocks) -> tiles        GGUF bytes uint8 [*stack, o, i / block, bytes], or floats [*stack, o, i]
-    unpack(format, tiles, rows) -> float32 [rows, i]
+    unpack(format, tiles, rows, scales=None) -> float32 [rows, i]
+    lanes(scales [*stack, o, runs]) -> scales as Tiles has them, [*stack, ceil(o / 16), runs, 16]
 
 While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `products.py`):
 
@@ -40,12 +42,13 @@ from jaxllm.cpu_kernels.products import (
     linear,
     linears,
 )
-from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, repack, tile_bytes, tile_inputs, unpack
+from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, SCALED, lanes, repack, tile_bytes, tile_inputs, unpack
 
 __all__ = [
     "ACTIVATIONS",
     "FORMATS",
     "GROUP",
+    "SCALED",
     "HeadNorms",
     "Norm",
     "Rotary",
@@ -58,6 +61,7 @@ __all__ = [
     "gate_up",
     "grouped_matmul",
     "isa",
+    "lanes",
     "linear",
     "linears",
     "physical_cores",

@@ -24,6 +24,12 @@ class Tiles(NamedTuple):
     tiles: UInt8[Array, "groups blocks bytes"]
     format: str
     rows: int
+    scales: Float[Array, "groups runs 16"] | None = None
+    """Of formats whose tiles have none."""
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        return (self.tiles,) if self.scales is None else (self.tiles, self.scales)
 
 
 class Norm(NamedTuple):
@@ -67,7 +73,7 @@ def linears(
     return tuple(
         call("jaxllm_linear", shapes)(
             x,
-            *(w.tiles for w in weights),
+            *(operand for w in weights for operand in w.operands),
             *_norm_arguments(norm),
             *more,
             formats=np.array([number(w.format) for w in weights], np.int64),
@@ -87,8 +93,8 @@ def gate_up(
         )
     return call("jaxllm_gate_up", ShapeDtypeStruct((*x.shape[:-1], gate.rows), jnp.float32))(
         x,
-        gate.tiles,
-        up.tiles,
+        *gate.operands,
+        *up.operands,
         *_norm_arguments(norm),
         formats=np.array([number(gate.format), number(up.format)], np.int64),
         activation=np.int64(ACTIVATIONS.index(activation)),
@@ -102,7 +108,7 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Tiles, group_sizes: Int[Arra
     `weights.tiles` is `[X, groups, blocks, bytes]`. Rows past the last group's come out zero.
     """
     return call("jaxllm_grouped", ShapeDtypeStruct((len(x), weights.rows), jnp.float32))(
-        x, weights.tiles, group_sizes.astype(jnp.int32), format=np.int64(number(weights.format))
+        x, group_sizes.astype(jnp.int32), *weights.operands, format=np.int64(number(weights.format))
     )
 
 
@@ -110,7 +116,7 @@ def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: Norm | None = None) -
     """The index of each row's greatest product, int32, without the products ever lying in memory; as `jnp.argmax`."""
     return call("jaxllm_argmax", ShapeDtypeStruct(x.shape[:-1], jnp.int32))(
         x,
-        head.tiles,
+        *head.operands,
         *_norm_arguments(norm),
         format=np.int64(number(head.format)),
         rows=np.int64(head.rows),
@@ -121,7 +127,7 @@ def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: Norm | None = None) -
 def embed(ids: Int[Array, "..."], table: Tiles, inputs: int) -> Float[Array, "... i"]:
     """Rows of a matrix by their numbers, float32 `[..., inputs]`. A number outside takes the nearest row there is."""
     return call("jaxllm_rows", ShapeDtypeStruct((*ids.shape, inputs), jnp.float32))(
-        ids.astype(jnp.int32), table.tiles, format=np.int64(number(table.format)), rows=np.int64(table.rows)
+        ids.astype(jnp.int32), *table.operands, format=np.int64(number(table.format)), rows=np.int64(table.rows)
     )
 
 

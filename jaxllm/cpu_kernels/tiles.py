@@ -33,10 +33,16 @@ class Format(IntEnum):
     Q6_K = 7
     BF16 = 8
     F32 = 9
+    U4 = 10
+    I8 = 11
+    E4M3 = 12
 
 
 FORMATS = tuple(format.name.lower() for format in Format)
 """The formats' names, which are also what `repack` takes them from."""
+
+SCALED = ("i8", "e4m3")
+"""Whose scales lie beside the tiles: float32 `[*stack, groups, runs, 16]`, one for each row and run of inputs."""
 
 FLOATS: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
 
@@ -70,7 +76,8 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
     Args:
         type: the checkpoint's type, in any case; one of `FORMATS`. Tiles are of the format of that name.
         blocks: uint8 `[*stack, o, i / block, block_bytes]` as a GGUF file has them; of `bf16` and `f32`, the matrices
-            `[*stack, o, i]` themselves in that type (inputs are padded to 32).
+            `[*stack, o, i]` themselves in that type (inputs are padded to 32). Blocks of `u4` are a float16 `d`, the
+            code of zero and 32 codes of four bits in GGUF's order; of `i8` and `e4m3` 32 codes.
 
     Raises:
         ValueError: no such type, or blocks of another size.
@@ -94,10 +101,20 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
     return tiles
 
 
-def unpack(format: str, tiles: np.ndarray, rows: int, inputs: int | None = None) -> Float32[np.ndarray, "o i"]:
+def lanes(scales: Float32[np.ndarray, "*stack o runs"]) -> Float32[np.ndarray, "*stack groups runs 16"]:
+    """Scales of rows as they lie beside tiles; rows that are not there have none."""
+    *stack, rows, runs = scales.shape
+    padded = np.zeros((*stack, -(-rows // GROUP), GROUP, runs), np.float32)
+    padded.reshape(*stack, -1, runs)[..., :rows, :] = scales
+    return np.ascontiguousarray(padded.swapaxes(-1, -2))
+
+
+def unpack(
+    format: str, tiles: np.ndarray, rows: int, inputs: int | None = None, scales: np.ndarray | None = None
+) -> Float32[np.ndarray, "o i"]:
     """The weights `[rows, inputs]` that tiles stand for, bit for bit as the gguf package decodes them.
 
-    Without `inputs`, all that the tiles hold.
+    Without `inputs`, all that the tiles hold. Formats that are SCALED take their `scales`.
 
     Raises:
         ValueError: no such format, or the tiles do not hold as many rows or inputs.
@@ -107,9 +124,15 @@ def unpack(format: str, tiles: np.ndarray, rows: int, inputs: int | None = None)
     inputs = held if inputs is None else inputs
     if tiles.shape[2] != tile_bytes(format) or rows > len(tiles) * GROUP or inputs > held:
         raise ValueError(f"{format} tiles of shape {list(tiles.shape)} do not hold [{rows}, {inputs}] weights")
+    runs = 0 if scales is None else scales.shape[1]
+    if (format.lower() in SCALED) != (scales is not None) or (
+        scales is not None and scales.shape != (len(tiles), runs, GROUP)
+    ):
+        raise ValueError(f"{format} tiles with {'no scales' if scales is None else f'scales {list(scales.shape)}'}")
     tiles = np.ascontiguousarray(tiles)
     out = np.empty((rows, inputs), np.float32)
-    library().jaxllm_unpack(kind, _address(tiles), rows, columns, inputs, _address(out), physical_cores())
+    beside = None if scales is None else _address(scales := np.ascontiguousarray(scales, np.float32))
+    library().jaxllm_unpack(kind, _address(tiles), beside, runs, rows, columns, inputs, _address(out), physical_cores())
     return out
 
 

@@ -35,7 +35,10 @@ def linear(
     """`weight.matmul(norm(x)) + residual` in one pass where the weight lies in tiles."""
     matrices = weight.matrices
     if matrices is None:
-        return products.linear(x, weight, norm, residual, dtype)
+        if len(x) > 1:
+            return products.linear(x, weight, norm, residual, dtype)
+        x = jnp.repeat(x, 2, axis=0)  # one row is no product of matrices to XLA
+        return products.linear(x, weight, norm, residual, dtype)[:1]
     x, native = _before(x, norm)
     if len(matrices) == 1:
         return cpu_kernels.linears(x, matrices, norm=native, residual=residual)[0].astype(dtype)

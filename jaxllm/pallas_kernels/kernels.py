@@ -87,7 +87,7 @@ class Kernels:
         page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.
         turns_heads: attention takes the heads' norms and angles, and applies them itself.
-        smallest_rows: that a decode is padded to; one row alone would leave XLA's fast matrix products.
+        smallest_rows: that a decode is padded to; one alone would leave XLA's fast matrix products.
     """
 
     name: str

@@ -11,7 +11,7 @@ from jaxllm.quantization.coded import FP8, UINT8, Coding
 from jaxllm.quantization.coded_blocks import BLOCK, block_type
 from jaxllm.quantization.fp8_blocks import Fp8BlocksKind
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.groups import GroupsKind
+from jaxllm.quantization.groups import FLOAT16, GroupsKind
 from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.per_channel import INT8, PerChannelKind
 from jaxllm.quantization.weight import Kind
@@ -36,7 +36,8 @@ def coded_kind(
     elif coding.codes == FP8:
         kind = Fp8BlocksKind(dtype, math.gcd(coding.block[0], *rows), group)
     elif blocks and here % BLOCK == 0 and (type_ := block_type(coding)):
-        kind = GgufKind(type_, dtype)
+        has_zeros = not (coding.symmetric or coding.levels) and coding.scale == FLOAT16
+        kind = GroupsKind(dtype, block=BLOCK) if has_zeros and coding.bits == 4 else GgufKind(type_, dtype)
     elif int8:
         kind = PerChannelKind(INT8, dtype, coding.activations)
     else:

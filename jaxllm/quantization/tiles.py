@@ -13,8 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels import GROUP
+from jaxllm.errors import CheckpointError
+from jaxllm.quantization.fp8_blocks import Fp8Blocks, Fp8BlocksKind
 from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.groups import FLOAT16, Groups, GroupsKind
 from jaxllm.quantization.ordered import OrderedKind
+from jaxllm.quantization.per_channel import INT8, PerChannel, PerChannelKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import DenseKind, Kind, Weight
 from jaxllm.sharding.layout import Layout
@@ -22,6 +26,9 @@ from jaxllm.sharding.mesh import Axes
 
 FLOATS = {np.dtype(jnp.bfloat16): "bf16"}
 """Dense weights that lie in tiles. Products of float32 are left to XLA: whoever asks for it wants nothing rounded."""
+
+CODES = 32
+"""Of a block, where those are of a checkpoint's codes."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,11 +40,13 @@ class Tiled(Weight):
 
     Attributes:
         tiles: uint8 `[*stack, o / 16, i / block, bytes]`.
+        scales: float32 `[*stack, o / 16, runs, 16]` of formats whose tiles have none; a run is of inputs.
         format: one of `cpu_kernels.FORMATS`.
         dtype: of the numbers that `dequantize` gives.
     """
 
     tiles: Any
+    scales: Any
     format: str = field(metadata={"static": True})
     dtype: np.dtype = field(metadata={"static": True})
 
@@ -55,18 +64,19 @@ class Tiled(Weight):
 
     def dequantize(self) -> Float[Array, "*stack o i"]:
         *stack, rows, inputs = self.shape
-        parts = [
-            Tiled(self.tiles[index], self.format, self.dtype).rows(jnp.arange(rows))
-            for index in np.ndindex(tuple(stack))
-        ]
+        matrices = (jax.tree.map(lambda array, at=index: array[at], self) for index in np.ndindex(tuple(stack)))
+        parts = [matrix.rows(jnp.arange(rows)) for matrix in matrices]
         return jnp.stack(parts).reshape(*stack, rows, inputs).astype(self.dtype)
 
     def axes(self, axes: Axes) -> list[Axes]:
-        return [(*axes, None)]
+        if self.scales is None:
+            return [(*axes, None)]
+        runs = axes[-1] if self.scales.shape[-2] > 1 else None
+        return [(*axes, None), (*axes[:-1], runs, None)]
 
     @property
     def matrices(self) -> tuple[cpu_kernels.Tiles, ...]:
-        return (cpu_kernels.Tiles(self.tiles, self.format, self.shape[-2]),)
+        return (cpu_kernels.Tiles(self.tiles, self.format, self.shape[-2], self.scales),)
 
 
 @dataclass(frozen=True)
@@ -77,36 +87,79 @@ class TiledKind:
     result for each.
     """
 
-    stored: GgufKind | DenseKind
+    stored: GgufKind | DenseKind | GroupsKind | PerChannelKind | Fp8BlocksKind
     joins: bool = False
 
     @property
     def format(self) -> str:
-        return FLOATS[self.stored.dtype] if isinstance(self.stored, DenseKind) else self.stored.type.lower()
+        found = tile_format(self.stored)
+        assert found is not None
+        return found
 
     @property
     def block(self) -> int:
-        return cpu_kernels.tile_inputs(self.format)
+        run = self.stored.block if isinstance(self.stored, Fp8BlocksKind) else 1
+        return max(run, cpu_kernels.tile_inputs(self.format))
 
     def abstract(self, shape: tuple[int, ...]) -> Tiled:
         *stack, rows, inputs = shape
-        tiles = (*stack, rows // GROUP, inputs // self.block, cpu_kernels.tile_bytes(self.format))
-        return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), self.format, self.stored.dtype)
+        groups = (*stack, rows // GROUP)
+        tiles = (*groups, inputs // cpu_kernels.tile_inputs(self.format), cpu_kernels.tile_bytes(self.format))
+        scales = None
+        if self.format in cpu_kernels.SCALED:
+            runs = inputs // self.stored.block if isinstance(self.stored, Fp8BlocksKind) else 1
+            scales = jax.ShapeDtypeStruct((*groups, runs, GROUP), jnp.float32)
+        return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), scales, self.format, self.stored.dtype)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
-        """What the other kind makes of them, moved into tiles."""
-        (array,) = jax.tree.leaves(self.stored.pack(tensors, layout))
-        return Tiled(cpu_kernels.repack(self.format, array), self.format, self.stored.dtype)
+        """What the other kind makes of them, moved into tiles.
+
+        Raises:
+            CheckpointError: a float of eight bits is a NaN, which the kernels do not know.
+        """
+        blocks, scales = _blocks(self.stored.pack(tensors, layout))
+        if self.format == "e4m3" and (blocks & 0x7F == 0x7F).any():
+            raise CheckpointError(f"{tensors[0].origin}: holds NaN")
+        tiles = cpu_kernels.repack(self.format, blocks)
+        return Tiled(tiles, None if scales is None else cpu_kernels.lanes(scales), self.format, self.stored.dtype)
+
+
+def _blocks(kept: Weight) -> tuple[np.ndarray, np.ndarray | None]:
+    """What `repack` takes, and scales `[*stack, o, runs]` of weights that have them beside their codes."""
+    if isinstance(kept, Groups):
+        zero = [] if kept.zero is None else [kept.zero[..., None]]
+        return np.concatenate([kept.scale[..., None].view(np.uint8), *zero, kept.codes], axis=-1), None
+    if isinstance(kept, PerChannel | Fp8Blocks):
+        codes = np.ascontiguousarray(kept.codes).view(np.uint8)
+        blocks = codes.reshape(*kept.shape[:-1], -1, CODES)
+        if isinstance(kept, PerChannel):
+            return blocks, kept.scale[..., None]
+        return blocks, np.repeat(kept.scale, kept.codes.shape[-2], axis=-2)
+    (array,) = jax.tree.leaves(kept)
+    return array, None
+
+
+def tile_format(kind: Kind) -> str | None:
+    """The tiles that hold what `kind` keeps, exactly; None if there are none."""
+    if isinstance(kind, DenseKind):
+        return FLOATS.get(kind.dtype)
+    if isinstance(kind, PerChannelKind):
+        return "i8" if kind.codes == INT8 else "e4m3"
+    if isinstance(kind, Fp8BlocksKind):
+        return "e4m3" if kind.block % CODES == 0 else None
+    if isinstance(kind, GroupsKind):
+        fits = (kind.bits, kind.block, kind.scale, kind.levels) == (4, CODES, FLOAT16, ())
+        return ("q4_0" if kind.symmetric else "u4") if fits else None
+    if isinstance(kind, GgufKind) and kind.type.lower() in cpu_kernels.FORMATS:
+        return kind.type.lower()
+    return None
 
 
 def tiled(kind: Kind, rows: Sequence[int], inputs: int, *, stack: bool) -> Kind:
     """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
     if isinstance(kind, OrderedKind):
         return OrderedKind(tiled(kind.kind, rows, inputs, stack=stack))
-    known = (isinstance(kind, DenseKind) and kind.dtype in FLOATS) or (
-        isinstance(kind, GgufKind) and kind.type.lower() in cpu_kernels.FORMATS and kind.dtype in FLOATS
-    )
-    if not known or any(count % GROUP for count in rows):
+    if tile_format(kind) is None or kind.dtype not in FLOATS or any(count % GROUP for count in rows):  # type: ignore[attr-defined]
         return kind
     candidate = TiledKind(kind, joins=stack)  # type: ignore[arg-type]
     return candidate if inputs % candidate.block == 0 else kind

@@ -23,14 +23,14 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 
 
 @functools.partial(jax.jit, static_argnames=("formats", "rows", "epsilon", "offset"))
-def products(x, tiles, norm=None, residual=None, *, formats, rows, epsilon=1e-6, offset=0.0):
-    weights = [Tiles(*parts) for parts in zip(tiles, formats, rows, strict=True)]
+def products(x, arrays, norm=None, residual=None, *, formats, rows, epsilon=1e-6, offset=0.0):
+    weights = [Tiles(tiles, *of, scales) for (tiles, scales), *of in zip(arrays, formats, rows, strict=True)]
     norm = None if norm is None else Norm(norm, epsilon, offset)
     return cpu_kernels.linears(x, weights, norm=norm, residual=residual)
 
 
 def product(x, weights: Tiles, **options):
-    [y] = products(x, (weights.tiles,), formats=(weights.format,), rows=(weights.rows,), **options)
+    [y] = products(x, ((weights.tiles, weights.scales),), formats=(weights.format,), rows=(weights.rows,), **options)
     return np.asarray(y)
 
 
@@ -171,15 +171,18 @@ def normalised(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float)
 @pytest.mark.parametrize(("epsilon", "offset"), [(1e-5, 0.0), (1e-2, 1.0)])
 def test_a_norm_and_several_matrices_of_different_formats(isa, rows, epsilon, offset):
     """As q, k and v of a Q4_K_M file are."""
-    parts = [random_weights(format, n, 256, n) for format, n in (("q4_k", 48), ("q4_k", 16), ("q6_k", 19), ("f32", 5))]
+    parts = [
+        random_weights(format, n, 256, n)
+        for format, n in (("q4_k", 48), ("i8", 32), ("q4_k", 16), ("e4m3", 9), ("q6_k", 19), ("f32", 5))
+    ]
     x, norm = activations(rows, 256), np.random.default_rng(0).normal(size=256).astype(np.float32)
-    tiles = tuple(part.tiles.tiles for part in parts)
+    tiles = tuple((part.tiles.tiles, part.tiles.scales) for part in parts)
     formats, sizes = tuple(part.tiles.format for part in parts), tuple(part.tiles.rows for part in parts)
     with cpu_kernels.forced(isa):
         results = products(x, tiles, norm, formats=formats, rows=sizes, epsilon=epsilon, offset=offset)
     exact = normalised(x, norm, epsilon, offset)
     for y, part in zip(results, parts, strict=True):
-        tolerance = 2e-6 if part.tiles.format == "f32" else 0.01
+        tolerance = 2e-6 if part.tiles.format in ("f32", "e4m3") else 0.01
         assert (np.abs(y - exact @ part.values.T) <= tolerance * (np.abs(exact) @ np.abs(part.values).T) + 1e-6).all()
 
 
@@ -258,13 +261,27 @@ def test_rows_by_number(format):
 def test_shapes_that_do_not_fit_are_refused():
     weights = random_weights("q4_k", 16, 512)
     with pytest.raises(Exception, match="2 blocks of 256 do not hold 256 inputs"):
-        jax.block_until_ready(jax.jit(lambda x: cpu_kernels.linear(x, *weights.tiles))(np.ones((1, 256), np.float32)))
+        jax.block_until_ready(
+            jax.jit(lambda x: cpu_kernels.linear(x, *weights.tiles[:3]))(np.ones((1, 256), np.float32))
+        )
+
+
+@pytest.mark.parametrize(
+    ("format", "scales"), [("i8", (1, 2, 16)), ("i8", (2, 1, 16)), ("e4m3", (1, 3, 16)), ("e4m3", None)]
+)
+def test_scales_that_do_not_fit_are_refused(format, scales):
+    weights = random_weights(format, 16, 64).tiles._replace(
+        scales=None if scales is None else np.ones(scales, np.float32)
+    )
+    with pytest.raises(Exception, match=r"scales must be float32 \[groups, runs, 16\]|do not fit the tiles"):
+        jax.block_until_ready(jax.jit(lambda x: cpu_kernels.linears(x, [weights]))(np.ones((1, 64), np.float32)))
 
 
 def random_experts(format: str, count: int, rows: int, inputs: int) -> tuple[np.ndarray, Tiles]:
     experts = [random_weights(format, rows, inputs, seed) for seed in range(count)]
     tiles = np.stack([np.asarray(expert.tiles.tiles) for expert in experts])
-    return np.stack([expert.values for expert in experts]), Tiles(tiles, format, rows)
+    scales = None if experts[0].tiles.scales is None else np.stack([expert.tiles.scales for expert in experts])
+    return np.stack([expert.values for expert in experts]), Tiles(tiles, format, rows, scales)
 
 
 def grouped(x, weights: Tiles, sizes):
@@ -272,7 +289,7 @@ def grouped(x, weights: Tiles, sizes):
     return np.asarray(product(x, weights.tiles, sizes))
 
 
-@pytest.mark.parametrize("format", ["q4_k", "q8_0", "bf16", "f32"])
+@pytest.mark.parametrize("format", ["q4_k", "q8_0", "u4", "i8", "bf16", "f32"])
 @pytest.mark.parametrize(
     "sizes",
     [(2, 0, 1), (0, 0, 5), (1, 70, 3), (0, 0, 0), (130, 1, 0)],

@@ -16,7 +16,7 @@ pytestmark = needs_kernels
 @pytest.mark.parametrize("rows", [1, 16, 37])
 def test_unpacking_gives_what_the_checkpoint_meant_to_the_last_bit(format, rows):
     weights = random_weights(format, rows, 768)
-    unpacked = cpu_kernels.unpack(format, weights.tiles.tiles, rows)
+    unpacked = cpu_kernels.unpack(format, weights.tiles.tiles, rows, scales=weights.tiles.scales)
     np.testing.assert_array_equal(unpacked, weights.values.astype(np.float32))
 
 
@@ -30,7 +30,8 @@ def test_tiles_take_hardly_more_memory_than_the_checkpoint(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_that_are_not_there_are_zero(format):
     weights = random_weights(format, 19, 256)
-    np.testing.assert_array_equal(cpu_kernels.unpack(format, weights.tiles.tiles, 32)[19:], 0)
+    unpacked = cpu_kernels.unpack(format, weights.tiles.tiles, 32, scales=weights.tiles.scales)
+    np.testing.assert_array_equal(unpacked[19:], 0)
 
 
 def test_float_inputs_that_no_block_holds_are_padded():

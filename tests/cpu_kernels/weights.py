@@ -12,7 +12,8 @@ import pytest
 from jaxllm import cpu_kernels
 
 QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
-FORMATS = (*QUANTIZED, "bf16", "f32")
+CODED = ("u4", "i8", "e4m3")
+FORMATS = (*QUANTIZED, *CODED, "bf16", "f32")
 ISAS = tuple(cpu_kernels.runnable_isas()) if cpu_kernels.available() else ()
 
 needs_kernels = pytest.mark.skipif(not cpu_kernels.available(), reason=f"no kernels: {cpu_kernels.reason()}")
@@ -28,7 +29,11 @@ class Weights(NamedTuple):
 
 def random_weights(format: str, rows: int, inputs: int, seed: int = 0) -> Weights:
     rng = np.random.default_rng(seed)
-    if format in QUANTIZED:
+    if format in ("i8", "e4m3"):
+        return _random_codes(format, rows, inputs, rng)
+    if format == "u4":
+        blocks, values = _random_groups(rows, inputs, rng)
+    elif format in QUANTIZED:
         blocks, values = _random_blocks(format, rows, inputs, rng)
     else:
         blocks = rng.normal(size=(rows, inputs)).astype({"bf16": ml_dtypes.bfloat16, "f32": np.float32}[format])
@@ -52,9 +57,32 @@ def _random_blocks(format: str, rows: int, inputs: int, rng: np.random.Generator
     return blocks, gguf.quants.dequantize(blocks.reshape(rows, -1), kind)
 
 
+def _random_groups(rows: int, inputs: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of four bits about a zero of their own, which may be 16 (GPTQ counts from 1)."""
+    codes = rng.integers(0, 16, (rows, inputs // 32, 32), dtype=np.uint8)
+    scale = rng.uniform(-0.02, 0.02, (rows, inputs // 32, 1)).astype(np.float16)
+    zero = rng.integers(0, 17, (rows, inputs // 32, 1), dtype=np.uint8)
+    values = (codes.astype(np.float64) - zero) * scale
+    blocks = np.concatenate([scale.view(np.uint8), zero, codes[..., :16] | codes[..., 16:] << 4], axis=-1)
+    return blocks, values.reshape(rows, inputs)
+
+
+def _random_codes(format: str, rows: int, inputs: int, rng: np.random.Generator) -> Weights:
+    """Every code of eight bits, but for NaN; floats have a scale for each of several runs of a row's inputs."""
+    runs = 1 if format == "i8" else int(rng.choice([n for n in range(1, inputs // 32 + 1) if inputs // 32 % n == 0]))
+    codes = rng.integers(0, 256, (rows, inputs), dtype=np.uint8)
+    if format == "e4m3":
+        codes[codes & 0x7F == 0x7F] = 0
+    numbers = codes.view({"i8": np.int8, "e4m3": ml_dtypes.float8_e4m3fn}[format]).astype(np.float64)
+    scales = rng.uniform(-0.01, 0.01, (rows, runs)).astype(np.float32)
+    values = numbers * np.repeat(scales.astype(np.float64), inputs // runs, axis=1)
+    tiles = cpu_kernels.repack(format, codes.reshape(rows, -1, 32))
+    return Weights(codes, values, cpu_kernels.Tiles(tiles, format, rows, cpu_kernels.lanes(scales)))
+
+
 def rounded(x: np.ndarray, format: str, isa: str) -> np.ndarray:
     """What a product with weights of `format` takes `x` for, in float64."""
-    if format == "f32" or (format == "bf16" and isa != "avx512bf16"):
+    if format in ("f32", "e4m3") or (format == "bf16" and isa != "avx512bf16"):
         return x.astype(np.float64)
     if format == "bf16":
         return x.astype(ml_dtypes.bfloat16).astype(np.float64)

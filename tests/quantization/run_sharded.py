@@ -11,12 +11,22 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxllm import cpu_kernels
 from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.quantization.tiles import TiledKind, tile_format
+from jaxllm.quantization.weight import Kind
 from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.sharding.mesh import TENSOR, build_mesh, named_sharding
 from tests.quantization.blocks import stored
 
-ROWS, INPUTS = (8, 4), 1024
+ROWS, INPUTS = (64, 64), 1024
+
+
+def kinds() -> dict[str, Kind]:
+    """Every scheme, for plain XLA and in the C++ kernels' tiles."""
+    plain = {name: make(np.dtype(np.float32)) for name, make in SCHEMES.items()}
+    in_tiles = {f"{name} in tiles": TiledKind(kind) for name, kind in plain.items() if tile_format(kind)}  # type: ignore[arg-type]
+    return plain | (in_tiles if cpu_kernels.available() else {})
 
 
 def values() -> tuple[np.ndarray, ...]:
@@ -31,10 +41,10 @@ def main(out: str) -> None:
     for tp in (2, 4):
         mesh = build_mesh(tp)
         layout = Layout((Segment(ROWS[0], tp), Segment(ROWS[1], 2)), tp)  # on 4 devices two hold each of the second's
-        for scheme, kind in SCHEMES.items():
+        for scheme, kind in kinds().items():
             for axes, laid_out in (((TENSOR, None), layout), ((None, TENSOR), None)):
                 mine = tensors if laid_out else [np.concatenate(tensors)]
-                weight = kind(np.dtype(np.float32)).pack([stored(tensor) for tensor in mine], laid_out)
+                weight = kind.pack([stored(tensor) for tensor in mine], laid_out)
                 leaves, tree = jax.tree.flatten(weight)
                 specs = [P(*a) for a in weight.axes(axes)]
                 placed = [

@@ -37,19 +37,49 @@ inline int64_t rows_of(const ffi::AnyBuffer& x) {
 
 inline ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
-// `tiles` [groups, blocks, bytes], or the first of several, as a matrix of `rows` outputs.
-inline ffi::Error matrix_of(const ffi::AnyBuffer& tiles, int64_t format, int64_t rows, int64_t inputs, Matrix& out) {
-  if (format < 0 || format >= int64_t(Format::count)) return wrong("no format " + std::to_string(format));
-  const Layout form = layout(Format(format));
-  if (tiles.element_type() != ffi::U8 || tiles.dimensions().size() < 3 || tiles.dimensions().back() != form.bytes())
-    return wrong("tiles must be uint8 [groups, blocks, " + std::to_string(form.bytes()) + "]");
-  const auto shape = tiles.dimensions().last(3);
-  if (shape[0] * ROWS < rows) return wrong(std::to_string(shape[0]) + " groups do not hold " + std::to_string(rows) + " rows");
-  if (shape[1] != (inputs + form.inputs - 1) / form.inputs)
-    return wrong(std::to_string(shape[1]) + " blocks of " + std::to_string(form.inputs) + " do not hold " + std::to_string(inputs) + " inputs");
-  out = {Format(format), static_cast<const uint8_t*>(tiles.untyped_data()), int(rows), int(shape[0]), int(shape[1] * form.inputs)};
-  return ffi::Error::Success();
-}
+// The operands of a call that follow those which every call has, one after another.
+class Operands {
+ public:
+  explicit Operands(ffi::RemainingArgs rest) : rest_(rest) {}
+
+  // `tiles` [groups, blocks, bytes], or the first of several, as a matrix of `rows` outputs, and its scales
+  // [groups, runs, 16] if it has any.
+  ffi::Error matrix(int64_t format, int64_t rows, int64_t inputs, Matrix& out) {
+    if (format < 0 || format >= int64_t(Format::count)) return wrong("no format " + std::to_string(format));
+    const Layout form = layout(Format(format));
+    const auto tiles = rest_.get<ffi::AnyBuffer>(next_++);
+    if (!tiles || tiles->element_type() != ffi::U8 || tiles->dimensions().size() < 3 || tiles->dimensions().back() != form.bytes())
+      return wrong("tiles must be uint8 [groups, blocks, " + std::to_string(form.bytes()) + "]");
+    const auto shape = tiles->dimensions().last(3);
+    if (shape[0] * ROWS < rows) return wrong(std::to_string(shape[0]) + " groups do not hold " + std::to_string(rows) + " rows");
+    if (shape[1] != (inputs + form.inputs - 1) / form.inputs)
+      return wrong(std::to_string(shape[1]) + " blocks of " + std::to_string(form.inputs) + " do not hold " + std::to_string(inputs) + " inputs");
+    out = {Format(format), static_cast<const uint8_t*>(tiles->untyped_data()), int(rows), int(shape[0]), int(shape[1] * form.inputs), nullptr, 0};
+    return has_scales(out.format) ? scales(out) : ffi::Error::Success();
+  }
+
+  // Null where the call has none.
+  const float* floats(bool there) {
+    if (!there) return nullptr;
+    const auto found = rest_.get<ffi::AnyBuffer>(next_++);
+    return found ? found->typed_data<float>() : nullptr;
+  }
+
+ private:
+  ffi::Error scales(Matrix& w) {
+    const auto found = rest_.get<ffi::AnyBuffer>(next_++);
+    if (!found || found->element_type() != ffi::F32 || found->dimensions().size() < 3) return wrong("scales must be float32 [groups, runs, 16]");
+    const auto shape = found->dimensions().last(3);
+    const bool whole = shape[1] > 0 && w.inputs % (shape[1] * BLOCK) == 0 && (shape[1] == 1 || !layout(w.format).integer());
+    if (shape[0] != w.groups || shape[2] != ROWS || !whole)
+      return wrong("scales [" + std::to_string(shape[0]) + ", " + std::to_string(shape[1]) + ", " + std::to_string(shape[2]) + "] do not fit the tiles");
+    w.scales = found->typed_data<float>(), w.runs = int(shape[1]);
+    return ffi::Error::Success();
+  }
+
+  ffi::RemainingArgs rest_;
+  size_t next_ = 0;
+};
 
 inline bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
 
@@ -79,7 +109,7 @@ class Prepared {
     for (const Matrix& w : matrices) {
       integer |= layout(w.format).integer();
       halves |= w.format == Format::bf16 && kernels().has_bf16;
-      wide |= w.format == Format::f32 || (w.format == Format::bf16 && !kernels().has_bf16);
+      wide |= w.format == Format::f32 || w.format == Format::e4m3 || (w.format == Format::bf16 && !kernels().has_bf16);
       activations_.inputs = std::max(activations_.inputs, w.inputs);
     }
     activations_.panel_rows = 1;

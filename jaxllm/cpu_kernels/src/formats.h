@@ -6,18 +6,20 @@
 //   5 bits: one line of fifth bits before them; bit p of a byte belongs to quad p
 //   6 bits: two lines of high bits before them; bits 2(p % 4) and up of line p / 4 belong to quad p
 //   8 bits: eight lines, one a quad
-//   bf16:   16 lines of [16 rows][2 inputs];   f32: 32 inputs of [16 rows]
+//   bf16:   16 lines of [16 rows][2 inputs];   f32, e4m3: 32 inputs of [16 rows]
 // Scales are IEEE halves unless said:
 //   q4_0, q5_0, q8_0: [d]; w = d (code - zero)       q4_1, q5_1: [d][m]; w = d code + m
 //   q4_k, q5_k: [d][dmin][8 x scale u8][8 x minimum u8]; w = d scale code - dmin minimum
 //   q6_k: [d][16 x scale i8], one for 16 inputs; w = d scale (code - zero)
+//   u4: [d][zero u8]; w = d (code - zero)
+//   i8, e4m3: none; a float for each row and run of inputs lies outside of the tiles
 #pragma once
 #include <stdint.h>
 
 // Kernels of several ISAs share these types: their functions must never be calls into one another's copies.
 #define MEMBER __attribute__((always_inline))
 
-enum class Format : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, bf16, f32, count };
+enum class Format : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, bf16, f32, u4, i8, e4m3, count };
 
 constexpr int ROWS = 16;   // output rows in a tile
 constexpr int BLOCK = 32;  // inputs that share an activation scale, and that kernels take at a time
@@ -32,7 +34,7 @@ struct Layout {
 
   MEMBER constexpr int blocks() const { return inputs / BLOCK; }
   MEMBER constexpr int bytes() const { return header + codes * blocks(); }
-  MEMBER constexpr bool integer() const { return bits <= 8; }
+  MEMBER constexpr bool integer() const { return minimum || zero_log2 >= 0; }
 };
 
 static constexpr Layout layout(Format format) {
@@ -45,10 +47,15 @@ static constexpr Layout layout(Format format) {
     case Format::q4_k: return {256, 4, true, -1, 320, 256};
     case Format::q5_k: return {256, 5, true, -1, 320, 320};
     case Format::q6_k: return {256, 6, false, 5, 288, 384};
+    case Format::u4: return {32, 4, true, -1, 48, 256};
+    case Format::i8: return {32, 8, false, 7, 0, 512};
+    case Format::e4m3: return {32, 8, false, -1, 0, 512};
     case Format::bf16: return {32, 16, false, -1, 0, 1024};
     default: return {32, 32, false, -1, 0, 2048};
   }
 }
+
+MEMBER static inline constexpr bool has_scales(Format format) { return format == Format::i8 || format == Format::e4m3; }
 
 // One matrix, [rows, inputs], in tiles [groups, blocks].
 struct Matrix {
@@ -56,8 +63,15 @@ struct Matrix {
   const uint8_t* tiles;
   int rows;
   int groups;
-  int inputs;  // padded to whole tiles
+  int inputs;           // padded to whole tiles
+  const float* scales;  // [groups, runs, 16] of formats that have them; the inputs are so many runs of one length
+  int runs;
 
+  MEMBER const float* scales_of(int g) const { return scales + int64_t(g) * runs * ROWS; }
+  // The same of another one of a stack that this is the first of.
+  MEMBER Matrix of_stack(int64_t index) const {
+    return {format, tiles + index * groups * group_bytes(), rows, groups, inputs, scales ? scales + index * groups * runs * ROWS : nullptr, runs};
+  }
   MEMBER int64_t group_bytes() const { return int64_t(inputs / layout(format).inputs) * layout(format).bytes(); }
   MEMBER const uint8_t* group(int g) const { return tiles + g * group_bytes(); }
 };

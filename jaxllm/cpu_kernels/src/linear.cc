@@ -27,7 +27,7 @@ void write_panel(const float* panel, int row, int count, int column, int groups,
   }
 }
 
-// x, tiles..., [norm weight], [residual] -> one result a matrix.
+// x, matrices..., [norm weight], [residual] -> one result a matrix.
 ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, float epsilon, float offset,
                   ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
   const size_t count = formats.size();
@@ -35,17 +35,17 @@ ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, fl
   std::vector<Matrix> matrices(count);
   std::vector<float*> outs(count);
   std::vector<int> groups(count);
+  Operands operands(rest);
   for (size_t i = 0; i < count; i++) {
-    const auto tiles = rest.get<ffi::AnyBuffer>(i);
     auto out = results.get<ffi::AnyBuffer>(i);
-    if (!tiles || !out) return wrong("a matrix or its result is missing");
-    const ffi::Error error = matrix_of(*tiles, formats[i], (*out)->dimensions().back(), x.dimensions().back(), matrices[i]);
+    if (!out) return wrong("a result is missing");
+    const ffi::Error error = operands.matrix(formats[i], (*out)->dimensions().back(), x.dimensions().back(), matrices[i]);
     if (error.failure()) return error;
     outs[i] = (*out)->typed_data<float>();
     groups[i] = (matrices[i].rows + ROWS - 1) / ROWS;
   }
-  const float* weight = norm ? rest.get<ffi::AnyBuffer>(count)->typed_data<float>() : nullptr;
-  const float* added = residual ? rest.get<ffi::AnyBuffer>(count + norm)->typed_data<float>() : nullptr;
+  const float* weight = operands.floats(norm);
+  const float* added = operands.floats(residual);
 
   Prepared prepared(x, weight, epsilon, offset, matrices);
   const Units units(groups, prepared.panels());
@@ -62,18 +62,18 @@ ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, fl
   return ffi::Error::Success();
 }
 
-// x, gate tiles, up tiles, [norm weight] -> activation(x gate) * (x up)
+// x, gate, up, [norm weight] -> activation(x gate) * (x up)
 ffi::Error gate_up(ffi::Span<const int64_t> formats, bool norm, float epsilon, float offset, int64_t activation,
-                   ffi::AnyBuffer x, ffi::AnyBuffer gate, ffi::AnyBuffer up, ffi::RemainingArgs rest, Result out) {
+                   ffi::AnyBuffer x, ffi::RemainingArgs rest, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   if (activation < 0 || activation >= int64_t(Activation::count)) return wrong("no activation " + std::to_string(activation));
   std::vector<Matrix> matrices(2);
-  const ffi::AnyBuffer* tiles[] = {&gate, &up};
+  Operands operands(rest);
   for (int i = 0; i < 2; i++) {
-    const ffi::Error error = matrix_of(*tiles[i], formats[i], out->dimensions().back(), x.dimensions().back(), matrices[i]);
+    const ffi::Error error = operands.matrix(formats[i], out->dimensions().back(), x.dimensions().back(), matrices[i]);
     if (error.failure()) return error;
   }
-  const float* weight = norm ? rest.get<ffi::AnyBuffer>(0)->typed_data<float>() : nullptr;
+  const float* weight = operands.floats(norm);
 
   Prepared prepared(x, weight, epsilon, offset, matrices);
   const int columns = matrices[0].rows;
@@ -112,14 +112,15 @@ inline bool any_above(const float* values, float limit) {
   return found;
 }
 
-// x, tiles, [norm weight] -> index of each row's greatest product
+// x, matrix, [norm weight] -> index of each row's greatest product
 ffi::Error argmax(int64_t format, int64_t rows, bool norm, float epsilon, float offset,
-                  ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::RemainingArgs rest, Result out) {
+                  ffi::AnyBuffer x, ffi::RemainingArgs rest, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   std::vector<Matrix> matrices(1);
-  const ffi::Error error = matrix_of(tiles, format, rows, x.dimensions().back(), matrices[0]);
+  Operands operands(rest);
+  const ffi::Error error = operands.matrix(format, rows, x.dimensions().back(), matrices[0]);
   if (error.failure()) return error;
-  const float* weight = norm ? rest.get<ffi::AnyBuffer>(0)->typed_data<float>() : nullptr;
+  const float* weight = operands.floats(norm);
 
   Prepared prepared(x, weight, epsilon, offset, matrices);
   const Units units({int(rows + ROWS - 1) / ROWS}, prepared.panels());
@@ -155,17 +156,17 @@ ffi::Error argmax(int64_t format, int64_t rows, bool norm, float epsilon, float 
   return ffi::Error::Success();
 }
 
-// x [N, i] sorted by expert, tiles [X, groups, blocks, bytes], sizes [X] -> each row by its own expert's matrix; zero for
+// x [N, i] sorted by expert, sizes [X], matrices (tiles [X, groups, blocks, bytes]) -> each row by its own expert's matrix; zero for
 // rows past the last expert's
-ffi::Error grouped(int64_t format, ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::Buffer<ffi::S32> sizes, Result out) {
+ffi::Error grouped(int64_t format, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> sizes, ffi::RemainingArgs rest, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
-  if (tiles.dimensions().size() != 4 || tiles.dimensions()[0] != int64_t(sizes.element_count()))
+  const auto tiles = rest.get<ffi::AnyBuffer>(0);
+  if (!tiles || tiles->dimensions().size() != 4 || tiles->dimensions()[0] != int64_t(sizes.element_count()))
     return wrong("tiles must be [experts, groups, blocks, bytes], with a size for each expert");
   std::vector<Matrix> matrices(1);
-  const ffi::Error error = matrix_of(tiles, format, out->dimensions().back(), x.dimensions().back(), matrices[0]);
+  const ffi::Error error = Operands(rest).matrix(format, out->dimensions().back(), x.dimensions().back(), matrices[0]);
   if (error.failure()) return error;
   const int total = int(rows_of(x)), columns = matrices[0].rows;
-  const int64_t expert_bytes = matrices[0].groups * matrices[0].group_bytes();
 
   std::vector<PanelRows> panels;
   std::vector<int> experts;  // of each panel
@@ -187,20 +188,18 @@ ffi::Error grouped(int64_t format, ffi::AnyBuffer x, ffi::AnyBuffer tiles, ffi::
   run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
     units.visit(unit, [&](int p, int, int group, int width) {
-      Matrix w = matrices[0];
-      w.tiles += experts[p] * expert_bytes;
-      k.product(w, prepared.get(), p * prepared.panel_rows(), panels[p].count, group, width, panel);
+      k.product(matrices[0].of_stack(experts[p]), prepared.get(), p * prepared.panel_rows(), panels[p].count, group, width, panel);
       write_panel(panel, panels[p].begin, panels[p].count, group * ROWS, width, columns, nullptr, result);
     });
   }}});
   return ffi::Error::Success();
 }
 
-// ids [T], tiles -> rows [T, i]; an id outside takes the nearest row that is there
-ffi::Error rows_by_id(int64_t format, int64_t rows, ffi::Buffer<ffi::S32> ids, ffi::AnyBuffer tiles, Result out) {
+// ids [T], matrix -> rows [T, i]; an id outside takes the nearest row that is there
+ffi::Error rows_by_id(int64_t format, int64_t rows, ffi::Buffer<ffi::S32> ids, ffi::RemainingArgs rest, Result out) {
   Matrix w;
   const int64_t inputs = out->dimensions().back();
-  const ffi::Error error = matrix_of(tiles, format, rows, inputs, w);
+  const ffi::Error error = Operands(rest).matrix(format, rows, inputs, w);
   if (error.failure()) return error;
   for (size_t i = 0; i < ids.element_count(); i++) {
     const int row = std::max(0, std::min(ids.typed_data()[i], w.rows - 1));
@@ -230,8 +229,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gate_up, gate_up,
                                   .Attr<float>("weight_offset")
                                   .Attr<int64_t>("activation")
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>());
 
@@ -243,7 +240,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_argmax, argmax,
                                   .Attr<float>("epsilon")
                                   .Attr<float>("weight_offset")
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>());
 
@@ -251,8 +247,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_grouped, grouped,
                               ffi::Ffi::Bind()
                                   .Attr<int64_t>("format")
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rows, rows_by_id,
@@ -260,5 +256,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rows, rows_by_id,
                                   .Attr<int64_t>("format")
                                   .Attr<int64_t>("rows")
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>());

@@ -39,8 +39,9 @@ struct Scales {
 template <Format F> INLINE Scales scales(const uint8_t* tile, int sub, int half) {
   Scales s{};
   const int at = half * LANES;
-  s.scale = load_halves(tile + 2 * at);
+  s.scale = has_scales(F) ? broadcast(1) : load_halves(tile + 2 * at);
   if constexpr (F == Format::q4_1 || F == Format::q5_1) s.minimum = load_halves(tile + 32 + 2 * at);
+  if constexpr (F == Format::u4) s.minimum = s.scale * (broadcast(0) - load_u8(tile + 32 + at));
   if constexpr (F == Format::q4_k || F == Format::q5_k) {
     s.minimum = load_halves(tile + 32 + 2 * at) * (broadcast(0) - load_u8(tile + 192 + 16 * sub + at));
     s.scale = s.scale * load_u8(tile + 64 + 16 * sub + at);
@@ -105,9 +106,16 @@ static void quantized_product(const Matrix& w, const Panel& x, int count, int gr
   }
 }
 
+// By each row's own scale, where blocks have none.
+static void multiply_by_scales(const Matrix& w, int count, int group, int groups, float* out) {
+  for (int m = 0; m < count; m++, out += PANEL_COLUMNS)
+    for (int i = 0; i < groups * ROWS; i += LANES) store(out + i, load(out + i) * load(w.scales_of(group) + i));
+}
+
 static void product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
   if (w.format == Format::bf16) return bf16_product(w, a, row, count, group, groups, out);
-  if (w.format == Format::f32) return f32_product(w, a, row, count, group, groups, out);
+  if (w.format == Format::f32) return float_product<Format::f32>(w, a, row, count, group, groups, out);
+  if (w.format == Format::e4m3) return float_product<Format::e4m3>(w, a, row, count, group, groups, out);
   const int64_t first = int64_t(row / a.panel_rows) * (a.inputs / BLOCK) * a.panel_rows;
   const Panel x{a.codes + first * BLOCK, a.blocks + first, a.panel_rows};
   switch (w.format) {
@@ -118,6 +126,10 @@ static void product(const Matrix& w, const Activations& a, int row, int count, i
     case Format::q8_0: return quantized_product<Format::q8_0>(w, x, count, group, groups, out);
     case Format::q4_k: return quantized_product<Format::q4_k>(w, x, count, group, groups, out);
     case Format::q5_k: return quantized_product<Format::q5_k>(w, x, count, group, groups, out);
+    case Format::u4: return quantized_product<Format::u4>(w, x, count, group, groups, out);
+    case Format::i8:
+      quantized_product<Format::i8>(w, x, count, group, groups, out);
+      return multiply_by_scales(w, count, group, groups, out);
     default: return quantized_product<Format::q6_k>(w, x, count, group, groups, out);
   }
 }

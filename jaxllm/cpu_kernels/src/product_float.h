@@ -43,7 +43,7 @@ static void bf16_product(const Matrix& w, const Activations& a, int row, int cou
 
 #endif
 
-// Weights of 16 rows for one input (f32) or two (bf16, as pairs), widened.
+// What a line of 64 bytes holds of 16 rows, widened: one input (f32), two (bf16, as pairs) or four (e4m3, as 1/256 of it).
 INLINE void widen(const uint8_t* w, int half, Floats (&v)[1]) { v[0] = load((const float*)w + half * LANES); }
 
 INLINE void widen(const uint8_t* w, int half, Floats (&v)[2]) {
@@ -52,12 +52,20 @@ INLINE void widen(const uint8_t* w, int half, Floats (&v)[2]) {
   v[1] = high_bf16(pairs);
 }
 
-template <Format F, int R> static void float_rows(const uint8_t* w, int inputs, const float* x, int stride, float* out) {
-  constexpr int inputs_a_line = F == Format::bf16 ? 2 : 1;
-  Floats acc[HALVES][R];
+INLINE void widen(const uint8_t* w, int half, Floats (&v)[4]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) v[j] = load_e4m3(w + j * ROWS + half * LANES);
+}
+
+// `scales` [16] of a run of inputs, whose sums are added to what `out` holds; null where weights have none.
+template <Format F, int R>
+static void float_rows(const uint8_t* w, int inputs, const float* x, int stride, const float* scales, bool first, float* out) {
+  constexpr int inputs_a_line = F == Format::e4m3 ? 4 : F == Format::bf16 ? 2 : 1, chains = F == Format::e4m3 ? 2 : 1;
+  Floats acc[chains][HALVES][R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
-    for (int h = 0; h < HALVES; h++) acc[h][r] = broadcast(0);
+    for (int h = 0; h < HALVES; h++)
+      for (int c = 0; c < chains; c++) acc[c][h][r] = broadcast(0);
   for (int i = 0; i < inputs; i += inputs_a_line, w += 64) {
     prefetch(w + AHEAD);
     for (int h = 0; h < HALVES; h++) {
@@ -65,26 +73,35 @@ template <Format F, int R> static void float_rows(const uint8_t* w, int inputs, 
       widen(w, h, v);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++)
-        for (int j = 0; j < inputs_a_line; j++) acc[h][r] = fma(v[j], broadcast(x[int64_t(r) * stride + i + j]), acc[h][r]);
+#pragma GCC unroll 4
+        for (int j = 0; j < inputs_a_line; j++) {
+          Floats& sum = acc[j % chains][h][r];
+          sum = fma(v[j], broadcast(x[int64_t(r) * stride + i + j]), sum);
+        }
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
-    for (int h = 0; h < HALVES; h++) store(out + r * PANEL_COLUMNS + h * LANES, acc[h][r]);
+    for (int h = 0; h < HALVES; h++) {
+      float* to = out + r * PANEL_COLUMNS + h * LANES;
+      Floats sum = acc[0][h][r];
+      if constexpr (F == Format::e4m3) sum = fma(sum + acc[chains - 1][h][r], load(scales + h * LANES) * broadcast(256), first ? broadcast(0) : load(to));
+      store(to, sum);
+    }
 }
 
 template <Format F> static void float_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
   const float* x = a.values + int64_t(row) * a.inputs;
+  const int runs = has_scales(F) ? w.runs : 1, inputs = w.inputs / runs;
   for (int g = 0; g < groups; g++, out += ROWS) {
     const uint8_t* tiles = w.group(group + g);
-    int m = 0;
-    for (; m + 4 <= count; m += 4) float_rows<F, 4>(tiles, w.inputs, x + int64_t(m) * a.inputs, a.inputs, out + m * PANEL_COLUMNS);
-    for (; m < count; m++) float_rows<F, 1>(tiles, w.inputs, x + int64_t(m) * a.inputs, a.inputs, out + m * PANEL_COLUMNS);
+    for (int run = 0; run < runs; run++, tiles += inputs / BLOCK * layout(F).bytes()) {
+      const float *scales = has_scales(F) ? w.scales_of(group + g) + run * ROWS : nullptr, *part = x + run * inputs;
+      int m = 0;
+      for (; m + 4 <= count; m += 4) float_rows<F, 4>(tiles, inputs, part + int64_t(m) * a.inputs, a.inputs, scales, run == 0, out + m * PANEL_COLUMNS);
+      for (; m < count; m++) float_rows<F, 1>(tiles, inputs, part + int64_t(m) * a.inputs, a.inputs, scales, run == 0, out + m * PANEL_COLUMNS);
+    }
   }
-}
-
-static void f32_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
-  float_product<Format::f32>(w, a, row, count, group, groups, out);
 }
 
 #if !defined(__AVX512BF16__)

@@ -22,6 +22,9 @@ int block_bytes(Format format) {
     case Format::q4_k: return 144;
     case Format::q5_k: return 176;
     case Format::q6_k: return 210;
+    case Format::u4: return 19;
+    case Format::i8:
+    case Format::e4m3: return 32;
     case Format::bf16: return 64;
     default: return 128;
   }
@@ -76,6 +79,11 @@ void place_scales(Format format, const uint8_t* block, int r, uint8_t* tile) {
       for (int i = 0; i < 8; i++) tile[64 + 16 * i + r] = scale[i], tile[192 + 16 * i + r] = minimum[i];
       break;
     }
+    case Format::u4:
+      half(0, 0);
+      tile[32 + r] = block[2];
+      break;
+    case Format::i8: break;
     default:
       half(0, 0);
       if (layout(format).minimum) half(2, 1);
@@ -104,8 +112,13 @@ void place_codes(Format format, const uint8_t* block, int r, uint8_t* tile) {
     case Format::q4_1: return nibbles(0, block + 4);
     case Format::q5_0: put(0, fifths_by_quad(word_at(block + 2))); return nibbles(1, block + 6);
     case Format::q5_1: put(0, fifths_by_quad(word_at(block + 4))); return nibbles(1, block + 8);
-    case Format::q8_0:
-      for (int i = 0; i < 8; i++) put(i, word_at(block + 2 + 4 * i) ^ 0x80808080);  // counts from 128
+    case Format::u4: return nibbles(0, block + 3);
+    case Format::q8_0: block += 2;  // after its scale, the same
+    case Format::i8:
+      for (int i = 0; i < 8; i++) put(i, word_at(block + 4 * i) ^ 0x80808080);  // counts from 128
+      return;
+    case Format::e4m3:
+      for (int i = 0; i < BLOCK; i++) tile[i * ROWS + r] = block[i];
       return;
     case Format::q4_k:  // four lines of 32 bytes, 64 codes each
       for (int line = 0; line < 4; line++) lines_of_nibbles(8 * line, 8 * line + 4, block + 16 + 32 * line);
@@ -156,6 +169,7 @@ void in_parallel(int count, int threads, F work) {
 
 EXPORT int jaxllm_tile_inputs(int format) { return layout(Format(format)).inputs; }
 EXPORT int jaxllm_tile_bytes(int format) { return layout(Format(format)).bytes(); }
+EXPORT int jaxllm_has_scales(int format) { return has_scales(Format(format)); }
 EXPORT int jaxllm_block_bytes(int format) { return block_bytes(Format(format)); }
 
 // blocks [rows, columns, block_bytes] -> tiles [ceil(rows / 16), columns, tile_bytes]; rows that are not there are zero.
@@ -174,9 +188,9 @@ EXPORT void jaxllm_repack(int format, const uint8_t* blocks, int rows, int colum
   });
 }
 
-// tiles -> [rows, inputs]
-EXPORT void jaxllm_unpack(int format, const uint8_t* tiles, int rows, int columns, int inputs, float* out, int threads) {
-  const Matrix w{Format(format), tiles, rows, (rows + ROWS - 1) / ROWS, columns * layout(Format(format)).inputs};
+// tiles, and scales of formats that have them -> [rows, inputs]
+EXPORT void jaxllm_unpack(int format, const uint8_t* tiles, const float* scales, int runs, int rows, int columns, int inputs, float* out, int threads) {
+  const Matrix w{Format(format), tiles, rows, (rows + ROWS - 1) / ROWS, columns * layout(Format(format)).inputs, scales, runs};
   in_parallel(rows, threads, [&](int begin, int end) {
     for (int r = begin; r < end; r++) unpack_row(w, r, inputs, out + int64_t(r) * inputs);
   });

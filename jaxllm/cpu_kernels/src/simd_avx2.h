@@ -30,6 +30,12 @@ INLINE Floats load_halves(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_s
 INLINE Floats load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+// e4m3 with the bits where a half has them: 1/256 of it
+INLINE Floats load_e4m3(const uint8_t* p) {
+  const __m128i bits = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  const __m128i sign = _mm_and_si128(_mm_slli_epi16(bits, 8), _mm_set1_epi16(int16_t(0x8000)));
+  return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_and_si128(_mm_slli_epi16(bits, 7), _mm_set1_epi16(0x3f80))));
+}
 INLINE Floats load_u8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 INLINE Ints load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 INLINE float sum(Floats v) {

@@ -32,6 +32,12 @@ INLINE Floats load_halves(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_load
 INLINE Floats load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+// e4m3 with the bits where a half has them: 1/256 of it
+INLINE Floats load_e4m3(const uint8_t* p) {
+  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(bits, 8), _mm256_set1_epi16(int16_t(0x8000)));
+  return _mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi16(bits, 7), _mm256_set1_epi16(0x3f80))));
+}
 INLINE Floats load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 INLINE Ints load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }

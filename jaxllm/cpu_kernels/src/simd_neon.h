@@ -41,6 +41,13 @@ INLINE Floats load_bf16(const uint16_t* p) {
   const uint16x8_t v = vld1q_u16(p);
   return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)), vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(v), 16))};
 }
+// e4m3 with the bits where a half has them: 1/256 of it
+INLINE Floats load_e4m3(const uint8_t* p) {
+  const uint16x8_t bits = vmovl_u8(vld1_u8(p));
+  const uint16x8_t sign = vandq_u16(vshlq_n_u16(bits, 8), vdupq_n_u16(0x8000)), rest = vandq_u16(vshlq_n_u16(bits, 7), vdupq_n_u16(0x3f80));
+  const float16x8_t halves = vreinterpretq_f16_u16(vorrq_u16(sign, rest));
+  return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
+}
 INLINE Floats load_u8(const uint8_t* p) {
   const uint16x8_t v = vmovl_u8(vld1_u8(p));
   return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(v))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(v)))};

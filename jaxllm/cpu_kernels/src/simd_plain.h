@@ -26,6 +26,7 @@ INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 INLINE Floats where_greater(Floats a, Floats b, Floats x, Floats y) { return a > b ? x : y; }
 INLINE Floats load_halves(const uint8_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_half(load_as<uint16_t>(p + 2 * i)); return v; }
 INLINE Floats load_bf16(const uint16_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_bf16(p[i]); return v; }
+INLINE Floats load_e4m3(const uint8_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_e4m3(p[i]) / 256; return v; }  // 1/256 of it, as the others have it
 INLINE Floats load_u8(const uint8_t* p) { return widen(p); }
 INLINE Ints load_i8(const uint8_t* p) { Ints v; for (int i = 0; i < 16; i++) v[i] = int8_t(p[i]); return v; }
 INLINE float sum(Floats v) { float s = 0; for (int i = 0; i < 16; i++) s += v[i]; return s; }

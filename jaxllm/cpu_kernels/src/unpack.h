@@ -30,6 +30,10 @@ inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
       for (int i = 0; i < BLOCK; i++) memcpy(out + i, codes + (i * ROWS + r) * 4, 4);
       continue;
     }
+    if (format == Format::e4m3) {
+      for (int i = 0; i < BLOCK; i++) out[i] = float_of_e4m3(codes[i * ROWS + r]);
+      continue;
+    }
     if (format == Format::bf16) {
       for (int i = 0; i < BLOCK; i++) {
         uint16_t bits;
@@ -38,7 +42,8 @@ inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
       }
       continue;
     }
-    float scale = half_at(tile, r), minimum = 0;
+    float scale = has_scales(format) ? 1 : half_at(tile, r), minimum = 0;
+    if (format == Format::u4) minimum = -scale * float(tile[32 + r]);
     if (format == Format::q4_1 || format == Format::q5_1) minimum = half_at(tile + 32, r);
     if (format == Format::q4_k || format == Format::q5_k) {
       scale *= float(tile[64 + 16 * sub + r]);
@@ -66,6 +71,8 @@ inline void unpack_row(const Matrix& w, int row, int size, float* out) {
     unpack_tile(w.format, tile, row % ROWS, last);
     memcpy(out + at, last, size_t(size - at) * 4);
   }
+  if (has_scales(w.format))
+    for (int i = 0; i < size; i++) out[i] *= w.scales_of(row / ROWS)[i / (w.inputs / w.runs) * ROWS + row % ROWS];
 }
 
 }  // namespace

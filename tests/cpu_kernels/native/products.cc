@@ -15,6 +15,12 @@ constexpr int MOST_ROWS = 2 * PANEL_ROWS + 2;
 std::vector<uint8_t> random_tiles(Format format, int inputs, Random& random) {
   const Layout form = layout(format);
   std::vector<uint8_t> tiles(size_t(OUTPUTS / ROWS) * (inputs / form.inputs) * form.bytes());
+  if (has_scales(format)) {
+    for (uint8_t& byte : tiles)
+      do byte = uint8_t(random.bits());
+      while (format == Format::e4m3 && (byte & 0x7f) == 0x7f);  // NaN
+    return tiles;
+  }
   if (!form.integer()) {
     for (size_t i = 0; i < tiles.size(); i += form.bits / 8) {
       const uint32_t bits = bits_of_float(random.uniform());
@@ -23,7 +29,7 @@ std::vector<uint8_t> random_tiles(Format format, int inputs, Random& random) {
     return tiles;
   }
   for (uint8_t& byte : tiles) byte = uint8_t(random.bits());
-  const int halves = format == Format::q6_k || !form.minimum ? ROWS : 2 * ROWS;
+  const int halves = format == Format::q6_k || format == Format::u4 || !form.minimum ? ROWS : 2 * ROWS;
   for (size_t at = 0; at < tiles.size(); at += form.bytes())
     for (int i = 0; i < halves; i++) {
       const uint16_t half = uint16_t((random.bits() & 1) << 15 | (0x1c00 + random.bits() % 0x900));  // 0.004 to 0.018
@@ -34,14 +40,17 @@ std::vector<uint8_t> random_tiles(Format format, int inputs, Random& random) {
 
 struct Weights {
   std::vector<uint8_t> tiles;
+  std::vector<float> scales;
   Matrix matrix;
   std::vector<float> values;  // [OUTPUTS][inputs]
 };
 
 Weights random_weights(Format format, int inputs, uint64_t seed) {
   Random random(seed);
-  Weights w{random_tiles(format, inputs, random), {}, std::vector<float>(size_t(OUTPUTS) * inputs)};
-  w.matrix = {format, w.tiles.data(), OUTPUTS, OUTPUTS / ROWS, inputs};
+  Weights w{random_tiles(format, inputs, random), {}, {}, std::vector<float>(size_t(OUTPUTS) * inputs)};
+  const int runs = format == Format::e4m3 && inputs % (2 * BLOCK) == 0 ? 2 : 1;
+  if (has_scales(format)) w.scales = random.floats(size_t(OUTPUTS) * runs);
+  w.matrix = {format, w.tiles.data(), OUTPUTS, OUTPUTS / ROWS, inputs, w.scales.data(), runs};
   for (int o = 0; o < OUTPUTS; o++) unpack_row(w.matrix, o, inputs, &w.values[size_t(o) * inputs]);
   return w;
 }
