@@ -62,7 +62,7 @@ template <Format F, int R>
 static void float_rows(const uint8_t* w, int inputs, const float* x, int stride, const float* scales, bool first, float* out) {
   constexpr int inputs_a_line = F == Format::e4m3 ? 4 : F == Format::bf16 ? 2 : 1, chains = F == Format::e4m3 ? 2 : 1;
   Floats acc[chains][HALVES][R];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int h = 0; h < HALVES; h++)
       for (int c = 0; c < chains; c++) acc[c][h][r] = broadcast(0);
@@ -71,7 +71,7 @@ static void float_rows(const uint8_t* w, int inputs, const float* x, int stride,
     for (int h = 0; h < HALVES; h++) {
       Floats v[inputs_a_line];
       widen(w, h, v);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int j = 0; j < inputs_a_line; j++) {
@@ -80,7 +80,7 @@ static void float_rows(const uint8_t* w, int inputs, const float* x, int stride,
         }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int h = 0; h < HALVES; h++) {
       float* to = out + r * PANEL_COLUMNS + h * LANES;
@@ -90,6 +90,8 @@ static void float_rows(const uint8_t* w, int inputs, const float* x, int stride,
     }
 }
 
+constexpr int FLOAT_ROWS = 8 / HALVES;  // sums enough to hide the latency of additions, and registers for them
+
 template <Format F> static void float_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
   const float* x = a.values + int64_t(row) * a.inputs;
   const int runs = has_scales(F) ? w.runs : 1, inputs = w.inputs / runs;
@@ -98,8 +100,13 @@ template <Format F> static void float_product(const Matrix& w, const Activations
     for (int run = 0; run < runs; run++, tiles += inputs / BLOCK * layout(F).bytes()) {
       const float *scales = has_scales(F) ? w.scales_of(group + g) + run * ROWS : nullptr, *part = x + run * inputs;
       int m = 0;
-      for (; m + 4 <= count; m += 4) float_rows<F, 4>(tiles, inputs, part + int64_t(m) * a.inputs, a.inputs, scales, run == 0, out + m * PANEL_COLUMNS);
-      for (; m < count; m++) float_rows<F, 1>(tiles, inputs, part + int64_t(m) * a.inputs, a.inputs, scales, run == 0, out + m * PANEL_COLUMNS);
+      const auto take = [&](auto rows) {
+        for (; m + rows.value <= count; m += rows.value)
+          float_rows<F, rows.value>(tiles, inputs, part + int64_t(m) * a.inputs, a.inputs, scales, run == 0, out + m * PANEL_COLUMNS);
+      };
+      take(Const<FLOAT_ROWS>{});
+      if constexpr (FLOAT_ROWS > 4) take(Const<4>{});
+      take(Const<1>{});
     }
   }
 }
