@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import cpu, gpu_products, reference, tpu_limits
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, sort_by_group, tiles
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.pages import (
     BY_HEAD,
     INTERLEAVED,
@@ -81,8 +82,11 @@ class Kernels:
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
         gated: `(x, weight, activation, norm)` -> `act(gate) * up`, where there is a kernel for that.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
-        add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once.
-        sort_by_group: `(group [N], X)` -> order, places and sizes; see `grouped_matmul.py`.
+        experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, meta)` -> a `Mixture` of what
+            the experts `first … first + here - 1` give, where there are kernels for it: tokens choose by `routing`, a
+            `models.layers.moe.MoEConfig`, and padding chooses nobody.
+        add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
+            `Mixture` yet to be summed.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.
@@ -98,7 +102,7 @@ class Kernels:
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
     gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
-    sort_by_group: Callable[[jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]] = sort_by_group
+    experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     tiles: bool = False
     turns_heads: bool = False
@@ -125,8 +129,8 @@ COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is
 COMPILED_GPU = replace(
     COMPILED,
     linear=gpu_products.linear,
-    grouped_matmul=gpu_products.grouped_matmul,
-    sort_by_group=gpu_products.sort_by_group,
+    grouped_matmul=tiles,
+    experts=gpu_products.experts,
     add_norm=gpu_products.add_norm,
 )
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
