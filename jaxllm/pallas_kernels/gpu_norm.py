@@ -31,9 +31,14 @@ def add_norm(
         out_shape=(shape, shape),
         grid=(tokens,),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=8, num_stages=1),
+        compiler_params=triton_compiler_params(num_warps=_warps(size), num_stages=1),
         name="add_norm",
     )(norm.weight, x, *added)
+
+
+def _warps(size: int) -> int:
+    """Of no fewer than 16 channels a thread: with 8 the compiler aims at 32 registers, and spills."""
+    return max(1, min(8, pl.next_power_of_2(size) // (16 * 32)))
 
 
 def _kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> None:

@@ -87,6 +87,9 @@ class Kernels:
             `models.layers.moe.MoEConfig`, and padding chooses nobody.
         add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
             `Mixture` yet to be summed.
+        latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale)` -> latent
+            attention and the pages, from what projections give to what the output's takes, where there are kernels for
+            it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others its values.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.
@@ -104,6 +107,7 @@ class Kernels:
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
     experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
     tiles: bool = False
     turns_heads: bool = False
 
@@ -112,6 +116,18 @@ def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
     from jaxllm.pallas_kernels.gpu import paged_attention  # Pallas takes half a second to import
 
     return paged_attention(*args, **options)
+
+
+def _gpu_latent_attention(
+    q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any
+) -> tuple[jax.Array, Pages] | None:
+    """Where the weight is 16-bit floats: others are expanded and multiplied by XLA, and latents stored by it."""
+    from jaxllm.pallas_kernels.gpu_latent import latent_attention
+
+    matrices = weight.kernel_matrices
+    if matrices is None or len(matrices) > 1 or matrices[0].scale is not None or matrices[0].dtype.itemsize != 2:
+        return None
+    return latent_attention(q, latent, matrices[0].codes, *arrays, **options)
 
 
 def _tpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
@@ -135,7 +151,9 @@ COMPILED_GPU = replace(
 )
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 
-GPU = replace(COMPILED_GPU, name="gpu", attention=_gpu_attention, turns_heads=True)
+GPU = replace(
+    COMPILED_GPU, name="gpu", attention=_gpu_attention, latent_attention=_gpu_latent_attention, turns_heads=True
+)
 """Pallas, through its Triton lowering."""
 
 TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERLEAVED)

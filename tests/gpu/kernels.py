@@ -28,6 +28,7 @@ from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare
 from jaxllm.pallas_kernels.gpu_decode import decode_attention
 from jaxllm.pallas_kernels.gpu_groups import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu_latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu_matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu_norm import add_norm
 from jaxllm.pallas_kernels.gpu_prefill import prefill_attention
@@ -99,6 +100,33 @@ def attention(
         (array(head_dim, dtype=F32),) * 2 if normed else None,
         array(heads, dtype=F32) if sinks else None,
     )
+
+
+def latents(heads: int, pages: str = "") -> Program:
+    """What stands before attention over DeepSeek's latents, and behind it, of few rows and many."""
+    kept, turning, still, values = 512, 64, 128, 128
+    size = kept + turning
+    spec = AttentionSpec(heads, 1, size, 16, BF16, 0.1, None, None, kept, quantized=bool(pages))
+    page = array(1024, 1, 16, size + SCALE_BYTES * bool(pages), dtype=QUANTIZED[pages] if pages else BF16)
+
+    def run(expand: Any, weight: Any, page: Any, *steps: Any) -> Any:
+        norm, found = RootMeanSquare(weight, 1e-6), []
+        for q, latent, angles, meta in steps:
+            turned = Angles(*angles, interleaved=True)
+            q, (page,) = absorb_and_store(q, latent, expand, norm, turned, (page,), meta, spec)
+            found.append((expand_heads(q[..., :kept], expand, still), q, page))
+        return found
+
+    steps = [
+        (
+            array(n, heads, still + turning, dtype=BF16),
+            array(n, size, dtype=BF16),
+            (array(n, turning // 2, dtype=F32),) * 2,
+            metadata(n, 16, 512),
+        )
+        for n in (16, 512)
+    ]
+    return run, (array(heads * (still + values), kept, dtype=BF16), array(kept, dtype=F32), page, *steps)
 
 
 def experts(weight: Weight, activation: str = "silu") -> Program:
@@ -198,6 +226,10 @@ CASES: dict[str, Callable[[], Program]] = {
     "experts 4 bits, levels": lambda: experts(GroupsKind(BF16, 4, 32, True, levels=FP4).abstract(EXPERTS)),
     "experts 2 bits": lambda: experts(GroupsKind(BF16, 2).abstract(EXPERTS)),
     "experts 8 bits": lambda: experts(GroupsKind(BF16, 8).abstract(EXPERTS)),
+    **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
+    "latents of 16 heads": lambda: latents(16),
+    "norm of 1024": lambda: norm(1024),
+    "norm of 2048": lambda: norm(2048),
     "norm of 4096": lambda: norm(4096),
     "norm of 16384": lambda: norm(16384),
     **{f"routing as {name}": partial(routing, config) for name, config in ROUTERS.items()},

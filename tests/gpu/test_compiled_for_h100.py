@@ -54,7 +54,8 @@ MOST_KERNELS = [
     ("Llama-3.1-8B", "256", 10),
     ("Qwen3-30B-A3B", "16", 11),
     ("Qwen3-30B-A3B", "256", 13),
-    ("DeepSeek-V2-Lite", "16", 29),
+    ("DeepSeek-V2-Lite", "16", 15),
+    ("DeepSeek-V2-Lite", "256", 17),
 ]
 """By model and rows; of one layer, in decode."""
 
