@@ -44,6 +44,7 @@ def latent_attention(
     meta: StepMetadata,
     *,
     scale: float,
+    one_product: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
     """See `Kernels.latent_attention`; `expand` is the weight itself."""
@@ -51,7 +52,9 @@ def latent_attention(
     (buffer,) = pages
     quantized = buffer.dtype in QUANTIZED.values()
     spec = AttentionSpec(heads, 1, size, buffer.shape[2], q.dtype, scale, None, None, expand.shape[1], quantized)
-    absorbed, pages = absorb_and_store(q, latent, expand, norm, angles, pages, meta, spec, interpret=interpret)
+    absorbed, pages = absorb_and_store(
+        q, latent, expand, norm, angles, pages, meta, spec, one_product=one_product, interpret=interpret
+    )
     out = attend_to_pages(absorbed, pages, meta, spec, interpret=interpret)
     still = q.shape[2] - (size - spec.value_dim)
     return expand_heads(out, expand, still, interpret=interpret), pages
@@ -67,6 +70,7 @@ def absorb_and_store(
     meta: StepMetadata,
     spec: AttentionSpec,
     *,
+    one_product: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """Queries in the space of latents, and the pages with the new ones.
@@ -75,19 +79,23 @@ def absorb_and_store(
     """
     tokens, heads, query_dim = q.shape
     size, latent_dim, (buffer,) = latent.shape[1], expand.shape[1], pages
-    # The parts of one product lie side by side already: joined again they are that product, and nothing is copied.
-    joined = jnp.concatenate([q.reshape(tokens, -1), latent], axis=1)
+    queries, begin = q.reshape(tokens, -1), 0
+    if one_product:
+        # Its parts lie side by side already: joined again they are that product, and nothing is copied.
+        begin = queries.shape[1]
+        queries = latent = jnp.concatenate([queries, latent], axis=1)
     tile_rows = _tile_rows(tokens)
     absorbing = pl.cdiv(latent_dim, BLOCK) * heads * pl.cdiv(tokens, tile_rows)
     flat = buffer.reshape(-1, buffer.shape[-1])
     tables = [norm.weight, *(() if angles is None else (angles.cos, angles.sin))]
-    arrays = [meta.positions, meta.seq_ids, meta.page_table, joined, expand, *tables, flat]
+    arrays = [meta.positions, meta.seq_ids, meta.page_table, queries, latent, expand, *tables, flat]
     absorbed, flat = pl.pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
             num_seqs=meta.page_table.shape[0],
             query_dim=query_dim,
+            begin=begin,
             tile_rows=tile_rows,
             absorbing=absorbing,
             interleaved=angles is not None and angles.interleaved,
@@ -170,13 +178,15 @@ def _kernel(
     positions_ref: Any,
     seq_ids_ref: Any,
     page_table_ref: Any,
-    joined_ref: Any,
+    queries_ref: Any,
+    latent_ref: Any,
     expand_ref: Any,
     norm_ref: Any,
     *refs: Any,
     spec: AttentionSpec,
     num_seqs: int,
     query_dim: int,
+    begin: int,
     tile_rows: int,
     absorbing: int,
     interleaved: bool,
@@ -184,7 +194,7 @@ def _kernel(
 ) -> None:
     *angle_refs, _pages, out_ref, pages_ref = refs
     program = pl.program_id(0)
-    tokens, queries = joined_ref.shape[0], spec.heads * query_dim
+    tokens = queries_ref.shape[0]
     kept, turning = spec.parts[0], Part(spec.value_dim, spec.head_dim - spec.value_dim)
     still = query_dim - turning.size
 
@@ -197,7 +207,7 @@ def _kernel(
         channel = jnp.arange(max(16, pl.next_power_of_2(still)))
         column = block * BLOCK + jnp.arange(BLOCK)
         q = triton_load(
-            joined_ref.at[token[:, None], (head * query_dim + channel)[None, :]],
+            queries_ref.at[token[:, None], (head * query_dim + channel)[None, :]],
             mask=inside[:, None] & (channel < still)[None, :],
             other=0,
         )
@@ -220,11 +230,11 @@ def _kernel(
         partner, sign, angle = turned_with(channel, turning.size, interleaved)
         turns = channel < turning.size
 
-        def turned(begin: Array, live: Array) -> Array:
-            """The turning channels that begin at places `begin [n]` of the token's row, float32."""
+        def turned(ref: Any, first: Array, live: Array) -> Array:
+            """The turning channels, of which the first are at places `first [n]` of the token's row, float32."""
             mask = live[:, None] & turns[None, :]
             x, other = (
-                triton_load(joined_ref.at[token, begin[:, None] + at[None, :]], mask=mask, other=0).astype(jnp.float32)
+                triton_load(ref.at[token, first[:, None] + at[None, :]], mask=mask, other=0).astype(jnp.float32)
                 for at in (channel, partner)
             )
             if not angle_refs:
@@ -236,7 +246,7 @@ def _kernel(
             head = index * HEADS + jnp.arange(HEADS)
             live = head < spec.heads
             at = jnp.where(live, token * spec.heads + head, out_ref.shape[0])[:, None]
-            x = turned(head * query_dim + still, live).astype(spec.dtype)
+            x = turned(queries_ref, head * query_dim + still, live).astype(spec.dtype)
             mask = live[:, None] & turns[None, :]
             triton_store(out_ref.at[at, turning.start + channel[None, :]], x, mask=mask)
             return carry
@@ -245,10 +255,10 @@ def _kernel(
 
         dim = jnp.arange(kept.padded)
         inside = dim < kept.size
-        x = triton_load(joined_ref.at[token, queries + dim], mask=inside, other=0).astype(jnp.float32)
+        x = triton_load(latent_ref.at[token, begin + dim], mask=inside, other=0).astype(jnp.float32)
         weight = triton_load(norm_ref.at[dim], mask=inside, other=0)
         x = x * lax.rsqrt(jnp.sum(x * x) / kept.size + eps) * weight
-        key = turned(jnp.full((1,), queries + kept.size), jnp.full((1,), True))
+        key = turned(latent_ref, jnp.full((1,), begin + kept.size), jnp.full((1,), True))
         position = positions_ref[token]
         page = page_table_ref[seq, lax.div(position, spec.page_size)]
         row = page * spec.page_size + lax.rem(position, spec.page_size)

@@ -87,9 +87,10 @@ class Kernels:
             `models.layers.moe.MoEConfig`, and padding chooses nobody.
         add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
             `Mixture` yet to be summed.
-        latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale)` -> latent
-            attention and the pages, from what projections give to what the output's takes, where there are kernels for
-            it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others its values.
+        latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
+            latent attention and the pages, from what projections give to what the output's takes, where there are
+            kernels for it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others
+            its values. `one_product` says that queries and latents are projected from the same.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.

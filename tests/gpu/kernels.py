@@ -113,7 +113,7 @@ def latents(heads: int, pages: str = "") -> Program:
         norm, found = RootMeanSquare(weight, 1e-6), []
         for q, latent, angles, meta in steps:
             turned = Angles(*angles, interleaved=True)
-            q, (page,) = absorb_and_store(q, latent, expand, norm, turned, (page,), meta, spec)
+            q, (page,) = absorb_and_store(q, latent, expand, norm, turned, (page,), meta, spec, one_product=False)
             found.append((expand_heads(q[..., :kept], expand, still), q, page))
         return found
 

@@ -31,7 +31,7 @@ def turned(x: np.ndarray, angles: Any) -> np.ndarray:
 
 def check(
     *, heads: int = 5, latents: int = 40, turning: int = 12, interleaved: bool = True, dtype: Any = jnp.float32,
-    pages: str = "", turns: bool = True, tolerance: float = 2e-5, **batch_options: Any,
+    pages: str = "", turns: bool = True, one_product: bool = True, tolerance: float = 2e-5, **batch_options: Any,
 ) -> None:  # fmt: skip
     size = latents + turning
     batch = ragged_batch(heads=heads, kv_heads=1, head_dim=size, value_dim=latents, **batch_options)
@@ -46,7 +46,16 @@ def check(
     before = jnp.zeros(shape, QUANTIZED[pages] if pages else dtype)
     spec = AttentionSpec(heads, 1, size, shape[2], jnp.dtype(dtype), 1.0, None, None, latents, bool(pages))
     found, (after,) = gpu_latent.absorb_and_store(
-        q, latent, expand, norm, angles if turns else None, (before,), meta, spec, interpret=True
+        q,
+        latent,
+        expand,
+        norm,
+        angles if turns else None,
+        (before,),
+        meta,
+        spec,
+        one_product=one_product,
+        interpret=True,
     )
 
     def rotated(x: np.ndarray) -> np.ndarray:
@@ -84,6 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     "decode, padded": {"decodes": (1, 16, 300), "seqs": 8},
     "all rows dead": {"decodes": (), "seqs": 4, "tokens": 4},
     "mixed": MIXED,
+    "queries from a latent of their own": {**MIXED, "one_product": False},
     "halves": {**MIXED, "interleaved": False},
     "nothing turns": {**MIXED, "turns": False},
     "one head": {**MIXED, "heads": 1},

@@ -109,8 +109,9 @@ class MLAttention(nnx.Module):
         queries, latent, kv_b = self._queries(x), self.kv_a(x), self.kv_b.weight.get_value()
         with jax.named_scope("paged_attention"):
             done = self.kernels.latent_attention(
-                queries, latent, kv_b, self.kv_a_norm.traced, angles, pages, meta, scale=self.scale
-            )
+                queries, latent, kv_b, self.kv_a_norm.traced, angles, pages, meta,
+                scale=self.scale, one_product=self.config.q_lora_rank is None,
+            )  # fmt: skip
         out, pages = done or self._attend(queries, latent, kv_b, angles, pages, meta)
         return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
 
