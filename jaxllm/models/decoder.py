@@ -20,8 +20,10 @@ from jaxllm.models.layers.norm import LayerNorm, RMSNorm
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import Pages, StepMetadata
+from jaxllm.pallas_kernels import Mixture, Pages, StepMetadata
 
+Late = Float[Array, "T E"] | Mixture
+"""What is yet to be added to the residual stream."""
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the config says of the others."""
 
@@ -91,9 +93,9 @@ class DecoderLayer(nnx.Module):
         self.add_norm = options.kernels.add_norm if plain else None
 
     def __call__(
-        self, x: Float[Array, "T E"], late: Float[Array, "T E"] | None, angles: Angles | None, pages: Pages,
+        self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, pages: Pages,
         meta: StepMetadata,
-    ) -> tuple[Float[Array, "T E"], Float[Array, "T E"] | None, Pages]:  # fmt: skip
+    ) -> tuple[Float[Array, "T E"], Late | None, Pages]:  # fmt: skip
         """The layer's output in two parts, the second of which is to be added; None where the first is all of it.
 
         A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
@@ -105,7 +107,8 @@ class DecoderLayer(nnx.Module):
         x, normed = (x, norm(x)) if late is None else self.add_norm(x, late, norm)
         out, pages = self.attention(normed, angles, pages, meta)
         x, normed = self.add_norm(x, out, self.mlp_norm.traced)
-        return x, self.mlp(normed, meta), pages
+        late = self.mlp.unsummed(normed, meta) if isinstance(self.mlp, MoE) else self.mlp(normed, meta)
+        return x, late, pages
 
     def _whole(
         self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata

@@ -2,7 +2,8 @@
 
 from jaxllm.pallas_kernels.kernels import REFERENCE, Kernels, choose_kernels
 from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.pages import Pages
 
-__all__ = ["REFERENCE", "Kernels", "Norm", "Pages", "RootMeanSquare", "StepMetadata", "choose_kernels"]
+__all__ = ["REFERENCE", "Kernels", "Mixture", "Norm", "Pages", "RootMeanSquare", "StepMetadata", "choose_kernels"]

@@ -41,7 +41,7 @@ def paged_attention(
     Accumulates in float32; the dots take the query's dtype (bfloat16, float16 or float32), and pages of another dtype
     are cast to it as they are read. `interpret` runs the kernels as XLA operations, on any platform.
     """
-    tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = pages[0].shape
     latent_dim = None if v is not None else value_dim or head_dim
     quantized = pages[0].dtype in QUANTIZED.values()
@@ -50,15 +50,28 @@ def paged_attention(
         pages = write_pages(pages, k, v, meta)
     else:
         q, pages = turn_and_store(q, k, v, pages, meta, spec, angles, norms, interpret=interpret)
+    return attend_to_pages(q, pages, meta, spec, sinks, interpret=interpret), pages
 
+
+def attend_to_pages(
+    q: Float[Array, "T H D"],
+    pages: Pages,
+    meta: StepMetadata,
+    spec: AttentionSpec,
+    sinks: Float[Array, "H"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "T H Dv"]:
+    """Attention once all that is new lies in the pages."""
+    tokens = q.shape[0]
     # Decode rows are the first rows: in a mixed batch row i < num_decodes is still sequence i's.
     rows = min(tokens, meta.context_len.shape[0])
     decoded = decode_attention(q[:rows], pages, meta, spec, sinks, interpret=interpret)
     if meta.decode_only:
-        return decoded, pages
+        return decoded
 
     token = jnp.arange(tokens)[:, None, None]
     prefilled = prefill_attention(q, pages, meta, spec, sinks, interpret=interpret)
     decoded = jnp.pad(decoded, ((0, tokens - rows), (0, 0), (0, 0)))
     is_prefill = meta.seq_ids[:, None, None] < meta.context_len.shape[0]
-    return jnp.where(token < meta.num_decodes, decoded, jnp.where(is_prefill, prefilled, 0)), pages
+    return jnp.where(token < meta.num_decodes, decoded, jnp.where(is_prefill, prefilled, 0))

@@ -1,14 +1,9 @@
-"""What stands before a grouped product on NVIDIA GPUs: rows in the order of their groups, and tiles of them.
-
-A row's place is the number of rows that come before it, which each program counts for its own rows: one kernel in place
-of a sort's many. That is quadratic in the rows, and still a few microseconds for the 2,048 of a decode step, some tens
-for the 16,384 of a large prefill.
-"""
+"""What stands before a grouped product on NVIDIA GPUs: a list of its rows for each group, and tiles of these."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,94 +13,105 @@ from jaxtyping import Array, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 
-BLOCK = 64
-"""Rows, groups or tiles that a program has, and rows that it looks at at a time."""
-TILES = 16
+BLOCK = 1024
+"""Rows that a program looks at together."""
 
 
-def sort_by_group(
-    group: Int[Array, "N"], num_groups: int, *, interpret: bool = False
-) -> tuple[Int[Array, "N"], Int[Array, "N"], Int[Array, "X"]]:
-    """See `grouped_matmul.sort_by_group`."""
-    rows = group.shape[0]
-    shape = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    return pl.pallas_call(
-        functools.partial(_sort_kernel, rows=rows, num_groups=num_groups),
-        out_shape=(shape, shape, jax.ShapeDtypeStruct((num_groups,), jnp.int32)),
-        grid=(pl.cdiv(rows, BLOCK) + pl.cdiv(num_groups, BLOCK),),
+class RowLists(NamedTuple):
+    """The rows of each group, in order and with room for as many as there may be, and tiles of one group's rows.
+
+    Worked example, groups [2, 0, 2, 3, 2] of three, at most 4 rows each, tiles of 2:
+
+        rows     [1, _, _, _,  _, _, _, _,  0, 2, 4, _]    group 0's, 1's and 2's; row 3 is nobody's
+        tiles    [0, 0, 1], [2, 8, 2], [2, 10, 1]
+    """
+
+    rows: Int[Array, "M"]
+    tiles: Int[Array, "tiles 3"]
+    """(group, its first place in `rows`, rows); those left over have 0 rows."""
+
+
+def most_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
+    """That so many rows may be cut into."""
+    return num_rows // tile_rows + min(num_groups, num_rows)
+
+
+def list_rows(
+    group: Int[Array, "N"], num_groups: int, most: int, tile_rows: int, *, interpret: bool = False
+) -> RowLists:
+    """The rows of groups that have at most `most` rows each; rows of group `num_groups` are nobody's.
+
+    A program has a group, and looks through all rows for its own.
+    """
+    num_rows = group.shape[0]
+    rows, sizes = pl.pallas_call(
+        functools.partial(_list_kernel, num_rows=num_rows, most=most),
+        out_shape=tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_groups * most, num_groups)),
+        grid=(num_groups,),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=4, num_stages=2),
-        name="sort_by_group",
+        compiler_params=triton_compiler_params(num_warps=8, num_stages=2),
+        name="list_rows",
     )(group)
+    return RowLists(rows, row_tiles(sizes, num_rows, most, tile_rows, interpret=interpret))
 
 
-def _sort_kernel(group_ref: Any, order_ref: Any, place_ref: Any, sizes_ref: Any, *, rows: int, num_groups: int) -> None:
-    program, of_rows = pl.program_id(0), pl.cdiv(rows, BLOCK)
-    lane = jnp.arange(BLOCK)
+def _list_kernel(group_ref: Any, rows_ref: Any, sizes_ref: Any, *, num_rows: int, most: int) -> None:
+    group = pl.program_id(0)
+    lane = jnp.arange(min(BLOCK, pl.next_power_of_2(num_rows)))
 
-    def count(before: Any) -> Array:
-        """Of how many rows `before(their groups, their numbers)` holds, for each of the program's own."""
+    def body(block: Array, size: Array) -> Array:
+        row = block * len(lane) + lane
+        mine = triton_load(group_ref.at[row], mask=row < num_rows, other=-1) == group
+        count = mine.astype(jnp.int32)
+        scatter(rows_ref, group * most + size + jnp.cumsum(count) - count, row, mine)
+        return size + jnp.sum(count)
 
-        def body(index: Array, found: Array) -> Array:
-            other = index * BLOCK + lane
-            groups = triton_load(group_ref.at[other], mask=other < rows, other=num_groups + 1)
-            return found + jnp.sum(before(groups[None, :], other[None, :]).astype(jnp.int32), axis=1)
-
-        return lax.fori_loop(0, of_rows, body, jnp.zeros((BLOCK,), jnp.int32))
-
-    @pl.when(program < of_rows)
-    def _() -> None:
-        row = program * BLOCK + lane
-        mine = triton_load(group_ref.at[row], mask=row < rows, other=num_groups)
-        place = count(
-            lambda groups, other: (groups < mine[:, None]) | ((groups == mine[:, None]) & (other < row[:, None]))
-        )
-        triton_store(place_ref.at[row], place, mask=row < rows)
-        triton_store(order_ref.at[place], row, mask=row < rows)
-
-    @pl.when(program >= of_rows)
-    def _() -> None:
-        group = (program - of_rows) * BLOCK + lane
-        triton_store(sizes_ref.at[group], count(lambda groups, _: groups == group[:, None]), mask=group < num_groups)
+    sizes_ref[group] = lax.fori_loop(0, pl.cdiv(num_rows, len(lane)), body, jnp.int32(0))
 
 
 def row_tiles(
-    group_sizes: Int[Array, "X"], num_rows: int, tile_rows: int, *, interpret: bool = False
+    sizes: Int[Array, "X"], num_rows: int, most: int, tile_rows: int, *, interpret: bool = False
 ) -> Int[Array, "tiles 3"]:
-    """Cuts rows into tiles of one group: (group, first row, rows). Tiles left over have 0 rows.
+    """The tiles of `RowLists`, whose groups have so many of `num_rows` rows, at most `most` each."""
 
-    Rows behind the groups' are of group `X`, which is nobody.
+    def kernel(sizes_ref: Any, tiles_ref: Any) -> None:
+        group = jnp.arange(pl.next_power_of_2(num_groups))
+        store_tiles(
+            tiles_ref, group, triton_load(sizes_ref.at[group], mask=group < num_groups, other=0), most, tile_rows
+        )
 
-    Worked example, tiles of 16, 24 rows: sizes [3, 0, 20]  ->  [0, 0, 3], [2, 3, 16], [2, 19, 4], [3, 23, 1]
-    """
-    num_groups = group_sizes.shape[0]
-    count = num_rows // tile_rows + min(num_groups + 1, num_rows)
+    num_groups = sizes.shape[0]
     return pl.pallas_call(
-        functools.partial(_tiles_kernel, num_groups=num_groups, num_rows=num_rows, tile_rows=tile_rows, count=count),
-        out_shape=jax.ShapeDtypeStruct((count, 3), jnp.int32),
-        grid=(pl.cdiv(count, TILES),),
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((most_tiles(num_rows, num_groups, tile_rows), 3), jnp.int32),
+        grid=(1,),
         interpret=interpret,
         compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
         name="row_tiles",
-    )(group_sizes)
+    )(sizes)
 
 
-def _tiles_kernel(
-    sizes_ref: Any, tiles_ref: Any, *, num_groups: int, num_rows: int, tile_rows: int, count: int
-) -> None:
-    group = jnp.arange(pl.next_power_of_2(num_groups + 1))
-    size = triton_load(sizes_ref.at[group], mask=group < num_groups, other=0)
-    size = jnp.where(group == num_groups, num_rows - jnp.sum(size), size)
-    tiles = lax.div(size + tile_rows - 1, tile_rows)
-    tile = pl.program_id(0) * TILES + jnp.arange(TILES)
-    tile_ends = jnp.cumsum(tiles)
-    owner = jnp.sum((tile_ends[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
-    before, own = group[None, :] < owner[:, None], group[None, :] == owner[:, None]
+def store_tiles(tiles_ref: Any, group: Array, sizes: Array, most: int, tile_rows: int) -> None:
+    """Cuts the lists of groups, `sizes` long and `most` at most, into tiles: `RowLists.tiles`."""
+    counts = lax.div(sizes + tile_rows - 1, tile_rows)
+    ends = jnp.cumsum(counts)
 
-    def total(values: Array, chosen: Array) -> Array:
-        return jnp.sum(jnp.where(chosen, values[None, :], 0), axis=1)
+    def body(index: Array, carry: Array) -> Array:
+        begin, left = index * tile_rows, sizes - index * tile_rows
+        tile = jnp.where(left > 0, ends - counts + index, tiles_ref.shape[0])
+        for column, values in enumerate((group, group * most + begin, jnp.minimum(left, tile_rows))):
+            triton_store(tiles_ref.at[tile, column], values, mask=left > 0)
+        return carry
 
-    offset = (tile - total(tiles, before)) * tile_rows
-    rows = jnp.clip(total(size, own) - offset, 0, tile_rows)
-    for column, values in enumerate((owner, total(size, before) + offset, rows)):
-        triton_store(tiles_ref.at[tile, column], values, mask=tile < count)
+    lax.fori_loop(0, pl.cdiv(most, tile_rows), body, 0)
+    tile = jnp.arange(pl.next_power_of_2(tiles_ref.shape[0]))
+    unused = (tile >= jnp.sum(counts)) & (tile < tiles_ref.shape[0])
+    triton_store(tiles_ref.at[tile, 2], jnp.zeros_like(tile), mask=unused)
+
+
+def scatter(ref: Any, at: Array, values: Array, mask: Array) -> None:
+    """Stores values at places of a vector, those of the mask at different ones.
+
+    The others are sent outside: an interpreted store writes back what it read there, over what belongs there.
+    """
+    triton_store(ref.at[jnp.where(mask, at, ref.shape[0])], values, mask=mask)

@@ -1,9 +1,9 @@
 """Products with weights as they are stored, on NVIDIA GPUs: grouped for experts, and of one matrix of few bits.
 
 One program per (block of outputs, tile of rows). A tile is up to `rows` rows of one group, so that a program multiplies
-by one matrix; it walks that matrix's inputs a block at a time and expands codes in registers. Tiles come from the
-group sizes by a few operations on the device: no weight is copied, transposed or expanded in memory, and only those
-of groups that have rows are read.
+by one matrix; it walks that matrix's inputs a block at a time and expands codes in registers. Rows are read from where
+they are and written where they belong, by the list of their group: nothing is sorted or gathered before. No weight is
+copied, transposed or expanded in memory, and only those of groups that have rows are read.
 
 With a few rows a group, memory bandwidth is the limit: the weights are read once. With 128 rows and more a group the
 tensor cores are; weights of few bits are then expanded once for each 128 rows.
@@ -12,17 +12,19 @@ tensor cores are; weights of few bits are then expanded once for each 128 rows.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu_float8 import from_e4m3
-from jaxllm.pallas_kernels.gpu_groups import row_tiles
+from jaxllm.pallas_kernels.gpu_groups import RowLists
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 
 MAX_TILE_ROWS = 128
@@ -40,19 +42,29 @@ def choose_tile_rows(num_rows: int, num_groups: int) -> int:
 
 
 def grouped_matmul(
-    x: Float[Array, "N i"], matrix: KernelMatrix, group_sizes: Int[Array, "X"], *, interpret: bool = False
+    x: Float[Array, "n i"],
+    matrix: KernelMatrix,
+    lists: RowLists,
+    rows: int,
+    *,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    dtype: Any = jnp.float32,
+    interpret: bool = False,
 ) -> Float[Array, "N o"]:
-    """`x[r] @ matrix[group of r].T` in float32; rows are sorted by group, and those of no group come out zero."""
-    tile_rows = choose_tile_rows(x.shape[0], len(group_sizes))
-    return _multiply(x, matrix, row_tiles(group_sizes, x.shape[0], tile_rows, interpret=interpret), interpret)
+    """`x[r // (N // n)] @ matrix[group of r].T` for the `rows` N that have a group; the others' output is anything.
+
+    So that the experts of a token, whose rows lie side by side, read the one row of it. With an `activation` the first
+    half of a matrix is a gate, and the result, half as wide, is `activation(gate) * up`. Sums run in float32.
+    """
+    return _multiply(x, matrix, lists.tiles, lists.rows, rows, activation, dtype, interpret)
 
 
 def matmul(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False) -> Float[Array, "T o"]:
     """`x @ matrix.T` in float32."""
     tile_rows = choose_tile_rows(x.shape[0], 1)
-    first = jnp.arange(0, x.shape[0], tile_rows)
-    tiles = jnp.stack([jnp.zeros_like(first), first, jnp.minimum(x.shape[0] - first, tile_rows)], axis=1)
-    return _multiply(x, matrix, tiles.astype(jnp.int32), interpret)
+    first = np.arange(0, x.shape[0], tile_rows)
+    tiles = np.stack([np.zeros_like(first), first, np.minimum(x.shape[0] - first, tile_rows)], axis=1)
+    return _multiply(x, matrix, jnp.asarray(tiles, jnp.int32), None, x.shape[0], None, jnp.float32, interpret)
 
 
 def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
@@ -68,21 +80,33 @@ def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
     return max(2, min(MAX_STAGES, (SHARED_BYTES - expanded) // (inputs + weights)))
 
 
-def _multiply(x: jax.Array, matrix: KernelMatrix, tiles: Int[Array, "tiles 3"], interpret: bool) -> jax.Array:
+def _multiply(
+    x: jax.Array, matrix: KernelMatrix, tiles: Int[Array, "tiles 3"], lists: jax.Array | None, rows: int,
+    activation: Callable[[jax.Array], jax.Array] | None, dtype: Any, interpret: bool,
+) -> jax.Array:  # fmt: skip
     codes = matrix.codes.reshape(-1, matrix.codes.shape[-1])
     if codes.dtype == jnp.float8_e4m3fn:
         codes = lax.bitcast_convert_type(codes, jnp.uint8)
     outputs = matrix.shape[-2]
-    tile_rows = choose_tile_rows(x.shape[0], len(codes) // outputs)
+    tile_rows = choose_tile_rows(rows, len(codes) // outputs)
     tables = {
+        "lists": lists,
         "scale": None if matrix.scale is None else matrix.scale.reshape(-1),
         "zero": None if matrix.zero is None else matrix.zero.reshape(-1),
         "levels": jnp.asarray(matrix.levels, jnp.float32) if matrix.levels else None,
     }
     given = {name: table for name, table in tables.items() if table is not None}
     return pl.pallas_call(
-        functools.partial(_kernel, matrix=matrix, names=tuple(given), outputs=outputs, tile_rows=tile_rows),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32),
+        functools.partial(
+            _kernel,
+            matrix=matrix,
+            names=tuple(given),
+            outputs=outputs,
+            tile_rows=tile_rows,
+            share=rows // x.shape[0],
+            activation=activation,
+        ),
+        out_shape=jax.ShapeDtypeStruct((rows, outputs if activation is None else outputs // 2), dtype),
         grid=(pl.cdiv(outputs, BLOCK_OUT), len(tiles)),
         interpret=interpret,
         compiler_params=triton_compiler_params(8 if tile_rows >= 64 else 4, _stages(matrix, tile_rows)),
@@ -99,6 +123,8 @@ def _kernel(
     names: tuple[str, ...],
     outputs: int,
     tile_rows: int,
+    share: int,
+    activation: Callable[[jax.Array], jax.Array] | None,
 ) -> None:
     *table_refs, out_ref = tables_and_output
     tables = dict(zip(names, table_refs, strict=True))
@@ -107,10 +133,15 @@ def _kernel(
 
     @pl.when(count > 0)
     def _() -> None:
-        row = jnp.arange(tile_rows)
-        live = row < count
-        output = block * BLOCK_OUT + jnp.arange(BLOCK_OUT)
-        inside = output < outputs
+        place = first + jnp.arange(tile_rows)
+        live = jnp.arange(tile_rows) < count
+        lists = tables.get("lists")
+        row = place if lists is None else triton_load(lists.at[place], mask=live, other=out_ref.shape[0])
+        x_row = lax.div(row, share)
+        lane = block * BLOCK_OUT + jnp.arange(BLOCK_OUT)
+        inside = lane < outputs
+        # A gate's output and the one that it is for are neighbours.
+        output = lane if activation is None else lax.rem(lane, 2) * (outputs // 2) + lax.div(lane, 2)
         matrix_row = group * outputs + output
         stored = codes_ref.shape[1]
         step = block_stored(matrix)
@@ -126,7 +157,7 @@ def _kernel(
                 column = _columns(at, plane, matrix)
                 weights = _expand(codes, plane, matrix_row, index * step, inside, stored, matrix, tables)
                 rows = triton_load(
-                    x_ref.at[(first + row)[:, None], column[None, :]],
+                    x_ref.at[x_row[:, None], column[None, :]],
                     mask=live[:, None] & (at < stored)[None, :],
                     other=0,
                 )
@@ -139,14 +170,25 @@ def _kernel(
                 )
             return acc
 
-        start = jnp.zeros((tile_rows, BLOCK_OUT), jnp.float32)
-        known = group < codes_ref.shape[0] // outputs  # rows of no group come out zero
-        acc = lax.fori_loop(0, known.astype(jnp.int32) * pl.cdiv(stored, step), body, start)
+        acc = lax.fori_loop(0, pl.cdiv(stored, step), body, jnp.zeros((tile_rows, BLOCK_OUT), jnp.float32))
         if matrix.scales_whole_rows:
-            at = lax.div(matrix_row, matrix.scale_rows)
-            scale = triton_load(tables["scale"].at[at], mask=inside & known, other=0)
+            scale = triton_load(tables["scale"].at[lax.div(matrix_row, matrix.scale_rows)], mask=inside, other=0)
             acc *= scale.astype(jnp.float32)[None, :]
-        triton_store(out_ref.at[(first + row)[:, None], output[None, :]], acc, mask=live[:, None] & inside[None, :])
+        if activation is not None:
+            gate, up = _neighbours(acc)
+            acc = activation(gate) * up
+            output = block * (BLOCK_OUT // 2) + jnp.arange(BLOCK_OUT // 2)
+            inside = output < outputs // 2
+        triton_store(
+            out_ref.at[row[:, None], output[None, :]], acc.astype(out_ref.dtype), mask=live[:, None] & inside[None, :]
+        )
+
+
+def _neighbours(x: Float[Array, "n o"]) -> tuple[Float[Array, "n o//2"], Float[Array, "n o//2"]]:
+    """The even and the odd columns."""
+    pairs = x.reshape(x.shape[0], -1, 2)
+    even = (jnp.arange(2) == 0)[None, None, :]
+    return jnp.sum(jnp.where(even, pairs, 0), axis=2), jnp.sum(jnp.where(even, 0, pairs), axis=2)
 
 
 def block_stored(matrix: KernelMatrix) -> int:

@@ -12,30 +12,53 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 
 
 def add_norm(
-    x: Float[Array, "T E"], out: Float[Array, "T E"], norm: RootMeanSquare, *, interpret: bool = False
+    x: Float[Array, "T E"], out: Float[Array, "T E"] | Mixture, norm: RootMeanSquare, *, interpret: bool = False
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """`x + out`, and the norm of it."""
+    """`x + out`, and the norm of it; of a mixture the sum is taken on the way."""
     tokens, size = x.shape
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if isinstance(out, Mixture):
+        added = (out.weights, out.outputs, *(() if out.shared is None else (out.shared,)))
+    else:
+        added = (out,)
     return pl.pallas_call(
         functools.partial(_kernel, size=size, eps=norm.eps),
         out_shape=(shape, shape),
         grid=(tokens,),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=8, num_stages=1),
+        compiler_params=triton_compiler_params(num_warps=_warps(size), num_stages=1),
         name="add_norm",
-    )(x, out, norm.weight)
+    )(norm.weight, x, *added)
 
 
-def _kernel(x_ref: Any, out_ref: Any, weight_ref: Any, sum_ref: Any, normed_ref: Any, *, size: int, eps: float) -> None:
+def _warps(size: int) -> int:
+    """Of no fewer than 16 channels a thread: with 8 the compiler aims at 32 registers, and spills."""
+    return max(1, min(8, pl.next_power_of_2(size) // (16 * 32)))
+
+
+def _kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> None:
+    *added_refs, sum_ref, normed_ref = refs
     row, channel = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     mask = channel < size
-    x, out = (triton_load(ref.at[row, channel], mask=mask, other=0).astype(jnp.float32) for ref in (x_ref, out_ref))
-    total = (x + out).astype(sum_ref.dtype)
+
+    def load(ref: Any) -> Array:
+        return triton_load(ref.at[row, channel], mask=mask, other=0).astype(jnp.float32)
+
+    out = jnp.zeros(channel.shape, jnp.float32)
+    if len(added_refs) > 1:
+        mixed_ref, outputs_ref, *added_refs = added_refs
+        for index in range(outputs_ref.shape[1]):
+            mixed = mixed_ref[row, index]
+            output = triton_load(outputs_ref.at[row, index, channel], mask=mask & (mixed != 0), other=0)
+            out += mixed * output.astype(jnp.float32)
+    for ref in added_refs:
+        out += load(ref)
+    total = (load(x_ref) + out.astype(sum_ref.dtype).astype(jnp.float32)).astype(sum_ref.dtype)
     triton_store(sum_ref.at[row, channel], total, mask=mask)
     total = total.astype(jnp.float32)
     factor = lax.rsqrt(jnp.sum(total * total) / size + eps)

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxllm.pallas_kernels import grouped_matmul as reference
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.products import linear as reference_linear
 
@@ -40,30 +40,24 @@ def linear(
     return out if residual is None else (residual + out).astype(dtype)
 
 
-def grouped_matmul(x: Float[Array, "N i"], weight: Any, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
-    """See `grouped_matmul.py`. Experts of a kind that no kernel knows are expanded one after the other."""
-    from jaxllm.pallas_kernels import gpu_matmul  # Pallas takes half a second to import
+def experts(
+    x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: jax.Array | None, gate_up: Any, down: Any, **options: Any
+) -> Mixture | None:
+    """See `Kernels.experts`; None for experts of a kind that no kernel knows."""
+    from jaxllm.pallas_kernels import gpu_experts  # Pallas takes half a second to import
 
-    matrices = weight.kernel_matrices
-    if matrices is None:
-        return reference.tiles(x, weight, group_sizes)
-    return _joined([gpu_matmul.grouped_matmul(x, matrix, group_sizes) for matrix in matrices])
+    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
+        return None
+    return gpu_experts.experts(x, logits, bias, gate_up.kernel_matrices, down.kernel_matrices, **options)
 
 
 def add_norm(
-    x: Float[Array, "T E"], out: Float[Array, "T E"], norm: RootMeanSquare
+    x: Float[Array, "T E"], out: Float[Array, "T E"] | Mixture, norm: RootMeanSquare
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """`x + out`, and the norm of it."""
     from jaxllm.pallas_kernels import gpu_norm
 
-    return gpu_norm.add_norm(x, out.astype(x.dtype), norm)
-
-
-def sort_by_group(group: Int[Array, "N"], num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `grouped_matmul.sort_by_group`."""
-    from jaxllm.pallas_kernels import gpu_groups
-
-    return gpu_groups.sort_by_group(group, num_groups)
+    return gpu_norm.add_norm(x, out if isinstance(out, Mixture) else out.astype(x.dtype), norm)
 
 
 def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:

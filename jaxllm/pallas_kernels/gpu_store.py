@@ -7,6 +7,7 @@ a write of each; the pages are updated in place. Padding tokens write nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -89,14 +90,7 @@ def _kernel(
     token, kv_head = pl.program_id(0), pl.program_id(1)
     dim = jnp.arange(spec.parts[0].padded)
     inside = dim < spec.head_dim
-    # The channel that each one is turned with, and the sign of its part.
-    half = turning // 2
-    if interleaved:
-        partner, sign, angle = dim ^ 1, jnp.where(dim % 2 == 0, -1.0, 1.0), lax.div(dim, 2)
-    else:
-        first = dim < half
-        partner, sign = jnp.where(first, dim + half, dim - half), jnp.where(first, -1.0, 1.0)
-        angle = jnp.where(first, dim, dim - half)
+    partner, sign, angle = turned_with(dim, turning, interleaved)
     turns = dim < turning
 
     def load(head: Array, channel: Array, mask: Array) -> Array:
@@ -139,13 +133,30 @@ def _kernel(
         key = prepared(spec.heads + kv_head + alone, alone == 0, 1)
         value = load(spec.heads + spec.kv_heads + kv_head + alone, dim, inside[None, :])
         for ref, x in ((k_pages, key), (v_pages, value)):
-            x = x.astype(spec.dtype).astype(jnp.float32)
-            x = jnp.where(jnp.abs(x) <= LARGEST, x, 0)
-            if spec.quantized:
-                scale = jnp.max(jnp.abs(x)) / LARGEST_CODE[ref.dtype]
-                byte = jnp.arange(SCALE_BYTES)
-                bits = lax.bitcast_convert_type(scale, jnp.int32) >> (8 * byte) & 255
-                triton_store(ref.at[row, spec.head_dim + byte], bits.astype(ref.dtype), mask=byte >= 0)
-                x = x / jnp.where(scale > 0, scale, 1)
-                x = (to_e4m3(x) if ref.dtype == jnp.uint8 else round_to_even(x)).astype(jnp.int32)
-            triton_store(ref.at[row + alone, dim[None, :]], x.astype(ref.dtype), mask=inside[None, :])
+            store_token(ref, row, [(x, dim, inside)], spec)
+
+
+def turned_with(channel: Array, turning: int, interleaved: bool) -> tuple[Array, Array, Array]:
+    """The channel that each one is turned with, the sign of its part, and the pair's angle, by number."""
+    half = turning // 2
+    if interleaved:
+        return channel ^ 1, jnp.where(channel % 2 == 0, -1.0, 1.0), lax.div(channel, 2)
+    first = channel < half
+    partner = jnp.where(first, channel + half, channel - half)
+    return partner, jnp.where(first, -1.0, 1.0), jnp.where(first, channel, channel - half)
+
+
+def store_token(ref: Any, row: Array, parts: Sequence[tuple[Array, Array, Array]], spec: AttentionSpec) -> None:
+    """Stores one token's key or value, float32, in a row of pages: numbers, their channels, and which of these are."""
+    rounded = [x.astype(spec.dtype).astype(jnp.float32) for x, _, _ in parts]
+    finite = [jnp.where(jnp.abs(x) <= LARGEST, x, 0) for x in rounded]
+    alone = jnp.zeros((1, 1), jnp.int32)
+    if spec.quantized:
+        scale = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x)) for x in finite]) / LARGEST_CODE[ref.dtype]
+        byte = jnp.arange(SCALE_BYTES)
+        bits = lax.bitcast_convert_type(scale, jnp.int32) >> (8 * byte) & 255
+        triton_store(ref.at[row, spec.head_dim + byte], bits.astype(ref.dtype), mask=byte >= 0)
+        codes = [x / jnp.where(scale > 0, scale, 1) for x in finite]
+        finite = [(to_e4m3(x) if ref.dtype == jnp.uint8 else round_to_even(x)).astype(jnp.int32) for x in codes]
+    for x, (_, channel, mask) in zip(finite, parts, strict=True):
+        triton_store(ref.at[row + alone, channel[None, :]], x.astype(ref.dtype), mask=mask[None, :])

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import cpu, gpu_products, reference, tpu_limits
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, sort_by_group, tiles
+from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.pages import (
     BY_HEAD,
     INTERLEAVED,
@@ -81,8 +82,15 @@ class Kernels:
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
         gated: `(x, weight, activation, norm)` -> `act(gate) * up`, where there is a kernel for that.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
-        add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once.
-        sort_by_group: `(group [N], X)` -> order, places and sizes; see `grouped_matmul.py`.
+        experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, meta)` -> a `Mixture` of what
+            the experts `first … first + here - 1` give, where there are kernels for it: tokens choose by `routing`, a
+            `models.layers.moe.MoEConfig`, and padding chooses nobody.
+        add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
+            `Mixture` yet to be summed.
+        latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
+            latent attention and the pages, from what projections give to what the output's takes, where there are
+            kernels for it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others
+            its values. `one_product` says that queries and latents are projected from the same.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.
@@ -99,8 +107,9 @@ class Kernels:
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
     gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
-    sort_by_group: Callable[[jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]] = sort_by_group
+    experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
     tiles: bool = False
     turns_heads: bool = False
     smallest_rows: int = 2
@@ -110,6 +119,18 @@ def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
     from jaxllm.pallas_kernels.gpu import paged_attention  # Pallas takes half a second to import
 
     return paged_attention(*args, **options)
+
+
+def _gpu_latent_attention(
+    q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any
+) -> tuple[jax.Array, Pages] | None:
+    """Where the weight is 16-bit floats: others are expanded and multiplied by XLA, and latents stored by it."""
+    from jaxllm.pallas_kernels.gpu_latent import latent_attention
+
+    matrices = weight.kernel_matrices
+    if matrices is None or len(matrices) > 1 or matrices[0].scale is not None or matrices[0].dtype.itemsize != 2:
+        return None
+    return latent_attention(q, latent, matrices[0].codes, *arrays, **options)
 
 
 def _tpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
@@ -127,13 +148,15 @@ COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is
 COMPILED_GPU = replace(
     COMPILED,
     linear=gpu_products.linear,
-    grouped_matmul=gpu_products.grouped_matmul,
-    sort_by_group=gpu_products.sort_by_group,
+    grouped_matmul=tiles,
+    experts=gpu_products.experts,
     add_norm=gpu_products.add_norm,
 )
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 
-GPU = replace(COMPILED_GPU, name="gpu", attention=_gpu_attention, turns_heads=True)
+GPU = replace(
+    COMPILED_GPU, name="gpu", attention=_gpu_attention, latent_attention=_gpu_latent_attention, turns_heads=True
+)
 """Pallas, through its Triton lowering."""
 
 TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERLEAVED)

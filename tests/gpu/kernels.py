@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxllm.models.layers.mlp import ACTIVATIONS
+from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
-from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels import Mixture, RootMeanSquare
 from jaxllm.pallas_kernels.gpu_decode import decode_attention
-from jaxllm.pallas_kernels.gpu_groups import sort_by_group
-from jaxllm.pallas_kernels.gpu_matmul import grouped_matmul
+from jaxllm.pallas_kernels.gpu_groups import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu_latent import absorb_and_store, expand_heads
+from jaxllm.pallas_kernels.gpu_matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu_norm import add_norm
 from jaxllm.pallas_kernels.gpu_prefill import prefill_attention
+from jaxllm.pallas_kernels.gpu_route import route
 from jaxllm.pallas_kernels.gpu_store import turn_and_store
 from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
@@ -97,16 +102,51 @@ def attention(
     )
 
 
-def experts(weight: Weight) -> Program:
-    """Tiles of 16, 64 and 128 rows."""
+def latents(heads: int, pages: str = "") -> Program:
+    """What stands before attention over DeepSeek's latents, and behind it, of few rows and many."""
+    kept, turning, still, values = 512, 64, 128, 128
+    size = kept + turning
+    spec = AttentionSpec(heads, 1, size, 16, BF16, 0.1, None, None, kept, quantized=bool(pages))
+    page = array(1024, 1, 16, size + SCALE_BYTES * bool(pages), dtype=QUANTIZED[pages] if pages else BF16)
 
-    def run(weight: Weight, *rows: Any) -> Any:
-        (matrix,) = weight.kernel_matrices or ()
-        return [grouped_matmul(x, matrix, sizes) for x, sizes in zip(rows[::2], rows[1::2], strict=True)]
+    def run(expand: Any, weight: Any, page: Any, *steps: Any) -> Any:
+        norm, found = RootMeanSquare(weight, 1e-6), []
+        for q, latent, angles, meta in steps:
+            turned = Angles(*angles, interleaved=True)
+            q, (page,) = absorb_and_store(q, latent, expand, norm, turned, (page,), meta, spec, one_product=False)
+            found.append((expand_heads(q[..., :kept], expand, still), q, page))
+        return found
 
+    steps = [
+        (
+            array(n, heads, still + turning, dtype=BF16),
+            array(n, size, dtype=BF16),
+            (array(n, turning // 2, dtype=F32),) * 2,
+            metadata(n, 16, 512),
+        )
+        for n in (16, 512)
+    ]
+    return run, (array(heads * (still + values), kept, dtype=BF16), array(kept, dtype=F32), page, *steps)
+
+
+def experts(weight: Weight, activation: str = "silu") -> Program:
+    """Tiles of 16, 64 and 128 rows, with the activation and without, of rows that are read as they are or shared."""
     count, _, inputs = weight.shape
-    rows = [(array(count * n, inputs, dtype=BF16), array(count)) for n in (2, 64, 128)]
-    return run, (weight, *(argument for pair in rows for argument in pair))
+
+    def run(weight: Weight, *arrays: Any) -> Any:
+        (matrix,) = weight.kernel_matrices or ()
+        found = []
+        for x, lists in zip(arrays[::2], arrays[1::2], strict=True):
+            rows = 2 * x.shape[0]
+            found.append(grouped_matmul(x, matrix, lists, rows, activation=ACTIVATIONS[activation], dtype=x.dtype))
+            found.append(grouped_matmul(jnp.repeat(x, 2, axis=0), matrix, lists, rows))
+        return found
+
+    given: list[Any] = []
+    for rows in (2 * count, 64 * count, 128 * count):
+        tiles = most_tiles(rows, count, choose_tile_rows(rows, count))
+        given += [array(rows // 2, inputs, dtype=BF16), RowLists(array(count * rows // 2), array(tiles, 3))]
+    return run, (weight, *given)
 
 
 def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
@@ -115,14 +155,33 @@ def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
 
 
 def norm(size: int) -> Program:
-    def run(x: Any, weight: Any) -> Any:
-        return add_norm(x, x, RootMeanSquare(weight, 1e-5))
+    """Behind a layer, and behind a mixture of six experts without shared ones and with them."""
 
-    return run, (array(64, size, dtype=BF16), array(size, dtype=F32))
+    def run(x: Any, weight: Any, weights: Any, outputs: Any) -> Any:
+        norm, alone = RootMeanSquare(weight, 1e-5), Mixture(weights, outputs)
+        return [add_norm(x, out, norm) for out in (x, alone, replace(alone, shared=x.astype(F32)))]
+
+    tokens, used = 64, 6
+    return run, (
+        array(tokens, size, dtype=BF16),
+        array(size, dtype=F32),
+        array(tokens, used, dtype=F32),
+        array(tokens, used, size, dtype=F32),
+    )
 
 
-def sort(rows: int) -> Program:
-    return partial(sort_by_group, num_groups=128), (array(rows),)
+def routing(config: MoEConfig) -> Program:
+    """Of one token, of 16 and of 2048."""
+
+    def run(bias: Any, *arrays: Any) -> Any:
+        own = bias if config.correction_bias else None
+        return [
+            route(logits, own, 0, config.num_experts, config, 16, meta)
+            for logits, meta in zip(arrays[::2], arrays[1::2], strict=True)
+        ]
+
+    steps = [(array(n, config.num_experts, dtype=F32), metadata(n, n, 8)) for n in (1, 16, 2048)]
+    return run, (array(config.num_experts, dtype=F32), *(argument for step in steps for argument in step))
 
 
 EXPERTS = (64, 768, 2048)
@@ -139,6 +198,16 @@ SHAPES: dict[str, tuple[Any, Sequence[str]]] = {
     "DeepSeek-V3": (partial(attention, 128, 1, 576, latent_dim=512), PAGES),
 }
 """Attention as models ask for it, and the kinds of pages that it is compiled with."""
+ROUTERS = {
+    "Qwen3-30B-A3B": MoEConfig(num_experts=128, top_k=8, hidden=768, renormalize=True),
+    "Qwen3-Next": MoEConfig(num_experts=512, top_k=10, hidden=512, renormalize=True),
+    "Mixtral": MoEConfig(num_experts=8, top_k=2, hidden=14336, renormalize=True),
+    "DeepSeek-V2": MoEConfig(num_experts=160, top_k=6, hidden=1536, num_groups=8, top_groups=3, scale=16.0),
+    "DeepSeek-V3": MoEConfig(
+        num_experts=256, top_k=8, hidden=2048, scoring="sigmoid", correction_bias=True, num_groups=8, top_groups=4,
+        group_score="top2_sum", renormalize=True, renormalize_eps=1e-20, scale=2.5,
+    ),
+}  # fmt: skip
 
 CASES: dict[str, Callable[[], Program]] = {
     **{
@@ -147,6 +216,7 @@ CASES: dict[str, Callable[[], Program]] = {
         for pages in kinds
     },
     "experts bf16": lambda: experts(DenseKind(BF16).abstract(EXPERTS)),
+    "experts bf16, gelu by tanh": lambda: experts(DenseKind(BF16).abstract(EXPERTS), "gelu_pytorch_tanh"),
     "experts f32": lambda: experts(DenseKind(F32).abstract(EXPERTS)),
     "experts int8": lambda: experts(PerChannelKind(INT8, BF16).abstract(EXPERTS)),
     "experts fp8": lambda: experts(PerChannelKind(FP8, BF16).abstract(EXPERTS)),
@@ -156,10 +226,13 @@ CASES: dict[str, Callable[[], Program]] = {
     "experts 4 bits, levels": lambda: experts(GroupsKind(BF16, 4, 32, True, levels=FP4).abstract(EXPERTS)),
     "experts 2 bits": lambda: experts(GroupsKind(BF16, 2).abstract(EXPERTS)),
     "experts 8 bits": lambda: experts(GroupsKind(BF16, 8).abstract(EXPERTS)),
+    **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
+    "latents of 16 heads": lambda: latents(16),
+    "norm of 1024": lambda: norm(1024),
+    "norm of 2048": lambda: norm(2048),
     "norm of 4096": lambda: norm(4096),
     "norm of 16384": lambda: norm(16384),
-    "sort of 16": lambda: sort(16),
-    "sort of 16384": lambda: sort(16384),
+    **{f"routing as {name}": partial(routing, config) for name, config in ROUTERS.items()},
 }
 """By name: a program of kernels, made when it is asked for."""
 

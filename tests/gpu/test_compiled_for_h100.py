@@ -52,8 +52,10 @@ MOST_KERNELS = [
     ("Llama-3.1-8B", "2", 10),
     ("Llama-3.1-8B", "16", 10),
     ("Llama-3.1-8B", "256", 10),
-    ("Qwen3-30B-A3B", "16", 20),
-    ("DeepSeek-V2-Lite", "16", 29),
+    ("Qwen3-30B-A3B", "16", 11),
+    ("Qwen3-30B-A3B", "256", 13),
+    ("DeepSeek-V2-Lite", "16", 15),
+    ("DeepSeek-V2-Lite", "256", 17),
 ]
 """By model and rows; of one layer, in decode."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.models.layers.mla import MLAConfig, MLAttention
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
+from jaxllm.pallas_kernels.gpu_latent import latent_attention
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 
 SIZE = 44
@@ -153,7 +154,15 @@ def metadata(chunks: Sequence[tuple[int, int, int]], tokens: int, table: np.ndar
     return StepMetadata(*map(jnp.asarray, arrays), decode_only=decode_only)
 
 
-def run(case: Case, tp: int, dtype: Any = jnp.float32) -> list[np.ndarray]:
+def interpreted(q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any) -> Any:
+    """The latent attention of NVIDIA GPUs, on any platform and of any float type."""
+    return latent_attention(q, latent, weight.dequantize(), *arrays, **options, interpret=True)
+
+
+INTERPRETED = replace(REFERENCE, latent_attention=interpreted)
+
+
+def run(case: Case, tp: int, dtype: Any = jnp.float32, kernels: Kernels = REFERENCE) -> list[np.ndarray]:
     """The layer's output `[L, E]` for every sequence, step by step through pages; padding tokens are NaN."""
     c = case.config
     layer = nnx.eval_shape(
@@ -161,7 +170,7 @@ def run(case: Case, tp: int, dtype: Any = jnp.float32) -> list[np.ndarray]:
             SIZE,
             case.heads,
             c,
-            BuildOptions(dtype, tp),
+            BuildOptions(dtype, tp, kernels),
             scale=case.scale,
             norm_eps=EPS,
             qkv_bias=case.bias,

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.pallas_kernels import REFERENCE
 from tests.devices import over_devices
-from tests.models.mla_layer import CASES, hidden_states, oracle, run
+from tests.models.mla_layer import CASES, INTERPRETED, hidden_states, oracle, run
 
 SHARDED = {
     "q_lora:2": "the queries' latent is whole on both",
@@ -22,9 +23,10 @@ def sharded(tmp_path_factory) -> dict[str, np.ndarray]:
     return over_devices(4, "tests.models.mla_layer", tmp_path_factory.mktemp("mla") / "outputs.npz", *SHARDED)
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, INTERPRETED], ids=["reference", "gpu"])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_are_the_definition_s(name):
-    for out, x in zip(run(CASES[name], tp=1), hidden_states(), strict=True):
+def test_outputs_are_the_definition_s(name, kernels):
+    for out, x in zip(run(CASES[name], tp=1, kernels=kernels), hidden_states(), strict=True):
         np.testing.assert_allclose(out, oracle(CASES[name], x), rtol=2e-5, atol=2e-5)
 
 

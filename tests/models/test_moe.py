@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.moe import MoE, MoEConfig, route
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata, gpu_products
 from jaxllm.sharding.mesh import build_mesh
 from tests.devices import over_devices
 
@@ -194,12 +195,17 @@ def layer_oracle(name: str, params: Params, x: np.ndarray) -> np.ndarray:
     return out
 
 
+INTERPRETED = replace(REFERENCE, experts=partial(gpu_products.experts, interpret=True))
+"""With the experts of NVIDIA GPUs."""
+
+
 @cache
 def build(
-    moe: MoEConfig, tp: int, expert_parallel: bool, dtype: Any
+    moe: MoEConfig, tp: int, expert_parallel: bool, dtype: Any, kernels: Kernels
 ) -> tuple[Callable[..., jax.Array], dict[str, nnx.Variable]]:
     """The compiled layer over `tp` devices, as a function of its parameters and inputs, and its abstract parameters."""
-    layer = nnx.eval_shape(lambda: MoE(SIZE, moe, "silu", BuildOptions(dtype, tp, expert_parallel=expert_parallel)))
+    options = BuildOptions(dtype, tp, kernels, expert_parallel)
+    layer = nnx.eval_shape(lambda: MoE(SIZE, moe, "silu", options))
     graph, state = nnx.split(layer)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     variables = {".".join(str(key.key) for key in path): variable for path, variable in leaves}
@@ -226,9 +232,10 @@ def run(
     tp: int = 1,
     expert_parallel: bool = False,
     dtype: Any = jnp.float32,
+    kernels: Kernels = REFERENCE,
 ) -> np.ndarray:
     """The layer's output over `tp` devices, its parameters laid out as they say themselves."""
-    layer, variables = build(moe, tp, expert_parallel, dtype)
+    layer, variables = build(moe, tp, expert_parallel, dtype, kernels)
     assert set(variables) == set(params)
     values = []
     for name, variable in variables.items():
@@ -257,10 +264,12 @@ def metadata(live: np.ndarray) -> StepMetadata:
     )
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, INTERPRETED], ids=["reference", "gpu"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer_is_the_dense_mixture(name):
+def test_layer_is_the_dense_mixture(name, kernels):
     params, x = random_params(LAYERS[name]), random_tokens()
-    np.testing.assert_allclose(run(LAYERS[name], params, x), layer_oracle(name, params, x), rtol=1e-5, atol=1e-5)
+    out = run(LAYERS[name], params, x, kernels=kernels)
+    np.testing.assert_allclose(out, layer_oracle(name, params, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -283,23 +292,26 @@ def test_number_of_tokens(count):
     np.testing.assert_allclose(out, layer_oracle("deepseek-v3", params, x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_that_is_not_finite_leaves_the_others_alone():
+@pytest.mark.parametrize("kernels", [REFERENCE, INTERPRETED], ids=["reference", "gpu"])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels):
     moe = LAYERS["qwen2-moe"]
     params, x = random_params(moe), random_tokens()
     broken = x.copy()
     broken[4] = np.nan
-    out, clean = run(moe, params, broken), run(moe, params, x)
+    out, clean = run(moe, params, broken, kernels=kernels), run(moe, params, x, kernels=kernels)
+    assert np.isnan(out[4]).all()
     np.testing.assert_array_equal(np.delete(out, 4, axis=0), np.delete(clean, 4, axis=0))
 
 
-def test_rows_that_are_not_live_get_the_shared_experts_only():
+@pytest.mark.parametrize("kernels", [REFERENCE, INTERPRETED], ids=["reference", "gpu"])
+def test_rows_that_are_not_live_get_the_shared_experts_only(kernels):
     moe = LAYERS["deepseek-v3"]
     params, x = random_params(moe), random_tokens()
     live = np.arange(TOKENS) < 9
     silent = params | {"experts.down.weight": np.zeros_like(params["experts.down.weight"])}
     expected = layer_oracle("deepseek-v3", params, x)
     expected[~live] = layer_oracle("deepseek-v3", silent, x)[~live]
-    np.testing.assert_allclose(run(moe, params, x, live), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(moe, params, x, live, kernels=kernels), expected, rtol=1e-5, atol=1e-5)
 
 
 # (layer, degree, expert parallel, all tokens want the experts of one device)
@@ -311,6 +323,10 @@ SHARDED = [
     ("mixtral", 8, True, False),
     ("deepseek-v3", 4, True, True),
 ]
+
+
+ON_GPUS = [("deepseek-v3", 2, False, False), ("qwen2-moe", 4, True, False), ("deepseek-v3", 4, True, True)]
+"""Those that run with the experts of GPUs as well."""
 
 
 def sharded_params(name: str, crowded: bool) -> Params:
@@ -331,7 +347,11 @@ def main(out: str) -> None:
     for case in SHARDED:
         name, tp, expert_parallel, crowded = case
         params = sharded_params(name, crowded)
-        outputs[sharded_id(case)] = run(LAYERS[name], params, random_tokens(), tp=tp, expert_parallel=expert_parallel)
+        options: Any = {"tp": tp, "expert_parallel": expert_parallel}
+        outputs[sharded_id(case)] = run(LAYERS[name], params, random_tokens(), **options)
+        if case in ON_GPUS:
+            own = run(LAYERS[name], params, random_tokens(), kernels=INTERPRETED, **options)
+            outputs[sharded_id(case) + ", gpu"] = own
     np.savez(out, **outputs)
 
 
@@ -344,7 +364,8 @@ def sharded(tmp_path_factory) -> dict[str, np.ndarray]:
 def test_sharded_layer_is_the_dense_mixture(sharded, case):
     name, _, _, crowded = case
     expected = layer_oracle(name, sharded_params(name, crowded), random_tokens())
-    np.testing.assert_allclose(sharded[sharded_id(case)], expected, rtol=1e-5, atol=1e-5)
+    for kernels in ("", ", gpu") if case in ON_GPUS else ("",):
+        np.testing.assert_allclose(sharded[sharded_id(case) + kernels], expected, rtol=1e-5, atol=1e-5)
 
 
 if __name__ == "__main__":

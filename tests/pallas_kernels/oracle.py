@@ -107,7 +107,7 @@ def ragged_batch(
     num_pages = [-(-c // page_size) for c in contexts]
 
     order = rng.permutation(np.arange(1, sum(num_pages) + 3))
-    table = np.zeros((seqs, max(num_pages) + 1), np.int32)
+    table = np.zeros((seqs, max(num_pages, default=0) + 1), np.int32)
     shape = (len(order) + 1, kv_heads, page_size, head_dim)
     buffers = [np.full(shape, unused, np.float64) for _ in range(1 if value_dim else 2)]
     positions, seq_ids = np.zeros(tokens, np.int32), np.full(tokens, seqs, np.int32)

@@ -35,7 +35,7 @@ def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
     assert choose_kernels("auto", "cpu").grouped_matmul is tiles
     assert choose_kernels("auto", "cpu").page_dtype(jnp.bfloat16) == np.uint16
     for backend in ("auto", "reference", "gpu"):
-        assert choose_kernels(backend, "gpu").grouped_matmul is gpu_products.grouped_matmul
+        assert choose_kernels(backend, "gpu").experts is gpu_products.experts
         assert choose_kernels(backend, "gpu").page_dtype(jnp.bfloat16) == jnp.bfloat16
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxllm.pallas_kernels import RootMeanSquare, gpu_float8, gpu_matmul, gpu_norm, gpu_products, grouped_matmul
-from jaxllm.pallas_kernels.gpu_groups import row_tiles, sort_by_group
-from jaxllm.pallas_kernels.grouped_matmul import tiles
+from jaxllm.pallas_kernels import RootMeanSquare, gpu_float8, gpu_matmul, gpu_norm, gpu_products
+from jaxllm.pallas_kernels.gpu_groups import RowLists, list_rows
 from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.fp8_blocks import Fp8Blocks
 from jaxllm.quantization.groups import Groups, GroupsKind
@@ -64,22 +63,21 @@ SIZES = {
 }
 
 
-def grouped_oracle(x: np.ndarray, weight: Weight, sizes: list[int]) -> np.ndarray:
-    matrices = np.asarray(weight.dequantize(), np.float64)
-    out = np.zeros((len(x), matrices.shape[1]))
-    begin = 0
-    for matrix, size in zip(matrices, sizes, strict=True):
-        out[begin : begin + size] = np.asarray(x, np.float64)[begin : begin + size] @ matrix.T
-        begin += size
-    return out
-
-
-def check_grouped(weight: Weight, sizes: list[int], rows: int) -> None:
+def check_grouped(weight: Weight, sizes: list[int], rows: int, *, dtype: Any = jnp.float32, share: int = 1) -> None:
+    """Rows of each group anywhere among `rows`, `share` of them reading each row of `x`; those of no group are NaN."""
     (matrix,) = weight.kernel_matrices
-    x = np.random.default_rng(3).standard_normal((rows, weight.shape[-1])).astype(np.float32)
-    x[sum(sizes) :] = np.nan
-    out = gpu_matmul.grouped_matmul(jnp.asarray(x), matrix, jnp.asarray(sizes, jnp.int32), interpret=True)
-    np.testing.assert_allclose(out, grouped_oracle(x, weight, sizes), rtol=1e-4, atol=1e-4)
+    random = np.random.default_rng(3)
+    group = random.permutation(np.repeat(np.arange(len(sizes) + 1), [*sizes, rows - sum(sizes)]))
+    x = random.standard_normal((rows // share, weight.shape[-1])).astype(np.float32)
+    nobody = group == len(sizes)
+    x[nobody.reshape(-1, share).all(axis=1)] = np.nan
+    tile_rows = gpu_matmul.choose_tile_rows(rows, len(sizes))
+    lists = list_rows(jnp.asarray(group, jnp.int32), len(sizes), rows, tile_rows, interpret=True)
+    x = jnp.asarray(x, dtype)
+    out = gpu_matmul.grouped_matmul(x, matrix, lists, rows, interpret=True)
+    matrices, x = np.asarray(weight.dequantize(), np.float64), np.asarray(x, np.float64)
+    for row in np.flatnonzero(~nobody):
+        np.testing.assert_allclose(out[row], matrices[group[row]] @ x[row // share], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,6 +101,11 @@ def test_the_nearest_e4m3_number_is_written():
     np.testing.assert_array_equal(gpu_float8.to_e4m3(jnp.asarray(x)), x.astype(FP8).view(np.uint8))
 
 
+def test_neighbouring_rows_share_one_that_is_read():
+    values = np.random.default_rng(0).standard_normal((3, 40, 72)).astype(np.float32)
+    check_grouped(Dense(jnp.asarray(values)), [5, 0, 30], 40, share=4)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_groups_at_every_edge_of_the_tiles(sizes):
     values = np.random.default_rng(0).standard_normal((3, 40, 72)).astype(np.float32)
@@ -113,20 +116,6 @@ def test_many_rows_take_larger_tiles():
     values = np.random.default_rng(0).standard_normal((2, 24, 16)).astype(np.float32)
     assert gpu_matmul.choose_tile_rows(600, 2) == 128
     check_grouped(Dense(jnp.asarray(values)), [411, 130], 600)
-
-
-def test_tiles_are_as_documented():
-    found = np.asarray(row_tiles(jnp.asarray([3, 0, 20]), 24, 16, interpret=True))
-    np.testing.assert_array_equal(found[found[:, 2] > 0], [[0, 0, 3], [2, 3, 16], [2, 19, 4], [3, 23, 1]])
-
-
-@pytest.mark.parametrize("rows", [1, 64, 65, 300])
-@pytest.mark.parametrize("groups", [1, 5, 128])
-def test_rows_are_sorted_as_by_the_compiler(rows, groups):
-    group = jnp.asarray(np.random.default_rng(rows).integers(0, groups + 1, rows), jnp.int32)
-    found = sort_by_group(group, groups, interpret=True)
-    for own, expected in zip(found, grouped_matmul.sort_by_group(group, groups), strict=True):
-        np.testing.assert_array_equal(own, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 130])
@@ -152,11 +141,7 @@ def test_what_the_compiler_multiplies_by_itself(kind):
 def test_bfloat16_sums_in_float32():
     values = np.random.default_rng(0).standard_normal((3, 40, 72)).astype(np.float32)
     check_grouped(Dense(jnp.asarray(values, jnp.float32)), [5, 9, 3], 17)
-    weight = Dense(jnp.asarray(values, jnp.bfloat16))
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((17, 72)), jnp.bfloat16)
-    sizes = jnp.asarray([5, 9, 3], jnp.int32)
-    out = gpu_matmul.grouped_matmul(x, weight.kernel_matrices[0], sizes, interpret=True)
-    np.testing.assert_allclose(out, tiles(x, weight, sizes), rtol=1e-5, atol=1e-5)
+    check_grouped(Dense(jnp.asarray(values, jnp.bfloat16)), [5, 9, 3], 17, dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,14 +149,15 @@ def test_lowers_for_cuda_without_expanding_weights(kind):
     values = np.random.default_rng(0).standard_normal((4, 256, 192)).astype(np.float32)
     weight = KINDS[kind](values)
 
-    def multiply(x, weight, sizes):
-        return gpu_products.grouped_matmul(x, weight, sizes)
+    def multiply(x, weight, rows, tiles):
+        (matrix,) = weight.kernel_matrices
+        return gpu_matmul.grouped_matmul(x, matrix, RowLists(rows, tiles), 64)
 
-    arguments = jnp.ones((64, 192)), weight, jnp.asarray([16] * 4)
+    arguments = jnp.ones((64, 192)), weight, jnp.zeros(4 * 64, jnp.int32), jnp.zeros((8, 3), jnp.int32)
     h100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=h100)):
         text = jax.jit(multiply).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2  # the tiles, and the product
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

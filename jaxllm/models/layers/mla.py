@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,26 +106,13 @@ class MLAttention(nnx.Module):
     ) -> tuple[Float[Array, "T E"], Pages]:
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new latents."""
         x = x if norm is None else norm(x)
-        config = self.config
-        kv_b, keys, values = (
-            self.kv_b.weight.get_value(),
-            slice(config.qk_nope_head_dim),
-            slice(config.qk_nope_head_dim, None),
-        )
-        q_nope, q_rope = jnp.split(self._queries(x), [config.qk_nope_head_dim], axis=-1)
-        absorbed = kv_b.absorb_heads(q_nope, self.expanded, keys)
-        q = jnp.concatenate([absorbed, rotate(q_rope, angles)], axis=-1)
+        queries, latent, kv_b = self._queries(x), self.kv_a(x), self.kv_b.weight.get_value()
         with jax.named_scope("paged_attention"):
-            out, pages = self.kernels.attention(
-                q,
-                self._keys(x, angles),
-                None,
-                pages,
-                meta,
-                scale=self.scale,
-                value_dim=config.kv_lora_rank,
-            )
-        out = kv_b.expand_heads(out, self.expanded, values)
+            done = self.kernels.latent_attention(
+                queries, latent, kv_b, self.kv_a_norm.traced, angles, pages, meta,
+                scale=self.scale, one_product=self.config.q_lora_rank is None,
+            )  # fmt: skip
+        out, pages = done or self._attend(queries, latent, kv_b, angles, pages, meta)
         return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
 
     def _queries(self, x: Float[Array, "T E"]) -> Float[Array, "T H D"]:
@@ -132,7 +120,27 @@ class MLAttention(nnx.Module):
         q = self.q(x) if self.config.q_lora_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
         return q.reshape(x.shape[0], self.heads, self.config.qk_head_dim)
 
-    def _keys(self, x: Float[Array, "T E"], angles: Angles | None) -> Float[Array, "T 1 D"]:
+    def _attend(
+        self, queries: Float[Array, "T H d"], latent: Float[Array, "T D"], kv_b: Any, angles: Angles | None,
+        pages: Pages, meta: StepMetadata,
+    ) -> tuple[Float[Array, "T H Dv"], Pages]:  # fmt: skip
+        config = self.config
+        q_nope, q_rope = jnp.split(queries, [config.qk_nope_head_dim], axis=-1)
+        absorbed = kv_b.absorb_heads(q_nope, self.expanded, slice(config.qk_nope_head_dim))
+        q = jnp.concatenate([absorbed, rotate(q_rope, angles)], axis=-1)
+        with jax.named_scope("paged_attention"):
+            out, pages = self.kernels.attention(
+                q,
+                self._keys(latent, angles),
+                None,
+                pages,
+                meta,
+                scale=self.scale,
+                value_dim=config.kv_lora_rank,
+            )
+        return kv_b.expand_heads(out, self.expanded, slice(config.qk_nope_head_dim, None)), pages
+
+    def _keys(self, latent: Float[Array, "T D"], angles: Angles | None) -> Float[Array, "T 1 D"]:
         """What is cached: the normalised latent, then the rotated channels."""
-        latent, k_rope = jnp.split(self.kv_a(x)[:, None], [self.config.kv_lora_rank], axis=-1)
+        latent, k_rope = jnp.split(latent[:, None], [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_norm(latent), rotate(k_rope, angles)], axis=-1)

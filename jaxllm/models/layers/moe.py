@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.linear import Linear
-from jaxllm.models.layers.mlp import GatedMLP, gated
+from jaxllm.models.layers.mlp import ACTIVATIONS, GatedMLP, gated
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, StepMetadata
-from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank
+from jaxllm.pallas_kernels import Mixture, Norm, StepMetadata
+from jaxllm.pallas_kernels.grouped_matmul import sort_by_group
+from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank, tensor_size
 from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.sharding.mesh import TENSOR, Axes
 
@@ -142,21 +143,39 @@ class MoE(nnx.Module):
     ) -> Float[Array, "T E"]:
         """The layer's output, added to `residual` if there is one. Padding visits no expert: it costs no weights."""
         x = x if norm is None else norm(x)
-        with jax.named_scope("router"):
-            weights, experts = self.router(x)
-        with jax.named_scope("experts"):
-            out = self._routed(x, weights, experts, meta.live)
-        if self.shared is not None:
-            with jax.named_scope("shared_experts"):
-                shared = self.shared.partial(x)
-                out = out + (
-                    shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate.partial(x))
-                )
-        out = sum_over_tensor(out).astype(x.dtype)
+        out = self._mixed(x, meta)
+        out = sum_over_tensor(out.summed() if isinstance(out, Mixture) else out).astype(x.dtype)
         return out if residual is None else residual + out
 
+    def unsummed(self, x: Float[Array, "T E"], meta: StepMetadata) -> Mixture | Float[Array, "T E"]:
+        """The layer's output, where kernels and one device have it as a mixture that is yet to be summed."""
+        out = self._mixed(x, meta) if tensor_size() == 1 else self(x, meta)
+        return out if isinstance(out, Mixture) else out.astype(x.dtype)
+
+    def _mixed(self, x: Float[Array, "T E"], meta: StepMetadata) -> Mixture | Float[Array, "T E"]:
+        """This device's part of the output, in float32."""
+        with jax.named_scope("router"):
+            logits, bias = self.router(x)
+        here = self.experts.here
+        first = tensor_rank() * here if here < self.config.num_experts else 0
+        with jax.named_scope("experts"):
+            out: Any = self.experts.mixture(x, logits, bias, self.config, first, meta)
+            if out is None:
+                out = self._routed(x, *route(logits, self.config, bias), first, meta.live)
+        with jax.named_scope("shared_experts"):
+            shared = self._shared(x)
+        if isinstance(out, Mixture):
+            return replace(out, shared=shared)
+        return out if shared is None else out + shared
+
+    def _shared(self, x: Float[Array, "T E"]) -> Float[Array, "T E"] | None:
+        if self.shared is None:
+            return None
+        shared = self.shared.partial(x)
+        return shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate.partial(x))
+
     def _routed(
-        self, x: Float[Array, "T E"], weights: jax.Array, experts: jax.Array, live: jax.Array
+        self, x: Float[Array, "T E"], weights: jax.Array, experts: jax.Array, first: jax.Array | int, live: jax.Array
     ) -> Float[Array, "T E"]:
         """This device's part of the experts' weighted sum, in float32.
 
@@ -169,12 +188,10 @@ class MoE(nnx.Module):
         """
         num_tokens, top_k = experts.shape
         here = self.experts.here
-        group = experts.reshape(-1)
-        if here < self.config.num_experts:
-            group = group - tensor_rank() * here
+        group = experts.reshape(-1) - first
         elsewhere = (group < 0) | (group >= here) | ~jnp.repeat(live, top_k)
         group = jnp.where(elsewhere, here, group)
-        order, place, sizes = self.kernels.sort_by_group(group, here)
+        order, place, sizes = sort_by_group(group, here)
         rows = x.at[order // top_k].get(mode="promise_in_bounds")
         out = self.experts(rows, sizes)
         out = out.at[place].get(mode="promise_in_bounds").reshape(num_tokens, top_k, -1)
@@ -182,17 +199,16 @@ class MoE(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Logits of all experts and the choice among them, in float32 on every device."""
+    """Logits of all experts, in float32 on every device, and the correction bias if there is one."""
 
     def __init__(self, size: int, config: MoEConfig, options: BuildOptions):
         self.weight = weight((config.num_experts, size), jnp.float32)
         self.correction_bias = param((config.num_experts,), jnp.float32) if config.correction_bias else None
-        self.config = config
         self.kernels = options.kernels
 
-    def __call__(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    def __call__(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T X"], Float[Array, "X"] | None]:
         bias = None if self.correction_bias is None else self.correction_bias[...]
-        return route(self.kernels.linear(x, self.weight.get_value()), self.config, bias)
+        return self.kernels.linear(x, self.weight.get_value()), bias
 
 
 class Experts(nnx.Module):
@@ -215,6 +231,25 @@ class Experts(nnx.Module):
         self.activation = activation
         self.here = config.num_experts // options.tp if whole else config.num_experts
         """How many of the experts a device has, or has a part of."""
+        self.kernels = options.kernels
+
+    def mixture(
+        self, x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: Float[Array, "X"] | None, routing: MoEConfig,
+        first: jax.Array | int, meta: StepMetadata,
+    ) -> Mixture | None:  # fmt: skip
+        """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
+        return self.kernels.experts(
+            x,
+            logits,
+            bias,
+            self.gate_up.weight.get_value(),
+            self.down.weight.get_value(),
+            routing=routing,
+            first=first,
+            here=self.here,
+            activation=ACTIVATIONS[self.activation],
+            meta=meta,
+        )
 
     def __call__(self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"]) -> Float[Array, "N E"]:
         return self.down(gated(self.gate_up(rows, group_sizes), self.activation), group_sizes)

@@ -1,0 +1,56 @@
+"""The experts of an MoE layer on NVIDIA GPUs, from logits to what is summed: three kernels of a step of few tokens.
+
+Tokens are routed (`gpu_route`), then multiplied by their experts' matrices where these and the tokens lie
+(`gpu_matmul`), with the activation at the end of the first product. The sum is left to the kernel that adds the
+residual (`gpu_norm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.pallas_kernels.gpu_matmul import choose_tile_rows, grouped_matmul
+from jaxllm.pallas_kernels.gpu_route import route
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.mixture import Mixture
+
+
+def experts(
+    x: Float[Array, "T E"],
+    logits: Float[Array, "T X"],
+    bias: Float[Array, "X"] | None,
+    gate_up: tuple[KernelMatrix, ...],
+    down: tuple[KernelMatrix, ...],
+    *,
+    first: Int[Array, ""] | int,
+    here: int,
+    routing: Any,
+    activation: Callable[[jax.Array], jax.Array],
+    meta: StepMetadata,
+    interpret: bool = False,
+) -> Mixture:
+    """See `Kernels.experts`; weights are given as matrices, several where the parts of a fused one were not joined."""
+    tokens = x.shape[0]
+    rows = tokens * routing.top_k
+    tile_rows = choose_tile_rows(rows, here)
+    weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
+    multiply = partial(grouped_matmul, lists=lists, rows=rows, interpret=interpret)
+    if len(gate_up) == 1 and _is_lowered(activation):
+        hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
+    else:
+        gate, up = jnp.split(jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1), 2, axis=-1)
+        hidden = activation(gate) * up
+    outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
+    return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
+
+
+def _is_lowered(activation: Callable[[jax.Array], jax.Array]) -> bool:
+    """Triton knows no error function, which exact GELU is made of."""
+    return "erf" not in str(jax.make_jaxpr(activation)(jnp.float32(0)))

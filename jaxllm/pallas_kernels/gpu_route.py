@@ -1,0 +1,194 @@
+"""How tokens choose their experts on NVIDIA GPUs, and each expert's list of those that did.
+
+From logits to lists and tiles in one kernel of one program, as long as the step is small: the rounds of top-k are what
+it costs, some microseconds, where XLA's softmax, sort, mask and the rest take that for each of their launches. Of more
+tokens blocks choose beside each other, then each expert looks through all choices for its own, then lists are cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from jaxllm.compat import triton_compiler_params, triton_load
+from jaxllm.pallas_kernels.gpu_groups import RowLists, list_rows, most_tiles, scatter, store_tiles
+from jaxllm.pallas_kernels.metadata import StepMetadata
+
+BLOCK_SCORES = 2048
+"""Scores that a program looks at together."""
+WARP_SCORES = 256
+"""Eight a thread."""
+MOST_SCORES = 4096
+"""Of a step whose tokens are routed by one program."""
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+class Routed(NamedTuple):
+    """Which experts compute which tokens. Pair `t * k + j` is token `t` with the expert that it likes `j`th best."""
+
+    weights: Float[Array, "T k"]
+    """float32; zero for tokens that are padding and experts that are not here."""
+    pairs: RowLists
+
+
+class _Choice(NamedTuple):
+    """Of a block of tokens, over all experts."""
+
+    weights: Float[Array, "R X"]
+    place: Int[Array, "R X"]
+    """0 for a token's best expert, 1 for the next; `top_k` for those that it does not use."""
+
+
+def route(
+    logits: Float[Array, "T X"],
+    bias: Float[Array, "X"] | None,
+    first: Int[Array, ""] | int,
+    here: int,
+    config: Any,
+    tile_rows: int,
+    meta: StepMetadata,
+    *,
+    interpret: bool = False,
+) -> Routed:
+    """What `models.layers.moe.route` chooses by `config`, as lists of the experts `first … first + here - 1`."""
+    tokens, experts = logits.shape
+    lanes = pl.next_power_of_2(experts)
+    rows = max(1, min(pl.next_power_of_2(tokens), BLOCK_SCORES // lanes))
+    pairs = tokens * config.top_k
+    static = {"config": config, "num_seqs": meta.page_table.shape[0], "here": here, "rows": rows}
+
+    def launch(name: str, kernel: Any, programs: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        return pl.pallas_call(
+            functools.partial(kernel, **static),
+            out_shape=(
+                jax.ShapeDtypeStruct((pairs,), jnp.float32),
+                *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
+            ),
+            grid=(programs,),
+            interpret=interpret,
+            compiler_params=triton_compiler_params(num_warps=max(1, rows * lanes // WARP_SCORES), num_stages=1),
+            name=name,
+        )(meta.seq_ids, jnp.asarray(first, jnp.int32).reshape(1), logits, *(() if bias is None else (bias,)))
+
+    if pl.next_power_of_2(tokens) * lanes <= MOST_SCORES:
+        kernel = functools.partial(_route_kernel, tile_rows=tile_rows)
+        weights, lists, tiles = launch("route", kernel, 1, (here * tokens,), (most_tiles(pairs, here, tile_rows), 3))
+        found = RowLists(lists, tiles)
+    else:
+        weights, chosen = launch("choose_experts", _choose_kernel, pl.cdiv(tokens, rows), (pairs,))
+        found = list_rows(chosen, here, tokens, tile_rows, interpret=interpret)
+    return Routed(weights.reshape(tokens, -1), found)
+
+
+def _choose_kernel(
+    seq_ids_ref: Any, first_ref: Any, logits_ref: Any, *refs: Any, config: Any, num_seqs: int, here: int, rows: int
+) -> None:
+    """A block of tokens: their weights, and the experts of their pairs, `here` standing for nobody."""
+    *bias_refs, weights_ref, experts_ref = refs
+    expert = jnp.arange(pl.next_power_of_2(logits_ref.shape[1]))
+    token = pl.program_id(0) * rows + jnp.arange(rows)
+    choice, used = _chosen(seq_ids_ref, first_ref, logits_ref, bias_refs, weights_ref, token, config, num_seqs, here)
+    group = jnp.where(used, expert[None, :] - first_ref[0], here)
+    pair = token[:, None] * config.top_k + choice.place
+    inside = (choice.place < config.top_k) & (token < logits_ref.shape[0])[:, None]
+    scatter(experts_ref, pair, group, inside)
+
+
+def _route_kernel(
+    seq_ids_ref: Any, first_ref: Any, logits_ref: Any, *refs: Any, config: Any, num_seqs: int, here: int, rows: int,
+    tile_rows: int,
+) -> None:  # fmt: skip
+    """All tokens, a block after the other: their weights, the lists of experts, and tiles of them."""
+    *bias_refs, weights_ref, lists_ref, tiles_ref = refs
+    tokens, experts = logits_ref.shape
+    group = jnp.arange(pl.next_power_of_2(experts)) - first_ref[0]
+
+    def body(block: Array, sizes: Array) -> Array:
+        token = block * rows + jnp.arange(rows)
+        choice, used = _chosen(
+            seq_ids_ref, first_ref, logits_ref, bias_refs, weights_ref, token, config, num_seqs, here
+        )
+        count = used.astype(jnp.int32)
+        at = group[None, :] * tokens + sizes[None, :] + jnp.cumsum(count, axis=0) - count
+        scatter(lists_ref, at, token[:, None] * config.top_k + choice.place, used)
+        return sizes + jnp.sum(count, axis=0)
+
+    sizes = lax.fori_loop(0, pl.cdiv(tokens, rows), body, jnp.zeros_like(group))
+    store_tiles(tiles_ref, group, sizes, tokens, tile_rows)
+
+
+def _chosen(
+    seq_ids_ref: Any, first_ref: Any, logits_ref: Any, bias_refs: Any, weights_ref: Any, token: Array, config: Any,
+    num_seqs: int, here: int,
+) -> tuple[_Choice, Array]:  # fmt: skip
+    """What a block of tokens chooses, its weights being stored; and which of that is to be computed here."""
+    tokens, experts = logits_ref.shape
+    expert = jnp.arange(pl.next_power_of_2(experts))
+    known = expert < experts
+    inside = token < tokens
+    logits = triton_load(logits_ref.at[token[:, None], expert[None, :]], mask=inside[:, None] & known[None, :], other=0)
+    bias = triton_load(bias_refs[0].at[expert], mask=known, other=0) if bias_refs else None
+    choice = _choose(logits, bias, expert, config)
+    live = triton_load(seq_ids_ref.at[token], mask=inside, other=num_seqs) < num_seqs
+    first = first_ref[0]
+    chosen = choice.place < config.top_k
+    used = chosen & live[:, None] & ((expert >= first) & (expert < first + here))[None, :]
+    pair = token[:, None] * config.top_k + choice.place
+    scatter(weights_ref, pair, jnp.where(used, choice.weights, 0), chosen & inside[:, None])
+    return choice, used
+
+
+def _choose(logits: Array, bias: Array | None, expert: Array, config: Any) -> _Choice:
+    known = (expert < config.num_experts)[None, :]
+    if config.scoring == "softmax":
+        exp = jnp.where(known, jnp.exp(logits - jnp.max(jnp.where(known, logits, -LARGEST), axis=1)[:, None]), 0)
+        scores = exp / jnp.sum(exp, axis=1)[:, None]
+    else:
+        scores = 1 / (1 + jnp.exp(-logits))
+    choice = scores if bias is None else scores + bias[None, :]
+    # What is not a number is greatest, as it is for `lax.top_k`; minus infinity is left to what may not be chosen.
+    choice = jnp.where(choice != choice, jnp.inf, jnp.maximum(choice, -LARGEST))
+    choice = jnp.where(known, choice, -jnp.inf)
+    if config.top_groups < config.num_groups:
+        choice = _best_groups_only(choice, expert, config)
+
+    def body(place: Array, places: Array) -> Array:
+        left = jnp.where(places == config.top_k, choice, -jnp.inf)
+        return jnp.where(expert[None, :] == _greatest(left, expert)[:, None], place, places)
+
+    places = lax.fori_loop(0, config.top_k, body, jnp.full(logits.shape, config.top_k, jnp.int32))
+    weights = scores
+    if config.renormalize:
+        total = jnp.sum(jnp.where(places < config.top_k, scores, 0), axis=1)
+        weights = scores / (total + config.renormalize_eps)[:, None]
+    return _Choice(weights * config.scale, places)
+
+
+def _best_groups_only(choice: Array, expert: Array, config: Any) -> Array:
+    """`choice`, with minus infinity for the experts of all but each token's best groups."""
+    group = lax.div(expert, config.num_experts // config.num_groups)
+    scores = []
+    for index in range(config.num_groups):
+        own = jnp.where((group == index)[None, :], choice, -jnp.inf)
+        score = jnp.max(own, axis=1)
+        if config.group_score == "top2_sum":
+            score += jnp.max(jnp.where(expert[None, :] == _greatest(own, expert)[:, None], -jnp.inf, own), axis=1)
+        scores.append(score)
+    allowed = jnp.zeros(choice.shape, jnp.bool_)
+    for index, score in enumerate(scores):
+        better = [(other > score) if at > index else (other >= score) for at, other in enumerate(scores) if at != index]
+        best = sum(which.astype(jnp.int32) for which in better) < config.top_groups
+        allowed |= best[:, None] & (group == index)[None, :]
+    return jnp.where(allowed, choice, -jnp.inf)
+
+
+def _greatest(values: Array, expert: Array) -> Array:
+    """The number of each row's greatest value, the first of several."""
+    best = jnp.max(values, axis=1)[:, None]
+    return jnp.min(jnp.where(values == best, expert[None, :], expert.shape[0]), axis=1)

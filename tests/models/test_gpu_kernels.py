@@ -1,0 +1,40 @@
+"""Models on the kernels of NVIDIA GPUs, interpreted: what transformers computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.pallas_kernels import gpu_norm, gpu_products
+from jaxllm.pallas_kernels.kernels import GPU
+from tests.models.harness import Chunk, Harness
+from tests.models.mla_layer import interpreted
+from tests.reference import load_golden
+from tests.reference.tiny import write_checkpoint
+
+INTERPRETED = replace(
+    GPU,
+    attention=partial(GPU.attention, interpret=True),
+    latent_attention=interpreted,
+    experts=partial(gpu_products.experts, interpret=True),
+    add_norm=partial(gpu_norm.add_norm, interpret=True),
+)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3"])
+def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+    """Experts alone and with shared ones, behind a gate or not; latents of queries that have one of their own, or not.
+
+    What layers leave to the next one to add is then a sum of experts, or in the dense ones not.
+    """
+    golden = load_golden(name)
+    ids = golden.prompt_token_ids
+    model = Harness(write_checkpoint(name, tmp_path), kernels=INTERPRETED)
+    parts = [model.run([ids], [Chunk(0, a, b)])[0] for a, b in pairwise([0, 1, 17, len(ids) - 1])]
+    parts.append(model.decode(ids[-1], len(ids) - 1)[None])
+    assert np.abs(np.concatenate(parts) - golden.logits[: len(ids)]).max() <= 1e-4
