@@ -7,7 +7,6 @@ print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0]
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,10 +17,7 @@ if TYPE_CHECKING:
     from jaxllm.requests.sampling import SamplingParams
     from jaxllm.session.session import ResponsesSession
 
-try:
-    __version__ = version("jaxllm")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0.0.0"
+    __version__: str
 
 _HOMES = {
     "LLM": "jaxllm.llm",
@@ -42,4 +38,11 @@ def __getattr__(name: str) -> Any:
     """Public names load their modules (and JAX) when they are first used."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version  # takes as long to load as the rest of a process
+
+        try:
+            return version("jaxllm")
+        except PackageNotFoundError:  # a source tree that was never installed
+            return "0.0.0"
     raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")

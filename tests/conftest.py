@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +13,10 @@ import pytest
 from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  what the hook names below
+
+# Images of containers set it, and each of the hundreds of processes that tests start would compile every module anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 CHECKED = ("engine.device", "models", "pallas_kernels", "quantization", "sharding", "weights")
 install_import_hook([f"jaxllm.{name}" for name in CHECKED], "tests.typecheck.checked")  # the shapes in signatures hold

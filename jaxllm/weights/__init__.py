@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
-from jaxllm.weights.folder import NO_PICKLES, PICKLES, model_file, pickles
+from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, is_saved, model_file, pickles
 
-__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
+if TYPE_CHECKING:  # tokenizers read a model's folder too, in servers that need no JAX
+    from jaxllm.weights.checkpoint import Checkpoint
 
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
@@ -22,7 +23,7 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     from jaxllm.weights.gguf_file import GGUFCheckpoint
     from jaxllm.weights.packed_file import PackedCheckpoint, quantization_config
     from jaxllm.weights.safetensors_file import SafetensorsCheckpoint
-    from jaxllm.weights.saved import MANIFEST, SavedCheckpoint, is_saved
+    from jaxllm.weights.saved import SavedCheckpoint
 
     if path.suffix in PICKLES and path.is_file():
         raise CheckpointError(f"{path}: {NO_PICKLES}")

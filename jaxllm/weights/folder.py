@@ -16,6 +16,9 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files of PyTorch, which run code of their author's when they are read."""
 NO_PICKLES = "pickle files can run code and are not read; convert it to safetensors (`save_pretrained`) or GGUF"
 
+MANIFEST = "jaxllm.json"
+"""Of a directory that `jaxllm convert` made; see `jaxllm.weights.saved`."""
+
 
 def model_file(folder: Path, name: str) -> Path:
     """`folder / name`, which need not exist.
@@ -66,6 +69,11 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{folder / name}: holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a directory was made by `jaxllm convert --to orbax`."""
+    return (path / MANIFEST).exists()
 
 
 def pickles(folder: Path) -> list[str]:

@@ -21,6 +21,11 @@ GENERATION_FIELDS: Kinds = EOS_FIELDS | {
 }
 
 
+def generation_config_of(path: Path) -> Path:
+    """Where a GGUF file's recommended sampling lies, if anywhere: `MODEL.generation_config.json` for `MODEL.gguf`."""
+    return path.with_suffix(".generation_config.json")
+
+
 def read_generation_config(folder: Path, name: str = "generation_config.json") -> dict[str, Any]:
     """The file's content; empty where there is none. Raises CheckpointError naming a field that is wrong."""
     if not model_file(folder, name).exists():

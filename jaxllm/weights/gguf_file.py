@@ -10,13 +10,8 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import GGUF_FLOATS, Stored
 from jaxllm.weights.checkpoint import TensorInfo
-from jaxllm.weights.generation import read_generation_config
+from jaxllm.weights.generation import generation_config_of, read_generation_config
 from jaxllm.weights.gguf_header import read_header
-
-
-def generation_config_of(path: Path) -> Path:
-    """Where a GGUF file's recommended sampling lies, if anywhere: `MODEL.generation_config.json` for `MODEL.gguf`."""
-    return path.with_suffix(".generation_config.json")
 
 
 class GGUFCheckpoint:

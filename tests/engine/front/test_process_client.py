@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,24 +45,24 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_models_own_sampling_crosses_the_pipe(directory: Path) -> None:
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(model=str(directory), **FIELDS)
+    yield engine
+    engine.shutdown()
 
+
+def test_the_models_own_sampling_crosses_the_pipe(engine: AsyncLLM) -> None:
     async def run() -> int:
         async with asyncio.timeout(PATIENCE):
             outputs = [output async for output in engine.generate([1, 2, 3])]
         return len(outputs[-1].outputs[0].token_ids)
 
-    try:
-        assert asyncio.run(run()) >= 1
-        assert engine.info.default_sampling.fields() == {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
-    finally:
-        engine.shutdown()
+    assert asyncio.run(run()) >= 1
+    assert engine.info.default_sampling.fields() == {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
 
 
-def test_a_message_that_cannot_be_read_ends_the_engine_loudly_and_it_starts_again(directory: Path) -> None:
-    engine = AsyncLLM(model=str(directory), **FIELDS)
-
+def test_a_message_that_cannot_be_read_ends_the_engine_loudly_and_it_starts_again(engine: AsyncLLM) -> None:
     async def run() -> int:
         stream = engine.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
         await anext(stream)
@@ -77,24 +77,16 @@ def test_a_message_that_cannot_be_read_ends_the_engine_loudly_and_it_starts_agai
             await asyncio.sleep(0.05)
         return len([delta async for _, delta in engine.stream([1, 2, 3], FOUR_TOKENS)])
 
-    try:
-        assert asyncio.run(run()) == 4
-    finally:
-        engine.shutdown()
+    assert asyncio.run(run()) == 4
 
 
-def test_a_request_that_the_engine_could_not_read_is_refused_alone(directory: Path) -> None:
-    engine = AsyncLLM(model=str(directory), **FIELDS)
-
+def test_a_request_that_the_engine_could_not_read_is_refused_alone(engine: AsyncLLM) -> None:
     async def run() -> int:
         with pytest.raises(InvalidRequestError, match="priority"):
             await anext(engine.stream([1, 2, 3], FOUR_TOKENS, priority="high"))  # type: ignore[arg-type]
         return len([delta async for _, delta in engine.stream([1, 2, 3], FOUR_TOKENS)])
 
-    try:
-        assert asyncio.run(run()) == 4
-    finally:
-        engine.shutdown()
+    assert asyncio.run(run()) == 4
 
 
 @pytest.fixture
