@@ -109,7 +109,7 @@ def _multiply(
         out_shape=jax.ShapeDtypeStruct((rows, outputs if activation is None else outputs // 2), dtype),
         grid=(pl.cdiv(outputs, BLOCK_OUT), len(tiles)),
         interpret=interpret,
-        compiler_params=triton_compiler_params(8 if tile_rows >= 64 else 4, _stages(matrix, tile_rows)),
+        compiler_params=triton_compiler_params(8 if tile_rows > 64 else 4, _stages(matrix, tile_rows)),
         name="matmul_of_tiles",
     )(tiles, x.astype(matrix.dtype), codes, *given.values())
 
