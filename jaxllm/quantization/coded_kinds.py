@@ -35,11 +35,11 @@ def coded_kind(
         kind = PerChannelKind(FP8, dtype)
     elif coding.codes == FP8:
         kind = Fp8BlocksKind(dtype, math.gcd(coding.block[0], *rows), group)
+    elif int8:
+        kind = PerChannelKind(INT8, dtype, coding.activations)
     elif blocks and here % BLOCK == 0 and (type_ := block_type(coding)):
         has_zeros = not (coding.symmetric or coding.levels) and coding.scale == FLOAT16
         kind = GroupsKind(dtype, block=BLOCK) if has_zeros and coding.bits == 4 else GgufKind(type_, dtype)
-    elif int8:
-        kind = PerChannelKind(INT8, dtype, coding.activations)
     else:
         bits = 4 if coding.bits == 3 else coding.bits
         packs = group * bits % 8 == 0  # else the shard that parts a group so is refused
