@@ -5,7 +5,8 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights import TensorInfo, open_checkpoint
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.checkpoint import TensorInfo
 from tests.weights.models import real_model
 
 

@@ -6,7 +6,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights import TensorInfo, open_checkpoint
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.checkpoint import TensorInfo
 
 
 @pytest.fixture
