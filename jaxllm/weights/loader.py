@@ -161,7 +161,8 @@ def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple
             drawn = [drawing(leaf.shape, leaf.dtype, axes)(key) for leaf, axes in spec.leaves()]
             values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), drawn))
         else:
-            values.append(_put(spec, quantized(spec.shape, spec.kinds, spec.layout), mesh))
+            drawn = jax.tree.map(np.array, quantized(spec.shape, spec.kinds, spec.layout))  # a CPU would share them
+            values.append(_put(spec, drawn, mesh))
     return tuple(values)
 
 

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.cpu_kernels.huge_pages import Room
 from jaxllm.errors import CheckpointError
+from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Dense, DenseKind, Fused
 from jaxllm.sharding.layout import Layout, Segment, padded_rows
 from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.weights import loader
 from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.loader import READ_AHEAD, ParamSpec, dummy_parameters, load_parameters
 from jaxllm.weights.names import AnyOf, Source, expand, plus_one, unpermute_rope
@@ -147,6 +150,20 @@ def test_dummy_weights_compile_once_for_all_layers(mesh, monkeypatch):
     monkeypatch.setattr(jax, "jit", lambda f, **options: compiled.append(f) or jit(f, **options))
     dummy_parameters([ParamSpec(f"layers.{i}.up", (8, 4), FLOAT32, (TENSOR, None), None) for i in range(9)], mesh, 0)
     assert len(compiled) == 1
+
+
+def test_quantized_dummy_weights_share_no_memory(monkeypatch):
+    """Or a step of a large model would read one layer's weights over and over, out of the cache."""
+    one = build_mesh(1)
+    kinds = (GgufKind("Q4_0", FLOAT32),)
+    specs = [ParamSpec(f"layers.{i}.up", (32, 64), FLOAT32, (TENSOR, None), None, kinds) for i in range(3)]
+    (packed,) = {leaf.shape for leaf, _ in specs[0].leaves()}
+    where_xla_takes_it = Room().take(int(np.prod(packed))).reshape(packed)
+    monkeypatch.setattr(
+        loader, "_pack", lambda *_: jax.tree.unflatten(jax.tree.structure(specs[0].abstract()), [where_xla_takes_it])
+    )
+    (a,), (b,), (c,) = (jax.tree.leaves(value) for value in dummy_parameters(specs, one, seed=0))
+    assert len({array.unsafe_buffer_pointer() for array in (a, b, c)}) == 3
 
 
 def convert_permute(weight: np.ndarray, heads: int) -> np.ndarray:
