@@ -25,11 +25,13 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
     grouped_matmul(x [N, i], weights: Tiles with [X, ...] tiles, group_sizes [X]) -> [N, o]
     attention(q, k, v, pages, positions, seq_ids, page_table, *, scale, window, softcap, sinks,
               value_dim, rotary, norms) -> (out [T, H, Dv], pages); see `attention.py`
+    zeros(shape, dtype) -> [*shape], in huge pages
 
 `norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
+from jaxllm.cpu_kernels.huge_pages import zeros
 from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
@@ -72,4 +74,5 @@ __all__ = [
     "tile_bytes",
     "tile_inputs",
     "unpack",
+    "zeros",
 ]

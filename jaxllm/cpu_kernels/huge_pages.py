@@ -7,11 +7,14 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import UInt8
+
+from jaxllm.cpu_kernels.library import call
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,11 @@ class Room:
 def _aligned(room: np.ndarray, start: int, nbytes: int) -> np.ndarray:
     start += -(room.ctypes.data + start) % ALIGNMENT
     return room[start : start + nbytes]
+
+
+def zeros(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+    """`jnp.zeros`, while tracing: on the device that runs it, in huge pages where the system has them."""
+    return call("jaxllm_zeros", jax.ShapeDtypeStruct(tuple(shape), dtype))()
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:

@@ -22,6 +22,7 @@ TARGETS = (
     "jaxllm_rows",
     "jaxllm_grouped",
     "jaxllm_attention",
+    "jaxllm_zeros",
 )
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import cpu, gpu_products, reference, tpu_limits
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
@@ -165,7 +166,7 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
     segments=cpu.segments, gated=cpu.gated, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
-    smallest_rows=1,
+    page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""
 

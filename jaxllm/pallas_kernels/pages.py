@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -33,6 +34,8 @@ class PageLayout(NamedTuple):
     """`(pages, page_size, KV heads, channels)` -> each buffer's shape; channels of key and value, or of a latent."""
     heads_axis: int
     """The axis along which devices share a buffer."""
+    zeros: Callable[[Sequence[int], Any], jax.Array] = jnp.zeros
+    """Makes a device's part of a buffer, while tracing."""
 
 
 def _by_head(num_pages: int, page_size: int, heads: int, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels.huge_pages import ALIGNMENT, CHUNK, HUGE, Room, use_huge_pages
 
 
@@ -35,6 +36,22 @@ def test_arrays_lie_in_huge_pages_and_hold_what_they_held() -> None:
     assert kilobytes_in_huge_pages() >= gathered // 1024
     for array, value in zip(arrays, values, strict=True):
         np.testing.assert_array_equal(array, value)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_zeros_are_zeros_each_in_memory_of_its_own(threads: int) -> None:
+    large = jax.ShapeDtypeStruct((2, 5, HUGE), np.int16)
+    asked = [jax.ShapeDtypeStruct((3, HUGE - 7), np.uint8), large, large, jax.ShapeDtypeStruct((1, 7), np.float32)]
+    make = jax.jit(lambda: [cpu_kernels.zeros(a.shape, a.dtype) for a in asked])
+    fill = jax.jit(lambda arrays: [jnp.full_like(array, 1) for array in arrays], donate_argnums=0)
+    with cpu_kernels.forced(threads=threads):
+        for _ in range(3):  # memory that held something comes again
+            arrays = make()
+            assert [(array.shape, array.dtype) for array in arrays] == [(a.shape, a.dtype) for a in asked]
+            assert len({array.unsafe_buffer_pointer() for array in arrays}) == len(asked)
+            assert not any(np.asarray(array).any() for array in arrays)
+            arrays = jax.block_until_ready(fill(arrays))
+            del arrays
 
 
 def test_small_arrays_are_left_alone() -> None:

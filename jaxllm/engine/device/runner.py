@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.engine.device.admission import adjustments, admission, settings_of
@@ -34,7 +33,7 @@ class Runner:
         self,
         executables: Executables,
         weights: tuple[jax.Array, ...],
-        abstract: DeviceState,
+        state: DeviceState,
         sizes: StepSizes,
         vocab_size: int,
         eos_token_ids: list[int],
@@ -44,18 +43,13 @@ class Runner:
         self._sizes = sizes
         self.vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._pages, self._slots, self._hidden = _zeros(abstract)
+        self._pages, self._slots, self._hidden = state
         self._nobody = sizes.max_num_seqs
         """The slot that padding reads and writes."""
         self._known_pages = [0] * sizes.max_num_seqs
         """How many of its sequence's pages each slot has been told."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
-
-    @property
-    def pages(self) -> Sequence[Sequence[jax.Array]]:
-        """The pages of every layer, as they are now: the next step takes them."""
-        return self._pages
 
     def prepare(self, request: Request) -> None:
         """Lay out what the request's slot will be told. What raises here concerns nobody else."""
@@ -289,9 +283,3 @@ def _token_or_device(chunk: Chunk) -> int:
     """The chunk's only token, or -1 when it is still on the device."""
     tokens = chunk.request.token_ids
     return tokens[chunk.start] if chunk.start < len(tokens) else -1
-
-
-def _zeros(abstract: DeviceState) -> DeviceState:
-    """Allocate the device state in place, already sharded."""
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    return jax.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract), out_shardings=shardings)()

@@ -173,6 +173,18 @@ class StepFunctions:
         hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
         return DeviceState((layer,) * s.num_layers, slots, hidden)
 
+    def new_state(self) -> DeviceState:
+        """The device state of an engine that has no requests, on the devices."""
+        state = self.abstract_state()
+
+        def make() -> DeviceState:
+            zeros = self._sizes.page_layout.zeros
+            pages = jax.tree.map(lambda a: zeros(a.sharding.shard_shape(a.shape), a.dtype), state.pages)
+            rest = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state._replace(pages=()))
+            return rest._replace(pages=pages)
+
+        return self._jit(make, (), jax.tree.map(lambda a: a.sharding.spec, state), donate=())()
+
     def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, pages, slots, ints) -> (pages, slots, Sampled)`: up to `decode_steps` tokens for `rows` rows each.
 

@@ -115,9 +115,9 @@ def _assemble(
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size
     outputs = blueprint.spec.config.num_outputs
-    runner = Runner(executables, weights, functions.abstract_state(), blueprint.sizes, outputs, eos)
+    runner = Runner(executables, weights, functions.new_state(), blueprint.sizes, outputs, eos)
     if mesh.devices.flat[0].platform == "cpu":
-        use_huge_pages(jax.tree.leaves((weights, runner.pages)))
+        use_huge_pages(weights)
         clock.lap("memory")
     executables.wait_until_covered()
     clock.lap("compile")
