@@ -33,6 +33,7 @@ logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it te
 import jax  # noqa: E402
 from jax._src import hardware_utils, xla_bridge  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
+from jaxlib import xla_client  # noqa: E402
 
 
 def lower_thread_priority() -> None:
@@ -46,6 +47,14 @@ def raise_thread_priority(thread: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError, ProcessLookupError):  # only root may; the thread may have ended
             os.setpriority(os.PRIO_PROCESS, thread, 0)
+
+
+def check_cpu_targets_at_once() -> None:
+    """Let XLA look at the FFI targets of CPUs as they are registered, and raise JaxRuntimeError where one doesn't fit.
+
+    Otherwise JAX keeps them until it starts the CPU backend, which then doesn't start.
+    """
+    xla_client.register_custom_call_handler("cpu", xla_client._xla.register_custom_call_target)
 
 
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...], devices: Any = None) -> Mesh:

@@ -131,7 +131,7 @@ class EngineConfig(BaseModel):
     attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"
     """Which paged attention runs: plain XLA, or the Pallas kernels for NVIDIA GPUs or for TPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """C++ kernels for bfloat16 on a CPU, compiled at the first start if there is a compiler; off runs plain XLA."""
+    """C++ kernels for bfloat16 on a CPU, from the wheel or compiled at the first start; off runs plain XLA."""
     enforce_eager: bool = False
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"

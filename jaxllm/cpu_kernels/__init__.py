@@ -1,8 +1,8 @@
 """C++ kernels for CPU hosts, called through XLA's FFI.
 
-Compiled with the host's compiler on first use (`build.py`), one set of sources for each instruction set, and the best
-that the machine has is chosen at run time. Where there is no compiler, `available()` is False, `reason()` says why, and
-the caller runs plain XLA.
+Compiled into the wheel, or with the host's compiler on first use (`build.py`), one set of sources for each instruction
+set, and the best that the machine has is chosen at run time. Where there is neither, `available()` is False, `reason()`
+says why, and the caller runs plain XLA.
 
 Weights lie in *tiles* of 16 output rows by one block of inputs, `uint8 [ceil(o / 16), i / block, tile_bytes]`; see
 `src/formats.h`. Formats: q4_0, q4_1, q5_0, q5_1, q8_0 (32 inputs a block), q4_k, q5_k, q6_k (256), bf16, f32 (32);

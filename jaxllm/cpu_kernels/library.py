@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import platform
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import psutil
 
-from jaxllm.cpu_kernels.build import ISAS, BuildError, library_path
+from jaxllm.compat import check_cpu_targets_at_once
+from jaxllm.cpu_kernels.build import compiled_path, packaged_path
+from jaxllm.cpu_kernels.compiler import ISAS, BuildError
+
+logger = logging.getLogger(__name__)
 
 TARGETS = (
     "jaxllm_linear",
@@ -38,7 +44,7 @@ _loading = threading.Lock()
 
 
 def load() -> Loaded:
-    """Compile if need be, load, and register the FFI targets with JAX; once a process.
+    """Load the library, compiled now if need be, and register its FFI targets with JAX; once a process.
 
     `$JAXLLM_CPU_ISA` forces an instruction set. Threads: one a physical core that this process may use.
     """
@@ -51,18 +57,36 @@ def load() -> Loaded:
 
 def _load() -> Loaded:
     try:
-        library = ctypes.CDLL(str(library_path()))
+        library = _packaged() or _registered(compiled_path())
     except (BuildError, OSError) as error:
         return Loaded(None, str(error))
-    library.jaxllm_isa.restype = ctypes.c_char_p
-    library.jaxllm_set_isa.restype = library.jaxllm_runs_isa.restype = ctypes.c_bool
-    for target in TARGETS:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     forced = os.environ.get("JAXLLM_CPU_ISA")
     if forced and not library.jaxllm_set_isa(forced.encode()):
         return Loaded(None, f"JAXLLM_CPU_ISA is {forced!r}; this machine runs {', '.join(_runnable(library))}")
     library.jaxllm_set_threads(physical_cores())
     return Loaded(library, "")
+
+
+def _packaged() -> ctypes.CDLL | None:
+    """The library of the installed wheel, if it has one that this system and this jaxlib take."""
+    path = packaged_path()
+    if path is None:
+        return None
+    try:
+        return _registered(path)
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        logger.warning("the CPU kernels that came with jaxllm do not run here: %s", str(error).splitlines()[0])
+        return None
+
+
+def _registered(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.jaxllm_isa.restype = ctypes.c_char_p
+    library.jaxllm_set_isa.restype = library.jaxllm_runs_isa.restype = ctypes.c_bool
+    check_cpu_targets_at_once()
+    for target in TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    return library
 
 
 def library() -> ctypes.CDLL:

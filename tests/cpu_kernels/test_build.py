@@ -1,22 +1,29 @@
-"""The build on first use, and a host without a compiler."""
+"""The build on first use, the library of a wheel, and a host without a compiler."""
 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import pytest
 
-from jaxllm.cpu_kernels import build, library
+from jaxllm.cpu_kernels import build, compiler, library
 from tests.cpu_kernels.weights import needs_kernels
+
+ROOT = Path(__file__).parents[2]
+NO_COMPILER = "no C++ compiler (no-such-compiler) is installed"
 
 
 def test_without_a_compiler_the_reason_is_said(tmp_path):
     program = "from jaxllm import cpu_kernels as ck; print(ck.available(), '|', ck.reason())"
     environment = {**os.environ, "CXX": "no-such-compiler"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.strip() == "False | no C++ compiler (no-such-compiler) is installed"
+    assert done.stdout.strip() == f"False | {NO_COMPILER}"
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
@@ -24,15 +31,15 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
     broken.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'x.cc:1: error: no such thing' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(build.BuildError, match=r"failed: x[.]cc:1: error: no such thing"):
-        build.library_path(tmp_path / "cache")
+    with pytest.raises(compiler.BuildError, match=r"failed: x[.]cc:1: error: no such thing"):
+        build.compiled_path(tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
 @needs_kernels
 def test_a_second_start_finds_the_library(monkeypatch):
     monkeypatch.setattr(build, "_compile", None)
-    assert build.library_path().exists()
+    assert build.compiled_path().exists()
 
 
 @needs_kernels
@@ -53,3 +60,138 @@ def test_forcing_ends_with_the_block():
     assert library.isa() == before
     with pytest.raises(ValueError, match="the ISA is 'mmx'; this machine runs "), library.forced("mmx"):
         pass
+
+
+def packaged(directory: Path) -> Path:
+    """Where a wheel that is installed in `directory` has the library of these sources."""
+    path = directory / compiler.sources_version(platform.machine()) / compiler.LIBRARY
+    path.parent.mkdir()
+    return path
+
+
+def start_with(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process that looks for a wheel's library in `directory`: are there kernels, if not why, and does JAX run?"""
+    program = (
+        "import sys, pathlib, jax; from jaxllm import cpu_kernels as ck; from jaxllm.cpu_kernels import build;"
+        "build.PACKAGED = pathlib.Path(sys.argv[1]); print(ck.available(), '|', ck.reason());"
+        "print(int(jax.numpy.arange(4).sum()))"
+    )
+    command = [sys.executable, "-c", program, str(directory)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+
+
+@needs_kernels
+def test_the_library_of_a_wheel_needs_no_compiler(tmp_path):
+    shutil.copy(build.compiled_path(), packaged(tmp_path))
+    done = start_with(tmp_path, CXX="no-such-compiler")
+    assert (done.stdout, done.stderr) == ("True | \n6\n", "")
+
+
+@needs_kernels
+def test_a_library_of_other_sources_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PACKAGED", tmp_path)
+    path = packaged(tmp_path)
+    path.touch()
+    assert build.packaged_path() == path
+    sources = shutil.copytree(compiler.SOURCES, tmp_path / "src")
+    with (sources / "team.cc").open("a") as file:
+        file.write("// changed")
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    assert build.packaged_path() is None
+
+
+OTHER_FFI = """
+#include "xla/ffi/api/c_api.h"
+void jaxllm_isa() {}
+void jaxllm_set_isa() {}
+void jaxllm_runs_isa() {}
+XLA_FFI_Error* jaxllm_linear(XLA_FFI_CallFrame* call) {
+  XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)call->extension_start)->metadata;
+  metadata->api_version.major_version = 0;
+  metadata->api_version.minor_version = 99;
+  return 0;
+}
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["made for another version of XLA's FFI", "not a library"])
+def test_a_library_that_does_not_run_here_is_compiled_anew(kind, tmp_path):
+    path = packaged(tmp_path)
+    if kind == "not a library":
+        path.write_text("!")
+        reason = f"{path}: file too short"
+    else:
+        source = tmp_path / "other.c"
+        source.write_text(OTHER_FFI)
+        include = ["-I", jax.ffi.include_dir()]
+        command = [compiler.find_compiler(), "-x", "c", "-shared", "-fPIC", *include, str(source), "-o", str(path)]
+        subprocess.run(command, check=True)
+        reason = "the handler's API version (0.99) is incompatible with the framework's API version"
+    done = start_with(tmp_path)
+    assert done.stdout == "True | \n6\n"
+    without = start_with(tmp_path, CXX="no-such-compiler")
+    assert without.stdout == f"False | {NO_COMPILER}\n6\n"
+    for process in (done, without):
+        (line,) = process.stderr.splitlines()
+        assert "the CPU kernels that came with jaxllm do not run here: " in line
+        assert reason in line
+
+
+def test_a_build_of_wheels_can_load_the_compiler_alone():
+    subprocess.run([sys.executable, "-I", "-S", compiler.__file__], check=True)
+
+
+def build_wheel(directory: Path, **environment: str) -> tuple[Path, str]:
+    """The wheel of this checkout, built as pip builds it, and what pip said."""
+    command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--wheel-dir", str(directory), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = directory.glob("*.whl")
+    return wheel, done.stdout + done.stderr
+
+
+def run_installed(wheel: Path, directory: Path, program: str) -> str:
+    """What a program prints where that wheel is installed, with no program on the path and nothing compiled before."""
+    target = directory / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(pip, check=True)
+    environment = {"PATH": "", "HOME": str(directory), "PYTHONPATH": str(target), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", f"import jaxllm; assert jaxllm.__file__.startswith({str(target)!r})\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PRODUCT = """
+import numpy as np
+from jaxllm import cpu_kernels as ck
+rng = np.random.default_rng(0)
+weights, x = rng.normal(size=(32, 64)).astype(np.float32), rng.normal(size=(3, 64)).astype(np.float32)
+result = ck.linear(x, ck.repack("f32", weights), "f32", 32)
+np.testing.assert_allclose(result, x.astype(float) @ weights.T.astype(float), rtol=1e-5, atol=1e-5)
+print(*ck.runnable_isas())
+"""
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are packaged for Linux only")
+def test_a_wheel_carries_the_kernels(tmp_path):
+    wheel, _ = build_wheel(tmp_path / "wheels", JAXLLM_WHEEL_KERNELS="on")
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    assert run_installed(wheel, tmp_path, PRODUCT).split() == library.runnable_isas()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({"CXX": "no-such-compiler"}, NO_COMPILER), ({"JAXLLM_WHEEL_KERNELS": "off"}, "JAXLLM_WHEEL_KERNELS is off")],
+)
+def test_a_wheel_without_kernels_says_why(environment, reason, tmp_path):
+    wheel, said = build_wheel(tmp_path / "wheels", **environment)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert f"this wheel has no compiled CPU kernels: {reason}" in said
+    program = "from jaxllm import cpu_kernels as ck; print(ck.available(), '|', ck.reason())"
+    assert run_installed(wheel, tmp_path, program).startswith("False | no C++ compiler ")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxllm import cpu_kernels
-from jaxllm.cpu_kernels.build import ISAS, SOURCES, find_compiler, library_path
+from jaxllm.cpu_kernels.build import compiled_path
+from jaxllm.cpu_kernels.compiler import ISAS, SOURCES, find_compiler
 from tests.cpu_kernels.weights import needs_kernels
 
 CHECKS = Path(__file__).with_name("native")
@@ -44,7 +45,7 @@ def products_of(lines: list[str], best: str, isas: list[str]) -> set[str]:
 def products_here(tmp_path_factory) -> set[str]:
     """Those of this machine, where the checks are run."""
     isas = cpu_kernels.runnable_isas()
-    program = build(find_compiler(), library_path(), tmp_path_factory.mktemp("here") / "checks")
+    program = build(find_compiler(), compiled_path(), tmp_path_factory.mktemp("here") / "checks")
     return products_of(lines_of([str(program), *isas]), isas[0], isas)
 
 
@@ -55,7 +56,7 @@ def test_vector_instruction_sets_agree_to_the_last_bit(products_here):
 
 @pytest.fixture(scope="module")
 def arm_program(tmp_path_factory) -> Path:
-    library = library_path(compiler=ARM[0], machine="aarch64")
+    library = compiled_path(compiler=ARM[0], machine="aarch64")
     return build(ARM[0], library, tmp_path_factory.mktemp("arm") / "checks")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.cpu_kernels.build import SOURCES, BuildError, find_compiler
+from jaxllm.cpu_kernels.compiler import SOURCES, BuildError, find_compiler
 
 STRESS = Path(__file__).with_name("team_stress.cc")
 
