@@ -11,7 +11,8 @@ import msgspec
 from fastapi import Request
 
 from jaxllm.serving.generation import Choice, Generation, collect
-from jaxllm.serving.http.errors import APIError, to_api_error
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.errors import to_api_error
 from jaxllm.serving.http.streaming import KEEP_ALIVE, EventStream, until_disconnect
 
 logger = logging.getLogger(__name__)

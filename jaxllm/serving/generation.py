@@ -17,7 +17,7 @@ from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.generation_settings import GenerationSettings
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.request_metrics import SequenceTimer
 from jaxllm.serving.served_model import ServedModel
 

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from jaxllm.errors import EngineDeadError
-from jaxllm.serving.http.errors import unavailable
+from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.state import ServerState

@@ -10,7 +10,7 @@ from jaxllm.config import ServeConfig
 from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
 from jaxllm.serving.fingerprint import system_fingerprint
-from jaxllm.serving.http.errors import unavailable
+from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens
 from jaxllm.serving.parsing.output_format import OutputFormats

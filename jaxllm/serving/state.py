@@ -17,8 +17,8 @@ from jaxllm.mcp.config_file import find_settings
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.requests.grammar_process import MAX_PROCESSES
 from jaxllm.requests.structured_outputs import end_compiling
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body_process import BodyProcess
-from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.served_model import Running, ServedModel
 from jaxllm.serving.template_process import TemplateProcesses
 

@@ -55,8 +55,11 @@ WORDS = ("one", "two", "three", "tokens", "the engine's pages", "世界", "🤖"
 Body = dict[str, Any]
 
 
-def write_model(directory: Path) -> Path:
-    """A random Llama of 512 tokens that were learnt from this repository's documentation, with a chat template."""
+def write_model(directory: Path, **fields: Any) -> Path:
+    """A random Llama of 512 tokens that were learnt from this repository's documentation, with a chat template.
+
+    `fields` are of its config.json.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -73,7 +76,7 @@ def write_model(directory: Path) -> Path:
         name: tuple(VOCAB_SIZE if size == there else size for size in shape)
         for name, shape in load_golden("llama_gqa").tensor_shapes.items()
     }
-    save_checkpoint(config | {"vocab_size": VOCAB_SIZE}, draw_weights("llama_gqa", shapes), directory)
+    save_checkpoint(config | {"vocab_size": VOCAB_SIZE} | fields, draw_weights("llama_gqa", shapes), directory)
     backend.save(str(directory / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))

@@ -100,8 +100,8 @@ class Watched:
         return f"stream {1000 * max(self.gaps):.0f} ms, /health {1000 * max(self.health):.0f} ms"
 
 
-async def watch(url: str, until: asyncio.Future[int]) -> Watched:
-    """Read a stream and ask for /health, again and again, until something is done."""
+async def watch(url: str, until: asyncio.Future[str]) -> Watched:
+    """Read a stream and ask for /health, again and again, until something is done, which says what went wrong."""
     watched = Watched([], [])
     body = {"prompt": "Hi", "stream": True, "max_tokens": 200, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -129,18 +129,21 @@ async def watch(url: str, until: asyncio.Future[int]) -> Watched:
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
-        assert until in done and until.result() == 0, done
+        assert until in done, done
+        assert not until.result(), until.result()
     return watched
 
 
 async def before_and_during(url: str, clients: int, size: int) -> tuple[Watched, Watched]:
-    async def calm() -> int:
+    async def calm() -> str:
         await asyncio.sleep(CALM_SECONDS)
-        return 0
+        return ""
 
-    async def storm() -> int:
+    async def storm() -> str:
         command = (sys.executable, "-m", __spec__.name, url, str(clients), str(size))
-        return await (await asyncio.create_subprocess_exec(*command, cwd=ROOT)).wait()
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+        _, said = await process.communicate()
+        return f"ended with {process.returncode}: {said.decode()[-3000:]}" if process.returncode else ""
 
     gc.collect()
     gc.freeze()  # else a collection of all that a test run holds is taken for the server's pause

@@ -16,13 +16,15 @@ from tests.serving import mixed_requests
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, engine_process, gauges, served, server_process
 
-MODEL = "smollm2-135m"
+MODEL = "tiny"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(MODEL, data_dir=str(tmp_path_factory.mktemp("data"))) as url:
+    directory = tmp_path_factory.mktemp("stress")
+    model = mixed_requests.write_model(directory / "model", max_position_embeddings=1024)
+    with served(str(model), served_model_name=MODEL, data_dir=str(directory / "data")) as url:
         yield url
 
 

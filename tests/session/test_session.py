@@ -19,7 +19,7 @@ import jaxllm
 from jaxllm import ResponsesSession
 from jaxllm.errors import ConfigError, InvalidRequestError, JaxLLMError
 from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolReturned
-from tests.mcp.conftest import TOOL_SERVER
+from tests.mcp.conftest import TOOL_SERVER, Listening
 from tests.serving.conftest import listen, wait_for  # noqa: F401
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.fake_tools import says
@@ -30,12 +30,25 @@ USER = [{"role": "user", "content": "x"}]
 ADD = ("lab_add", {"a": 2, "b": 3})
 
 
+@pytest.fixture(scope="module")
+def listening() -> Iterator[dict[str, Any]]:
+    """The same server, running."""
+    server = Listening("http")
+    wait_for(server.listens)
+    yield {"url": server.url}
+    server.end()
+
+
 @pytest.fixture(params=["engine", "client"])
-def made(request: pytest.FixtureRequest, listen: Callable[..., str]) -> Iterator[Callable[..., Any]]:  # noqa: F811
-    """A session, and the scripted engine behind it."""
+def made(
+    request: pytest.FixtureRequest,
+    listen: Callable[..., str],  # noqa: F811
+    listening: dict[str, Any],
+) -> Iterator[Callable[..., Any]]:
+    """A session, and the scripted engine behind it; its tools are those of the running server unless told otherwise."""
     sessions: list[ResponsesSession] = []
 
-    def make(*script: str, **settings: Any) -> tuple[ResponsesSession, FakeEngine]:
+    def make(*script: str, lab: dict[str, Any] = listening, **settings: Any) -> tuple[ResponsesSession, FakeEngine]:
         engine = FakeEngine()
         engine.info.max_model_len = 60_000
         engine.script.extend(script)
@@ -44,7 +57,7 @@ def made(request: pytest.FixtureRequest, listen: Callable[..., str]) -> Iterator
         else:
             url = listen(engine, mcp_config="off")
             session = ResponsesSession(openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none"), **settings)
-        sessions.append(session.add_mcp_server("lab", **LAB))
+        sessions.append(session.add_mcp_server("lab", **lab))
         return session, engine
 
     yield make
@@ -53,7 +66,7 @@ def made(request: pytest.FixtureRequest, listen: Callable[..., str]) -> Iterator
 
 
 def test_calls_tools_until_it_has_an_answer(made: Callable[..., Any]) -> None:
-    session, engine = made(says(ADD), says(("lab_add", {"a": 1, "b": 1}), ADD))
+    session, engine = made(says(ADD), says(("lab_add", {"a": 1, "b": 1}), ADD), lab=LAB)
     result = session.run(USER)
     assert (result.final_message, result.turns_taken, result.completed) == (REPLY, 3, True)
     assert [(call.call.name, call.output) for call in result.tool_calls] == [
@@ -140,7 +153,7 @@ def test_tools_by_hand(made: Callable[..., Any]) -> None:
 
 def test_a_tool_is_cancelled_with_its_conversation(made: Callable[..., Any], tmp_path: Path) -> None:
     note = tmp_path / "note"
-    session, _ = made(says(("lab_slow", {"note": str(note)})))
+    session, _ = made(says(("lab_slow", {"note": str(note)})), lab=LAB)
 
     async def go() -> None:
         task = asyncio.create_task(session.run_conversation(USER))

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import Request, Response
 
 from jaxllm.serving.anthropic.response import AnthropicError, AnthropicErrorResponse
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute, bearer_key
 
 OVERLOADED = 529

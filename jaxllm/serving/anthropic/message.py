@@ -23,7 +23,7 @@ from jaxllm.serving.anthropic.response import (
     ThinkingTokensDetails,
 )
 from jaxllm.serving.chunks import ChunkWriter
-from jaxllm.serving.http.errors import APIError, unavailable
+from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.reply import Piece, Reply
 

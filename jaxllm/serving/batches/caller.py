@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResult
 from jaxllm.serving.batches.lines import Line
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import check_numbers
-from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from jaxllm.serving.batches.file_types import (
     Purpose,
 )
 from jaxllm.serving.batches.runner import Batches
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.multipart import MultipartRoute, too_large
 from jaxllm.serving.http.openapi import returns

@@ -11,8 +11,8 @@ import pydantic_core
 
 from jaxllm.config import did_you_mean
 from jaxllm.serving.batches.batch_types import BatchError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_structure
-from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.shown import shown
 
 MAX_ERRORS = 100

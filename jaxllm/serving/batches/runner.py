@@ -12,7 +12,7 @@ from filelock import Timeout
 from jaxllm.serving.batches.batch_types import BatchRequest
 from jaxllm.serving.batches.caller import Caller
 from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.batches import CANCELLABLE, BatchRow, BatchStore, new_batch_id
 from jaxllm.serving.store.database import Database

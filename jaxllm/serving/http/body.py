@@ -9,7 +9,7 @@ from typing import Any
 import pydantic_core
 
 from jaxllm.requests.sampling import INT64_MIN
-from jaxllm.serving.http.errors import APIError, dotted
+from jaxllm.serving.http.api_error import APIError, dotted
 from jaxllm.serving.shown import shown
 
 SMALL_BODY = 64 * 1024

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from jaxllm.line_process import Process, end, limit_memory, start
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import check_numbers, check_structure, parse_object
-from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.packed import pack, unpack
 
 READ_SECONDS = 10

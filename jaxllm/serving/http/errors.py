@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,13 +13,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from jaxllm.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
 from jaxllm.serving.http.wording import must
 from jaxllm.serving.shown import shown
 
 logger = logging.getLogger(__name__)
-
-RETRY_AFTER_SECONDS = "1"
-_SHOWN_PATH_LENGTH = 300
 
 
 class Error(msgspec.Struct, kw_only=True):
@@ -33,30 +31,6 @@ class ErrorResponse(msgspec.Struct):
     """The body of every error but Anthropic's."""
 
     error: Error
-
-
-class APIError(Exception):
-    """An error with everything its HTTP response needs."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.headers = headers
-        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
-
-
-def unavailable(message: str, code: str) -> APIError:
-    """503: the same request may succeed later."""
-    return APIError(503, message, type="server_error", code=code, headers={"Retry-After": RETRY_AFTER_SECONDS})
 
 
 def to_api_error(error: Exception) -> APIError:
@@ -134,16 +108,6 @@ def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any
             continue
         path.append(part)
     return tuple(path), value
-
-
-def dotted(path: Sequence[str | int]) -> str:
-    """('messages', 0, 'content') -> 'messages[0].content'"""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-        if len(text) > _SHOWN_PATH_LENGTH:
-            return text[:_SHOWN_PATH_LENGTH]
-    return text
 
 
 def _plain(headers: Any) -> dict[str, str] | None:

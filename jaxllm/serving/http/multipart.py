@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.types import Message, Receive
 
 from jaxllm.config import did_you_mean
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import bearer_key, check_key
 from jaxllm.serving.shown import shown
 

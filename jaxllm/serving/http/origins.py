@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.serving.http.errors import APIError, error_response
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.errors import error_response
 from jaxllm.serving.shown import shown
 
 LOCAL_NAMES = frozenset({"localhost"})

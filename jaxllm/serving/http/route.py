@@ -11,9 +11,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_numbers, may_overflow, parse_object
 from jaxllm.serving.http.body_process import BodyProcess
-from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.request_model import ignored_fields
 
 

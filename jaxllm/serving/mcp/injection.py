@@ -9,7 +9,7 @@ from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.results import defused
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.serving.conversation import MAX_TOOLS, Tool
-from jaxllm.serving.http.errors import unavailable
+from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.shown import shown
 from jaxllm.serving.state import ServerState

@@ -11,7 +11,7 @@ from pydantic import Field
 from jaxllm.mcp.server import Status, ToolServer
 from jaxllm.mcp.settings import Transport
 from jaxllm.mcp.tools import ServerTool
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.request_model import RequestModel

@@ -13,7 +13,7 @@ from fastapi import Request
 from jaxllm.errors import QueueFullError
 from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.pooling import PoolingParams
-from jaxllm.serving.http.errors import unavailable
+from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.openai.usage import PromptTokensDetails
 from jaxllm.serving.pooling.embedding_types import PoolingFields, PoolingUsage

@@ -9,7 +9,7 @@ from typing import NoReturn
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.serving.conversation import MAX_TOOLS, NamedTool, Tool, ToolChoice
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.mcp_request import ChosenServer
 from jaxllm.serving.responses.request import AllowedFunctions, ChosenFunction, FunctionTool, PromptFields
 from jaxllm.serving.responses.toolbox import Toolbox

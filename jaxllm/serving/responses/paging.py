@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import Query
 
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import ItemList, listed
 from jaxllm.serving.responses.request import Includable

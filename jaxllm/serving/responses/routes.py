@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 from fastapi import APIRouter, Query, Request
 from fastapi import Response as HTTPResponse
 
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.conversation import naming
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.mcp.injection import injected_tools
 from jaxllm.serving.prompts import render

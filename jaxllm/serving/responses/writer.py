@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.openai.logprobs import TokenText
 from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.answer_writer import AnswerWriter, OutputItems

@@ -24,7 +24,7 @@ from jaxllm.serving.batches.batch_types import (
     OutputTokensDetails,
     RequestCounts,
 )
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.shown import shown
 from jaxllm.serving.store.database import Base, Database
 from jaxllm.serving.store.pages import Numbered, page_of

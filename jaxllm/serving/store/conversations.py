@@ -10,7 +10,7 @@ from sqlalchemy import ForeignKey, LargeBinary, String, UniqueConstraint, delete
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.items import Item, new_id
 from jaxllm.serving.responses.objects import Conversation
 from jaxllm.serving.store.database import Base, Database

@@ -14,7 +14,7 @@ from sqlalchemy import BigInteger, ColumnElement, String, Text, delete, or_, sel
 from sqlalchemy.orm import Mapped, mapped_column
 
 from jaxllm.serving.batches.file_types import FileList, FileListQuery, FileObject
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.shown import shown
 from jaxllm.serving.store.database import Base, Database
 from jaxllm.serving.store.pages import Numbered, page_of

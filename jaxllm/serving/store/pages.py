@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, String, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.shown import shown
 
 

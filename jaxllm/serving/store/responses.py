@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import CursorResult, Float, ForeignKey, LargeBinary, String, delete, select, update
 from sqlalchemy.orm import Mapped, aliased, mapped_column
 
-from jaxllm.serving.http.errors import APIError
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import RUNNING, STOPPED, Response, ResponseError
 from jaxllm.serving.store.conversations import append_items

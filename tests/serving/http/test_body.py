@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import MAX_STRUCTURE, MAX_VALUES, check_structure
-from jaxllm.serving.http.errors import APIError
 from tests.serving.conftest import quickly
 
 JSON = {"Content-Type": "application/json"}

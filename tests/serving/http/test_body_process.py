@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +17,9 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import TypeAdapter, ValidationError
 
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY
 from jaxllm.serving.http.body_process import BodyProcess
-from jaxllm.serving.http.errors import APIError
 from jaxllm.serving.http.packed import SLICE, Integers, pack, unpack
 from jaxllm.serving.openai.tokenize_types import DetokenizeRequest
 
@@ -51,6 +53,11 @@ def test_what_is_packed_comes_back(value: Any, bodies: BodyProcess) -> None:
     for text in (json.dumps({"a": value}), json.dumps({"a": value}, ensure_ascii=False, indent=1)):
         raw = text.encode()
         assert bodies.read([raw[:5], raw[5:]]) == json.loads(text)
+
+
+def test_the_process_starts_without_what_only_a_server_needs() -> None:
+    code = "import sys, jaxllm.serving.http.body_process; assert not {'fastapi', 'starlette', 'jax'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_only_a_list_of_integers_is_known_as_one() -> None:
