@@ -69,7 +69,8 @@ def attention(
 
     Returns:
         The output in `q`'s dtype and the new pages. Sums run in float32; with pages of 16 or 8 bits and BF16
-        instructions, queries and weights are rounded to bfloat16. A token's output does not depend on the batch around it.
+        instructions, queries and weights are rounded to bfloat16. A token's output does not depend on the batch around
+        it.
 
     Raises:
         ValueError: a dtype that is not served, or `value_dim` beside `v`.

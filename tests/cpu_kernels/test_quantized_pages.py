@@ -17,6 +17,7 @@ from jaxllm import cpu_kernels
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, to_storage, write_pages
 from tests.cpu_kernels.test_attention import LONG, attend, run, with_sinks
 from tests.cpu_kernels.weights import ISAS, needs_kernels
+from tests.devices import over_devices
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
 from tests.pallas_kernels.test_reference import CASES, LATENT, MIXED, ROOM, padded
 
@@ -197,3 +198,10 @@ def test_pages_without_room_for_a_scale_are_refused():
     batch.pages = tuple(buffer.astype(jnp.int8) for buffer in batch.pages)
     with pytest.raises(Exception, match="a page's rows are not as wide as keys and values"):
         run(batch, scale=1.0)
+
+
+def test_heads_divided_over_devices_give_the_same_bits(tmp_path):
+    found = over_devices(4, "tests.cpu_kernels.run_sharded_pages", tmp_path / "out.npz")
+    for kind in QUANTIZED:
+        for part in ("", " 0", " 1"):
+            np.testing.assert_array_equal(found[f"{kind} many{part}"], found[f"{kind} one{part}"])

@@ -51,7 +51,7 @@ struct Rows {
       append(bits.data(), 2 * bits.size());
     }
     for (size_t at = 0; is_coded(format) && at < x.size(); at += size) {
-      const float scale = x[at] == 1000 ? 1000 : 0x1p-7f * (2 + random.uniform()) * (format == PageFormat::e4m3 ? 0.3f : 1);
+      const float scale = x[at] == 1000 ? 1000 : 0x1p-9f * (2 + random.uniform()) * (format == PageFormat::e4m3 ? 0.3f : 1);
       for (int d = 0; d < size; d++) {
         uint8_t code;
         do code = uint8_t(random.bits());
