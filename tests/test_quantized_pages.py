@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxllm import LLM, EngineConfig, SamplingParams
+from jaxllm import LLM, EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.start.plan import plan_engine
 from tests.real_models import SHAPES
 from tests.reference.tiny import tiny_config, write_checkpoint
@@ -60,6 +60,21 @@ def test_tokens_are_the_same_however_a_request_is_run(case, kind):
         together = llm.generate(prompts, greedy, use_tqdm=False)
         assert llm.stats().num_preemptions > 0
     assert tokens(together) == tokens(alone)
+
+
+@pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
+@pytest.mark.parametrize("kind", TYPICAL)
+def test_the_cpu_kernels_score_as_plain_xla_does(case, kind):
+    """In bfloat16, which they serve: nearer to plain XLA over float pages than codes and that type round."""
+    directory, prompts, over_floats = case
+    settings = {"dtype": "bfloat16", "kv_cache_dtype": kind}
+    params = SamplingParams(**GREEDY, prompt_logprobs=0)
+    with start(directory, **settings) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        again = llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
+    found, expected = np.concatenate([scores(output) for output in together]), np.concatenate(over_floats)
+    assert 0 < np.median(np.abs(found - expected)) < TYPICAL[kind]
+    assert [output.num_cached_tokens for output in again] == [(len(p) - 1) // 8 * 8 for p in prompts]
 
 
 @pytest.mark.parametrize("kind", TYPICAL)

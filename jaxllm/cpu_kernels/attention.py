@@ -14,8 +14,8 @@ from jaxllm.cpu_kernels.library import call
 
 Pages = tuple[Shaped[Array, "N K page_size D"], ...]
 
-PAGE_DTYPES = (np.dtype(np.uint16), np.dtype(np.float32))
-"""Pages of these types are served: the bits of bfloat16, and float32."""
+PAGE_DTYPES = tuple(map(np.dtype, (np.uint16, np.float32, np.int8, np.uint8)))
+"""Pages of these types are served: the bits of bfloat16, float32, and codes: integers, or the bits of e4m3."""
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 """And queries, keys and values of these."""
 
@@ -60,15 +60,17 @@ def attention(
     Args:
         q, k, v: float32 or bfloat16, all the same. Without `v` pages are `(latent,)` and a value is the first
             `value_dim` channels of a key.
-        pages: `[N, K, page_size, D]`, float32, or uint16 for the bits of bfloat16; updated in place when donated. What
-            is not finite is stored as zero.
+        pages: `[N, K, page_size, D]`, float32, or uint16 for the bits of bfloat16; or `[N, K, page_size, D + 4]`, int8
+            or uint8 (the bits of e4m3), of codes with the bytes of their float32 scale behind them. Updated in place
+            when donated. What is not finite is stored as zero.
         positions, seq_ids, page_table: as in `StepMetadata`. Tokens of one sequence that follow each other go together;
             a token whose `seq_id` is S or more is padding: nothing is written, and its output is zero.
         rotary, norms: what is done to queries and keys first, in float32: norms, then rotation.
 
     Returns:
-        The output in `q`'s dtype and the new pages. Sums run in float32; with uint16 pages and BF16 instructions,
-        queries and weights are rounded to bfloat16. A token's output does not depend on the batch around it.
+        The output in `q`'s dtype and the new pages. Sums run in float32; with pages of 16 or 8 bits and BF16
+        instructions, queries and weights are rounded to bfloat16. A token's output does not depend on the batch around
+        it.
 
     Raises:
         ValueError: a dtype that is not served, or `value_dim` beside `v`.
@@ -78,7 +80,7 @@ def attention(
     if q.dtype not in DTYPES or pages[0].dtype not in PAGE_DTYPES:
         raise ValueError(
             f"q is {q.dtype} and pages are {pages[0].dtype}; CPU kernels serve q of float32 and bfloat16, "
-            "pages of float32 and uint16 (the bits of bfloat16)"
+            "pages of float32, uint16 (the bits of bfloat16), int8 and uint8 (the bits of e4m3)"
         )
     latent = v is None
     width = (value_dim or k.shape[-1]) if v is None else v.shape[-1]

@@ -193,8 +193,8 @@ def choose_kernels(
     """The kernels that `--attention-backend attention_backend` means on `platform`.
 
     With a `kv_cache_dtype` of "int8" or "fp8" pages are quantized. `native` says that the C++ kernels may be used on a
-    CPU: `auto` takes them then; quantized pages they leave to the reference. `use` is what a model will ask for; what
-    an accelerator's attention cannot do is left to plain XLA, and the log says so.
+    CPU: `auto` takes them then. `use` is what a model will ask for; what an accelerator's attention cannot do is left
+    to plain XLA, and the log says so.
 
     Raises:
         ConfigError: the backend is unknown, or cannot run there, or not this model.
@@ -211,8 +211,6 @@ def choose_kernels(
         kernels = PLATFORM_KERNELS[platform][-1]
     if kv_cache_dtype == "auto":
         return kernels
-    if kernels is CPU:
-        kernels = replace(CPU, attention=REFERENCE.attention, turns_heads=False)
     stored = QUANTIZED[kv_cache_dtype]
     return replace(kernels, page_dtype=lambda dtype: stored)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import choose_kernels
+from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage, to_storage
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
 from tests.pallas_kernels.test_reference import DECODE, LATENT, MIXED, padded, run
@@ -61,3 +62,5 @@ def test_rows_come_back_as_they_were(kind, relative):
 def test_the_attention_that_reads_them_is_chosen():
     assert choose_kernels("auto", "gpu", kv_cache_dtype="int8").name == "gpu"
     assert choose_kernels("auto", "cpu", kv_cache_dtype="fp8").page_dtype(jnp.bfloat16) == np.uint8
+    native = choose_kernels("auto", "cpu", kv_cache_dtype="fp8", native=True)
+    assert native == replace(CPU, page_dtype=native.page_dtype) and native.page_dtype(jnp.bfloat16) == np.uint8

@@ -97,6 +97,17 @@ void settle(const ffi::AnyBuffer& in, ffi::Result<ffi::AnyBuffer>& out) {
   if (in.untyped_data() != out->untyped_data()) memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
 }
 
+// Of pages as they come from JAX; false for what is none.
+bool format_of(const ffi::AnyBuffer& pages, PageFormat& format) {
+  switch (pages.element_type()) {
+    case ffi::F32: format = PageFormat::f32; return true;
+    case ffi::U16: format = PageFormat::bf16; return true;
+    case ffi::S8: format = PageFormat::int8; return true;
+    case ffi::U8: format = PageFormat::e4m3; return true;
+    default: return false;
+  }
+}
+
 // q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks], [cos, sin], [q norm, k norm]
 // -> out, key pages, [value pages]
 ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bool has_sinks, bool rotary,
@@ -124,7 +135,7 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
   a.heads = int(q.dimensions()[1]), a.kv_heads = int(k.dimensions()[1]), a.dim = int(q.dimensions()[2]);
   a.value_dim = int(out->dimensions()[2]);
   a.keys = new_keys->untyped_data(), a.values = value_pages;
-  a.bits = keys.element_type() == ffi::U16;
+  if (!format_of(keys, a.format)) return wrong("pages must be float32, uint16 (the bits of bfloat16), int8 or uint8 (the bits of e4m3)");
   a.page_size = int(keys.dimensions()[2]), a.key_row = int(keys.dimensions()[3]), a.value_row = value_row;
   a.page_table = page_table.typed_data(), a.columns = int(page_table.dimensions()[1]);
   a.scale = scale, a.softcap = softcap, a.window = int(window);
@@ -138,8 +149,8 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
   }
   const float *q_norm = norms ? floats() : nullptr, *k_norm = norms ? floats() : nullptr;
   if (2 * head.half > a.dim) return wrong("more channels turn than a head has");
-  if (!a.bits && keys.element_type() != ffi::F32) return wrong("pages must be float32, or the bits of bfloat16 as uint16");
-  if (a.key_row != a.dim || a.value_dim > a.value_row) return wrong("a page's rows are not as wide as keys and values");
+  const int scale_bytes = is_coded(a.format) ? SCALE_BYTES : 0, value_width = int(v.dimensions()[2]);
+  if (a.key_row != a.dim + scale_bytes || a.value_row != value_width + scale_bytes || a.value_dim > value_width) return wrong("a page's rows are not as wide as keys and values");
 
   const Kernels& kernel = kernels();
   const std::vector<Run> runs = runs_of(positions, seq_ids, int(page_table.dimensions()[0]));
@@ -173,7 +184,7 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
   };
   const auto place = [&](void* pages, int row_size, int page, int row, int h) {
     const int64_t at = ((int64_t(page) * a.kv_heads + h) * a.page_size + row) * row_size;
-    return static_cast<uint8_t*>(pages) + at * (a.bits ? 2 : 4);
+    return static_cast<uint8_t*>(pages) + at * element_bytes(a.format);
   };
   const auto take_in = [&](int token, int page, int row) {
     static thread_local std::vector<float> key;
@@ -183,8 +194,8 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
     for (int h = 0; h < a.kv_heads; h++) {
       const void* from = source(k, token, h);
       if (turning) kernel.turn(head, from, token, k_norm, key.data()), from = key.data();
-      kernel.keep(from, is_bf16 && !turning, a.dim, place(new_keys->untyped_data(), a.key_row, page, row, h), a.bits);
-      if (!latent) kernel.keep(source(v, token, h), is_bf16, int(v.dimensions()[2]), place(value_pages, value_row, page, row, h), a.bits);
+      kernel.keep(from, is_bf16 && !turning, a.dim, place(new_keys->untyped_data(), a.key_row, page, row, h), a.format);
+      if (!latent) kernel.keep(source(v, token, h), is_bf16, value_width, place(value_pages, value_row, page, row, h), a.format);
     }
   };
   const int step = std::max(1, std::min(16, total / (2 * threads())));

@@ -14,15 +14,6 @@ namespace ISA {
 
 static constexpr float NEGATIVE = -1e30f, MASKED = -1e29f;
 
-static void keep(const void* x, bool is_bf16, int count, void* row, bool bits) {
-  for (int i = 0; i < count; i++) {
-    float value = is_bf16 ? float_of_bf16(((const uint16_t*)x)[i]) : ((const float*)x)[i];
-    if ((bits_of_float(value) & 0x7f800000) == 0x7f800000) value = 0;
-    if (bits) ((uint16_t*)row)[i] = bf16_of_float(value);
-    else ((float*)row)[i] = value;
-  }
-}
-
 // A column of elements, one a lane, and one element for all lanes.
 INLINE Floats column(const float* p) { return load(p); }
 INLINE Floats spread(const float* p) { return broadcast(*p); }
@@ -36,18 +27,6 @@ INLINE Floats accumulate(Floats acc, Bytes a, Bytes b) { return dot_bf16(acc, a,
 INLINE Floats capped(Floats x, float cap) {  // cap tanh(x / cap)
   const Floats e = exponential(x * broadcast(2 / cap));
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1));
-}
-
-// Where the rows of keys [begin, begin + count) of one of the unit's heads lie; the last is repeated up to a multiple of 16.
-template <class T>
-static void find_rows(const Attention& a, const AttentionUnit& u, int head, const void* pages, int row, int begin, int count, const T** rows) {
-  const int32_t* page = a.page_table + int64_t(u.sequence) * a.columns + begin / a.page_size;
-  int at = begin % a.page_size;
-  for (int j = 0; j < count; page++, at = 0) {
-    const T* p = (const T*)pages + ((int64_t(*page) * a.kv_heads + u.kv_head + head) * a.page_size + at) * row;
-    for (const int end = smaller(count, j + a.page_size - at); j < end; j++, p += row) rows[j] = p;
-  }
-  for (int j = count; j % 16; j++) rows[j] = rows[count - 1];
 }
 
 static float query_channel(const Attention& a, int64_t vector, int d) {
@@ -96,6 +75,8 @@ static void describe(const Attention& a, const AttentionUnit& u, int width, Room
 
 }  // namespace ISA
 
+#include "attention_rows.h"
+
 #include "attention_few.h"
 #include "attention_tile.h"
 
@@ -106,10 +87,12 @@ static void attend(const Attention& a, const AttentionUnit& u, const AttentionUn
   const Room room{scratch};
   if (u.decode && u.count <= FEW_VECTORS * u.kv_heads) {
 #if defined(__AVX512BF16__)
-    if (a.bits && whole(Paired::chunk)) return attend_decode<Paired>(a, u, next, room, out, softmax);
+    if (a.format == PageFormat::bf16 && whole(Paired::chunk)) return attend_decode<Paired>(a, u, next, room, out, softmax);
+    if (is_coded(a.format) && whole(Paired::chunk)) return attend_decode<Coded<Paired>>(a, u, next, room, out, softmax);
 #endif
-    if (a.bits && whole(Widened::chunk)) return attend_decode<Widened>(a, u, next, room, out, softmax);
-    if (!a.bits && whole(Plain::chunk)) return attend_decode<Plain>(a, u, next, room, out, softmax);
+    if (a.format == PageFormat::bf16 && whole(Widened::chunk)) return attend_decode<Widened>(a, u, next, room, out, softmax);
+    if (a.format == PageFormat::f32 && whole(Plain::chunk)) return attend_decode<Plain>(a, u, next, room, out, softmax);
+    if (is_coded(a.format) && whole(Plain::chunk)) return attend_decode<Coded<Plain>>(a, u, next, room, out, softmax);
   }
   AttentionUnit one = u;
   one.kv_heads = 1, one.count = u.count / u.kv_heads;

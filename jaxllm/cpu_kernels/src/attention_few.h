@@ -6,20 +6,23 @@ namespace ISA {
 constexpr int FEW_VECTORS = 16;
 
 // Elements of a row of keys or values: floats, bits that are widened, or pairs of bf16 where they are multiplied.
-struct Widened { typedef uint16_t Stored; typedef float Query; static constexpr int chunk = LANES; };
-struct Plain { typedef float Stored; typedef float Query; static constexpr int chunk = LANES; };
+struct Widened { typedef uint16_t Stored; typedef float Query; static constexpr int chunk = LANES; static constexpr bool coded = false; };
+struct Plain { typedef float Stored; typedef float Query; static constexpr int chunk = LANES; static constexpr bool coded = false; };
 INLINE Floats row_chunk(const float* p, Plain) { return load(p); }
 INLINE Floats row_chunk(const uint16_t* p, Widened) { return load_bf16(p); }
 INLINE Floats query_chunk(const float* p) { return load(p); }
 #if defined(__AVX512BF16__)
-struct Paired { typedef uint16_t Stored; typedef uint16_t Query; static constexpr int chunk = 2 * LANES; };
+struct Paired { typedef uint16_t Stored; typedef uint16_t Query; static constexpr int chunk = 2 * LANES; static constexpr bool coded = false; };
 INLINE Bytes row_chunk(const uint16_t* p, Paired) { return load_bytes((const uint8_t*)p); }
 INLINE Bytes query_chunk(const uint16_t* p) { return load_bytes((const uint8_t*)p); }
 #endif
 
+// Codes in the pages, expanded to what E takes.
+template <class E> struct Coded : E { static constexpr bool coded = true; };
+
 // Fetches the keys and values of a block, of all heads of a unit, as they lie in memory; some at a time, as there are few
 // places for misses that are under way.
-template <class T> class Ahead {
+class Ahead {
  public:
   Ahead(const Attention& a, const AttentionUnit& u, int key, int count)
       : a_(a), u_(u), key_(key), end_(key + count), left_(count > 0 ? 2 : 0), at_key_(key) {}
@@ -38,10 +41,10 @@ template <class T> class Ahead {
   bool go_on() {
     if (!left_) return false;
     const int page = at_key_ / a_.page_size, row = at_key_ % a_.page_size, rows = smaller(a_.page_size - row, end_ - at_key_);
-    const int size = left_ == 2 ? a_.key_row : a_.value_row;
+    const int64_t size = (left_ == 2 ? a_.key_row : a_.value_row) * element_bytes(a_.format);
     const int64_t first = (int64_t(a_.page_table[int64_t(u_.sequence) * a_.columns + page]) * a_.kv_heads + u_.kv_head + head_) * a_.page_size + row;
-    at_ = (const char*)((const T*)(left_ == 2 ? a_.keys : a_.values) + first * size);
-    stop_ = at_ + int64_t(rows) * size * int(sizeof(T));
+    at_ = (const char*)(left_ == 2 ? a_.keys : a_.values) + first * size;
+    stop_ = at_ + rows * size;
     if (++head_ < u_.kv_heads) return true;
     head_ = 0, at_key_ += rows;
     if (at_key_ == end_) at_key_ = key_, left_--;
@@ -75,7 +78,7 @@ INLINE Floats score_lanes(const typename E::Stored* const* rows, const typename 
 // sums [G][dim] = sums * factor + weights [G][KEY_BLOCK] by values, C vectors of channels at a time.
 template <class E, int G, int C>
 INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float* weights, int dim, int d, const float* factor, float* sums,
-                      Ahead<typename E::Stored>& ahead, int share) {
+                      Ahead& ahead, int share) {
   Floats acc[G][C];
   for (int g = 0; g < G; g++)
     for (int c = 0; c < C; c++) acc[g][c] = load(sums + g * dim + d + c * LANES) * broadcast(factor[g]);
@@ -93,7 +96,7 @@ INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float*
 
 template <class E, int G>
 static void weigh_vectors(const typename E::Stored* const* rows, int n, const float* weights, int dim, const float* factor, float* sums,
-                          Ahead<typename E::Stored>& ahead, int share) {
+                          Ahead& ahead, int share) {
 #if defined(__AVX512BF16__)
   if constexpr (E::chunk == 2 * LANES) {  // pairs of keys, their channels interleaved
     alignas(64) uint16_t pairs[G][KEY_BLOCK];
@@ -162,15 +165,19 @@ static int first_key(const Attention& a, const AttentionUnit& u) {
   return larger(u.key_begin, a.lowest_key(u.position) / KEY_BLOCK * KEY_BLOCK);
 }
 
-// `queries` [count][dim] and `sums` [count][value_dim], zero at first; one softmax a vector.
+INLINE void multiply_lanes(float* x, const float* by, int count) {
+  for (int j = 0; j < count; j += LANES) store(x + j, load(x + j) * load(by + j));
+}
+
+// `queries` [count][dim] and `sums` [count][value_dim], zero at first; one softmax a vector. `room` is for codes.
 template <class E>
 static void attend_few(const Attention& a, const AttentionUnit& u, const AttentionUnit* after, const typename E::Query* queries, const float* lowest, const float* highest,
-                       int begin, int end, float* greatest, float* total, float* scores, float* sums) {
+                       int begin, int end, float* greatest, float* total, float* scores, typename E::Stored* room, float* sums) {
   typedef typename E::Stored T;
-  const T *keys[KEY_BLOCK], *values[KEY_BLOCK];
+  Rows<T> keys, values;
   const int group = u.count / u.kv_heads, chunks = KEY_BLOCK / LANES, vectors_at_once = 4;
   const int times = group * chunks + (group + vectors_at_once - 1) / vectors_at_once * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / E::chunk);
-  const int lines = KEY_BLOCK * (a.key_row + a.value_row) * int(sizeof(T)) / 64;
+  const int lines = KEY_BLOCK * (a.key_row + a.value_row) * element_bytes(a.format) / 64;
   const int share = (lines + times - 1) / times;  // so that the last is fetched as this block ends
   float factor[FEW_VECTORS];
   for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
@@ -178,22 +185,28 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const Attenti
     const int padded = (count + 15) / 16 * 16, left = end - (key + KEY_BLOCK);
     const AttentionUnit& unit = left > 0 || !after ? u : *after;  // whose block comes next
     const int next = left > 0 ? key + KEY_BLOCK : first_key(a, unit);
-    Ahead<T> ahead(a, unit, next, left > 0 ? smaller(KEY_BLOCK, left) : after ? smaller(KEY_BLOCK, unit.key_end - next) : 0);
+    Ahead ahead(a, unit, next, left > 0 ? smaller(KEY_BLOCK, left) : after ? smaller(KEY_BLOCK, unit.key_end - next) : 0);
     for (int head = 0; head < u.kv_heads; head++) {
-      find_rows(a, u, head, a.keys, a.key_row, from, count, keys);
-      find_rows(a, u, head, a.values, a.value_row, from, count, values);
+      if constexpr (E::coded) {
+        expand_block(a, u, head, from, count, room, keys, values);
+      } else {
+        find_rows(a, u, head, a.keys, a.key_row, from, count, keys.at);
+        find_rows(a, u, head, a.values, a.value_row, from, count, values.at);
+      }
       const int vector = head * group;
       for (int r = 0; r < group; r++) {
         float* row = scores + r * KEY_BLOCK;
         for (int j = 0; j < padded; j += LANES) {
           ahead.some(share);
-          store(row + j, score_lanes<E>(keys + j, queries + (vector + r) * a.dim, a.dim));
+          store(row + j, score_lanes<E>(keys.at + j, queries + (vector + r) * a.dim, a.dim));
         }
+        if constexpr (E::coded) multiply_lanes(row, keys.scales, padded);
         factor[r] = soften_few(a, row, from, count, padded, lowest[vector + r], highest[vector + r], greatest[vector + r], total[vector + r]);
+        if constexpr (E::coded) multiply_lanes(row, values.scales, padded);
       }
       const int n = (count + 1) / 2 * 2;
       const auto weigh = [&](auto vectors, int r) {
-        weigh_vectors<E, vectors.value>(values, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + (vector + r) * a.value_dim, ahead, share);
+        weigh_vectors<E, vectors.value>(values.at, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + (vector + r) * a.value_dim, ahead, share);
       };
       int r = 0;
       for (; r + 4 <= group; r += 4) weigh(Const<4>{}, r);
@@ -219,7 +232,8 @@ static void attend_decode(const Attention& a, const AttentionUnit& u, const Atte
     }
   memset(out, 0, size_t(u.count) * a.value_dim * 4);
   float* scores = room.take<float>(u.count / u.kv_heads * KEY_BLOCK);
-  attend_few<E>(a, u, next, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, out);
+  auto* expanded = room.take<typename E::Stored>(E::coded ? KEY_BLOCK * (a.dim + a.value_dim) : 0);
+  attend_few<E>(a, u, next, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, expanded, out);
   for (int r = 0; r < u.count; r++) {
     const float inverse = v.total[r] == 0 ? 0 : 1 / v.total[r];
     for (int d = 0; d < a.value_dim; d++) out[r * a.value_dim + d] *= inverse;

@@ -95,6 +95,7 @@ struct State {
   float *lowest, *highest;       // [width] positions that a vector sees
   float *greatest, *total;       // [width] the softmax so far
   float *factor;                 // [width] what this block shrinks sums by
+  const float *key_scales, *value_scales;  // [KEY_BLOCK] of this block's codes; null for floats
   float *scores;                 // [KEY_BLOCK][width]
   float *sums;                   // [value_dim][width]
 };
@@ -105,7 +106,7 @@ static void soften(const Attention& a, State& s, int key, int count, int padded,
     float* scores = s.scores + at;
     Floats most = load(s.greatest + at);
     for (int j = 0; j < count; j++) {
-      Floats x = load(scores + j * s.width) * broadcast(a.scale);
+      Floats x = load(scores + j * s.width) * broadcast(s.key_scales ? a.scale * s.key_scales[j] : a.scale);
       if (a.softcap > 0) x = capped(x, a.softcap);
       if (masked) {
         const Floats position = broadcast(float(key + j));
@@ -122,7 +123,7 @@ static void soften(const Attention& a, State& s, int key, int count, int padded,
       Floats weight = exponential(x - most);
       if (masked) weight = where_greater(broadcast(MASKED), x, broadcast(0), weight);
       total = total + weight;
-      store(scores + j * s.width, weight);
+      store(scores + j * s.width, s.value_scales ? weight * broadcast(s.value_scales[j]) : weight);
     }
     for (int j = count; j < padded; j++) store(scores + j * s.width, broadcast(0));
     store(s.greatest + at, most);
@@ -141,23 +142,26 @@ static void widen_rows(const float** rows, int count, int size, float* out) {
 
 // One block of keys in float32.
 static void visit_floats(const Attention& a, const AttentionUnit& u, State& s, const float* queries, int key, int count, bool masked, float* room) {
-  const float *keys[KEY_BLOCK], *values[KEY_BLOCK];
-  if (a.bits) {
-    find_rows(a, u, 0, a.keys, a.key_row, key, count, (const uint16_t**)keys);
-    find_rows(a, u, 0, a.values, a.value_row, key, count, (const uint16_t**)values);
-    widen_rows(keys, count, a.dim, room);
-    widen_rows(values, count, a.value_dim, room + KEY_BLOCK * a.dim);
+  Rows<float> keys, values;
+  if (is_coded(a.format)) {
+    expand_block(a, u, 0, key, count, room, keys, values);
+    s.key_scales = keys.scales, s.value_scales = values.scales;
+  } else if (a.format == PageFormat::bf16) {
+    find_rows(a, u, 0, a.keys, a.key_row, key, count, (const uint16_t**)keys.at);
+    find_rows(a, u, 0, a.values, a.value_row, key, count, (const uint16_t**)values.at);
+    widen_rows(keys.at, count, a.dim, room);
+    widen_rows(values.at, count, a.value_dim, room + KEY_BLOCK * a.dim);
   } else {
-    find_rows(a, u, 0, a.keys, a.key_row, key, count, keys);
-    find_rows(a, u, 0, a.values, a.value_row, key, count, values);
+    find_rows(a, u, 0, a.keys, a.key_row, key, count, keys.at);
+    find_rows(a, u, 0, a.values, a.value_row, key, count, values.at);
   }
   const int padded = (count + 3) / 4 * 4;
   over_columns(s.width, [&](int at, auto columns) {
-    scores<columns.value>(keys, padded, queries + at, s.width, a.dim, s.scores + at);
+    scores<columns.value>(keys.at, padded, queries + at, s.width, a.dim, s.scores + at);
   });
   soften(a, s, key, count, padded, masked);
   over_columns(s.width, [&](int at, auto columns) {
-    weigh<columns.value>(values, count, a.value_dim, (const float*)s.scores + at, s.width, s.factor + at, s.sums + at);
+    weigh<columns.value>(values.at, count, a.value_dim, (const float*)s.scores + at, s.width, s.factor + at, s.sums + at);
   });
 }
 
@@ -165,13 +169,18 @@ static void visit_floats(const Attention& a, const AttentionUnit& u, State& s, c
 
 // One block of keys with pairs of bf16; `room` takes pairs of weights and of values.
 static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, const uint32_t* queries, int key, int count, bool masked, uint32_t* room) {
-  const uint32_t* keys[KEY_BLOCK];
-  const uint16_t* values[KEY_BLOCK];
-  find_rows(a, u, 0, a.keys, a.key_row, key, count, (const uint16_t**)keys);
-  find_rows(a, u, 0, a.values, a.value_row, key, count, values);
+  Rows<uint16_t> keys, values;
+  if (is_coded(a.format)) {
+    expand_block(a, u, 0, key, count, (uint16_t*)room, keys, values);
+    s.key_scales = keys.scales, s.value_scales = values.scales;
+    room += KEY_BLOCK / 2 * (a.dim + a.value_dim);
+  } else {
+    find_rows(a, u, 0, a.keys, a.key_row, key, count, keys.at);
+    find_rows(a, u, 0, a.values, a.value_row, key, count, values.at);
+  }
   const int padded = (count + 3) / 4 * 4, pairs = padded / 2;
   over_columns(s.width, [&](int at, auto columns) {
-    scores<columns.value>(keys, padded, queries + at, s.width, a.dim / 2, s.scores + at);
+    scores<columns.value>((const uint32_t**)keys.at, padded, queries + at, s.width, a.dim / 2, s.scores + at);
   });
   soften(a, s, key, count, padded, masked);
   uint32_t* weights = room;
@@ -184,7 +193,7 @@ static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, co
       const __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(load(p + s.width)));
       _mm512_storeu_si512(weights + j * s.width + at, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
     }
-    const uint16_t *even = values[2 * j], *odd = values[2 * j + 1];
+    const uint16_t *even = values.at[2 * j], *odd = values.at[2 * j + 1];
     for (int d = 0; d < a.value_dim; d++) room[d] = even[d] | uint32_t(odd[d]) << 16;
     rows[j] = room;
   }
@@ -196,11 +205,11 @@ static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, co
 #endif
 
 static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
-  const bool pairs = HAS_BF16 && a.bits && a.dim % 2 == 0;
+  const bool pairs = HAS_BF16 && a.format != PageFormat::f32 && a.dim % 2 == 0;
   const int width = (u.count + LANES - 1) / LANES * LANES;
   Vectors v;
   describe(a, u, width, room, v);
-  State s{width, v.lowest, v.highest, v.greatest, v.total, nullptr, nullptr, nullptr};
+  State s{width, v.lowest, v.highest, v.greatest, v.total, nullptr, nullptr, nullptr, nullptr, nullptr};
   s.factor = room.take<float>(width);
   s.scores = room.take<float>(KEY_BLOCK * width);
   s.sums = room.take<float>(int64_t(a.value_dim) * width);

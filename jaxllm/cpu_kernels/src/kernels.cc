@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "gate.h"
+#include "keep.h"
 #include "prepare.h"
 #include "product.h"
 #include "rotary.h"

@@ -46,14 +46,23 @@ struct HeadInput {
   bool interleaved;              // pairs are neighbours, not `half` apart
 };
 
+// How a row of a page, one token's key or value of one head, is kept: as floats, as the bits of bf16, or as codes, integers
+// or e4m3, with a scale behind them, a float in as many bytes as SCALE_BYTES.
+enum class PageFormat : int { f32, bf16, int8, e4m3 };
+
+constexpr int SCALE_BYTES = 4;
+
+MEMBER static inline constexpr bool is_coded(PageFormat format) { return format >= PageFormat::int8; }
+MEMBER static inline constexpr int element_bytes(PageFormat format) { return format == PageFormat::f32 ? 4 : format == PageFormat::bf16 ? 2 : 1; }
+
 // One call of paged attention; see jaxllm/pallas_kernels/kernels.py for what it computes.
 struct Attention {
   const void* q;  // [tokens, heads, dim]
   bool q_is_bf16;
   int heads, kv_heads, dim, value_dim;
-  // Pages [pages, kv heads, page_size, row]: floats, or the bits of bf16. Values may be the first channels of the keys.
+  // Pages [pages, kv heads, page_size, row]; a row's length counts its scale. Values may be the first channels of the keys.
   const void *keys, *values;
-  bool bits;
+  PageFormat format;
   int page_size, key_row, value_row;
   const int32_t* page_table;  // [sequences, columns]
   int columns;
@@ -94,8 +103,8 @@ struct Kernels {
   void (*gate)(Activation, int count, float* gate, const float* up);
   // One head of one token as floats, normalised with `norm` (or null) and turned.
   void (*turn)(const HeadInput&, const void* x, int token, const float* norm, float* out);
-  // Stores `count` channels, floats or bf16 bits, into a row of a page; zero for what is not finite.
-  void (*keep)(const void* x, bool is_bf16, int count, void* row, bool bits);
+  // Stores `count` channels, floats or bf16 bits, as a row of a page; zero for what is not finite.
+  void (*keep)(const void* x, bool is_bf16, int count, void* row, PageFormat);
   // out [count][value_dim] is normalised; `softmax` [count][2] gets the greatest logit and the sum of exponentials.
   // What the `next` unit reads first is fetched ahead of it; null for none. `scratch` has attention_scratch_bytes.
   void (*attend)(const Attention&, const AttentionUnit&, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch);

@@ -28,32 +28,68 @@ constexpr Case CASES[] = {
 constexpr int SEQUENCES = 2, LENGTH = 230, TOKENS = 40;  // of each sequence; the last ones have queries
 constexpr int POSITION = LENGTH - TOKENS;                // of a sequence's first query
 
-// Keys and values of two sequences in shuffled pages. Rows that no query may see hold 1000.
+double number_of(uint8_t code, PageFormat format) {
+  if (format == PageFormat::int8) return int8_t(code);
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  return (code & 0x80 ? -1 : 1) * (exponent ? ldexp(8 + fraction, exponent - 10) : ldexp(fraction, -9));
+}
+
+bool is_number(uint8_t code, PageFormat format) { return format == PageFormat::int8 || (code & 0x7f) != 0x7f; }
+
+// Rows of pages in some format, and as the numbers that they hold. Those of codes are random, as are their scales.
+struct Rows {
+  std::vector<float> floats;
+  std::vector<uint8_t> bytes;
+
+  Rows() {}
+  Rows(const std::vector<float>& x, int size, PageFormat format, Random& random) : floats(x) {
+    const auto append = [&](const void* p, size_t count) { bytes.insert(bytes.end(), (const uint8_t*)p, (const uint8_t*)p + count); };
+    if (format == PageFormat::f32) append(x.data(), 4 * x.size());
+    if (format == PageFormat::bf16) {
+      const std::vector<uint16_t> bits = bf16s_of(x);
+      floats = floats_of(bits);
+      append(bits.data(), 2 * bits.size());
+    }
+    for (size_t at = 0; is_coded(format) && at < x.size(); at += size) {
+      const float scale = x[at] == 1000 ? 1000 : 0x1p-9f * (2 + random.uniform()) * (format == PageFormat::e4m3 ? 0.3f : 1);
+      for (int d = 0; d < size; d++) {
+        uint8_t code;
+        do code = uint8_t(random.bits());
+        while (!is_number(code, format));
+        bytes.push_back(code);
+        floats[at + d] = float(number_of(code, format) * scale);
+      }
+      append(&scale, SCALE_BYTES);
+    }
+  }
+};
+
+// Keys and values of two sequences in shuffled pages. Rows that no query may see hold 1000, or codes of that scale.
 struct Batch {
   Case c;
-  bool bits;
-  int columns, key_row, value_row;
-  std::vector<float> q, keys, values, sinks;  // keys and values: what the pages hold, as floats
-  std::vector<uint16_t> key_bits, value_bits;
+  PageFormat format;
+  int columns, key_dim, value_dim;  // of a row
+  std::vector<float> q, sinks;
+  Rows keys, values;
   std::vector<int32_t> table;
 
-  Batch(const Case& c, bool bits, uint64_t seed) : c(c), bits(bits) {
+  Batch(const Case& c, PageFormat format, uint64_t seed) : c(c), format(format) {
     Random random(seed);
     columns = (LENGTH + c.page_size - 1) / c.page_size;
-    key_row = c.dim, value_row = c.latent ? c.dim : c.value_dim;
+    key_dim = c.dim, value_dim = c.latent ? c.dim : c.value_dim;
     table.resize(SEQUENCES * columns);
     std::iota(table.begin(), table.end(), 0);
     for (size_t i = table.size() - 1; i; i--) std::swap(table[i], table[random.bits() % (i + 1)]);
     const size_t rows = table.size() * c.kv_heads * c.page_size;
-    keys = random.floats(rows * key_row), values = random.floats(rows * value_row);
+    std::vector<float> key_floats = random.floats(rows * key_dim), value_floats = random.floats(rows * value_dim);
     for (int s = 0; s < SEQUENCES; s++)
       for (int k = 0; k < c.kv_heads; k++)
         for (int p = LENGTH; p < columns * c.page_size; p++) {
-          std::fill_n(keys.begin() + at(s, k, p) * key_row, key_row, 1000.f);
-          std::fill_n(values.begin() + at(s, k, p) * value_row, value_row, 1000.f);
+          std::fill_n(key_floats.begin() + at(s, k, p) * key_dim, key_dim, 1000.f);
+          std::fill_n(value_floats.begin() + at(s, k, p) * value_dim, value_dim, 1000.f);
         }
-    if (bits) keys = floats_of(key_bits = bf16s_of(keys)), values = floats_of(value_bits = bf16s_of(values));
-    if (c.latent) values = keys, value_bits = key_bits;
+    keys = Rows(key_floats, key_dim, format, random);
+    if (!c.latent) values = Rows(value_floats, value_dim, format, random);
     q = random.floats(size_t(SEQUENCES) * TOKENS * c.heads * c.dim);
     for (float& x : q) x *= 4;
     sinks = random.floats(c.heads);
@@ -68,8 +104,9 @@ struct Batch {
   Attention attention() const {
     Attention a{};
     a.q = q.data(), a.heads = c.heads, a.kv_heads = c.kv_heads, a.dim = c.dim, a.value_dim = c.value_dim;
-    a.keys = bits ? (const void*)key_bits.data() : keys.data(), a.values = bits ? (const void*)value_bits.data() : values.data();
-    a.bits = bits, a.page_size = c.page_size, a.key_row = key_row, a.value_row = value_row;
+    const int scale = is_coded(format) ? SCALE_BYTES : 0;
+    a.keys = keys.bytes.data(), a.values = c.latent ? a.keys : values.bytes.data();
+    a.format = format, a.page_size = c.page_size, a.key_row = key_dim + scale, a.value_row = value_dim + scale;
     a.page_table = table.data(), a.columns = columns;
     a.scale = 1 / sqrtf(float(c.dim)), a.softcap = c.softcap, a.window = c.window;
     a.sinks = c.sinks ? sinks.data() : nullptr;
@@ -100,7 +137,8 @@ void expect_attention(const Batch& b, const AttentionUnit& u, const Result& r, d
     std::vector<double> sums(a.value_dim);
     for (int key = begin; key < end; key++) {
       double logit = 0;
-      const float *k = &b.keys[b.at(u.sequence, head / group, key) * a.key_row], *value = &b.values[b.at(u.sequence, head / group, key) * a.value_row];
+      const size_t row = b.at(u.sequence, head / group, key);
+      const float *k = &b.keys.floats[row * b.key_dim], *value = b.c.latent ? k : &b.values.floats[row * b.value_dim];
       for (int d = 0; d < a.dim; d++) logit += double(q[d]) * k[d];
       logit *= a.scale;
       if (a.softcap > 0) logit = a.softcap * tanh(logit / a.softcap);
@@ -139,9 +177,9 @@ std::vector<AttentionUnit> units_of(const Case& c) {
   return units;
 }
 
-void check_case(const Case& c, bool bits) {
-  Batch b(c, bits, 29 + bits);
-  const double tolerance = bits && kernels().has_bf16 ? 2e-2 : 2e-5;
+void check_case(const Case& c, PageFormat format) {
+  Batch b(c, format, 29 + int(format));
+  const double tolerance = format != PageFormat::f32 && kernels().has_bf16 ? 2e-2 : 2e-5;
   const std::vector<AttentionUnit> units = units_of(c);
   std::vector<Result> results;
   for (size_t i = 0; i < units.size(); i++) {
@@ -164,11 +202,38 @@ void check_case(const Case& c, bool bits) {
   }
 }
 
+// The nearest code to each number in units of its row's scale, of two the even one.
+void check_codes(PageFormat format) {
+  Random random(37);
+  const float largest = format == PageFormat::int8 ? 127 : 448;
+  for (int size : {1, 20, 64, 77})
+    for (float unit : {1.f, 1e-30f, 1e30f}) {
+      std::vector<float> x = random.floats(size);
+      for (int d = 1; d < size; d += 2) x[d] = ldexpf(roundf(largest * x[d]), -int(random.bits() % 12)) / largest;
+      x[0] = 1;
+      for (float& v : x) v *= unit;
+      if (size > 4) x[2] = NAN, x[3] = -INFINITY, x[4] = 0;
+      std::vector<uint8_t> row(size + SCALE_BYTES);
+      kernels().keep(x.data(), false, size, row.data(), format);
+      float scale;
+      memcpy(&scale, &row[size], SCALE_BYTES);
+      CHECK(scale == unit * (1 / largest), "the scale of %g is %g", unit, scale);
+      for (int d = 0; d < size; d++) {
+        const double wanted = std::isfinite(x[d]) ? double(x[d] * (1 / scale)) : 0;
+        const auto distance = [&](int code) { return fabs(number_of(uint8_t(code), format) - wanted); };
+        int best = 0;
+        for (int code = 0; code < 256; code++)
+          if (is_number(uint8_t(code), format) && (distance(code) < distance(best) || (distance(code) == distance(best) && code % 2 < best % 2))) best = code;
+        CHECK(number_of(row[d], format) == number_of(uint8_t(best), format), "%g is not code %d but %d", wanted, row[d], best);
+      }
+    }
+}
+
 }  // namespace
 
 void check_attention() {
   for (const Case& c : CASES)
-    for (bool bits : {false, true}) check_case(c, bits);
+    for (PageFormat format : {PageFormat::f32, PageFormat::bf16, PageFormat::int8, PageFormat::e4m3}) check_case(c, format);
 }
 
 void check_heads() {
@@ -199,12 +264,13 @@ void check_heads() {
   }
   const std::vector<float> x = {1, NAN, -2, INFINITY, -INFINITY, 0x1.0181p0f, 3e38f}, kept = {1, 0, -2, 0, 0, 0x1.0181p0f, 3e38f};
   std::vector<float> row(x.size());
-  kernels().keep(x.data(), false, int(x.size()), row.data(), false);
+  kernels().keep(x.data(), false, int(x.size()), row.data(), PageFormat::f32);
   CHECK(row == kept, "floats");
   std::vector<uint16_t> bits(x.size());
-  kernels().keep(x.data(), false, int(x.size()), bits.data(), true);
+  kernels().keep(x.data(), false, int(x.size()), bits.data(), PageFormat::bf16);
   CHECK(bits == bf16s_of(kept), "floats as bf16");
   const std::vector<uint16_t> short_x = bf16s_of(x);
-  kernels().keep(short_x.data(), true, int(x.size()), bits.data(), true);
+  kernels().keep(short_x.data(), true, int(x.size()), bits.data(), PageFormat::bf16);
   CHECK(bits == bf16s_of(kept), "bf16");
+  for (PageFormat format : {PageFormat::int8, PageFormat::e4m3}) check_codes(format);
 }
