@@ -10,16 +10,15 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from jaxtyping import install_import_hook
 
-import tests.typecheck  # noqa: F401  what the hook names below
+from tests import typecheck
 
 # Images of containers set it, and each of the hundreds of processes that tests start would compile every module anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 CHECKED = ("engine.device", "models", "pallas_kernels", "quantization", "sharding", "weights")
-install_import_hook([f"jaxllm.{name}" for name in CHECKED], "tests.typecheck.checked")  # the shapes in signatures hold
+typecheck.check([f"jaxllm.{name}" for name in CHECKED])  # before any of them is imported
 
 from jaxllm import compat  # noqa: E402
 from jaxllm.config import CACHE_DIR  # noqa: E402
