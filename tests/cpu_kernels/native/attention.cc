@@ -126,30 +126,35 @@ Result attend(const Batch& b, const AttentionUnit& u, const AttentionUnit* next)
   return r;
 }
 
+// The softmax's denominator, and the channels of the values that it divides, of the keys of a range in float64.
+void sum(const Batch& b, const Attention& a, int sequence, int token, int head, int group, bool sinks, int begin, int end, double* totals) {
+  const float* q = &b.q[(size_t(token) * a.heads + head) * a.dim];
+  totals[0] = sinks && a.sinks ? exp(double(a.sinks[head])) : 0;
+  for (int key = begin; key < end; key++) {
+    double logit = 0;
+    const size_t row = b.at(sequence, head / group, key);
+    const float *k = &b.keys.floats[row * b.key_dim], *value = b.c.latent ? k : &b.values.floats[row * b.value_dim];
+    for (int d = 0; d < a.dim; d++) logit += double(q[d]) * k[d];
+    logit *= a.scale;
+    if (a.softcap > 0) logit = a.softcap * tanh(logit / a.softcap);
+    totals[0] += exp(logit);
+    for (int d = 0; d < a.value_dim; d++) totals[1 + d] += exp(logit) * value[d];
+  }
+}
+
 void expect_attention(const Batch& b, const AttentionUnit& u, const Result& r, double tolerance) {
   const Attention a = b.attention();
   const int group = a.heads / a.kv_heads;
   for (int v = 0; v < u.count; v++) {
     const int token = u.token_of(v, group), head = u.head(v, group), position = u.position + token - u.token;
-    const float* q = &b.q[(size_t(token) * a.heads + head) * a.dim];
     const int begin = std::max(u.key_begin, a.window ? position - a.window + 1 : 0), end = std::min(u.key_end, position + 1);
-    double total = u.sinks && a.sinks ? exp(double(a.sinks[head])) : 0;
-    std::vector<double> sums(a.value_dim);
-    for (int key = begin; key < end; key++) {
-      double logit = 0;
-      const size_t row = b.at(u.sequence, head / group, key);
-      const float *k = &b.keys.floats[row * b.key_dim], *value = b.c.latent ? k : &b.values.floats[row * b.value_dim];
-      for (int d = 0; d < a.dim; d++) logit += double(q[d]) * k[d];
-      logit *= a.scale;
-      if (a.softcap > 0) logit = a.softcap * tanh(logit / a.softcap);
-      total += exp(logit);
-      for (int d = 0; d < a.value_dim; d++) sums[d] += exp(logit) * value[d];
-    }
+    const double* found = expected.next(1 + a.value_dim, [&](double* totals) { sum(b, a, u.sequence, token, head, group, u.sinks, begin, end, totals); });
+    const double total = found[0], *sums = found + 1;
     const double share = r.softmax[2 * v] + log(double(r.softmax[2 * v + 1]));
     CHECK(total == 0 ? r.softmax[2 * v + 1] == 0 : fabs(share - log(total)) <= tolerance, "%s, vector %d: %g is not %g", b.c.name, v, share, log(total));
     for (int d = 0; d < a.value_dim; d++) {
-      const double expected = total == 0 ? 0 : sums[d] / total, got = r.out[size_t(v) * a.value_dim + d];
-      CHECK(fabs(got - expected) <= tolerance * (1 + fabs(expected)), "%s, keys %d to %d, vector %d, channel %d: %g is not %g", b.c.name, u.key_begin, u.key_end, v, d, got, expected);
+      const double wanted = total == 0 ? 0 : sums[d] / total, got = r.out[size_t(v) * a.value_dim + d];
+      CHECK(fabs(got - wanted) <= tolerance * (1 + fabs(wanted)), "%s, keys %d to %d, vector %d, channel %d: %g is not %g", b.c.name, u.key_begin, u.key_end, v, d, got, wanted);
     }
   }
 }

@@ -25,6 +25,26 @@ uint64_t check_products();  // a hash of the results
     exit(1);                                                                        \
   } while (0)
 
+// Numbers that float64 gives, in the order in which they are asked for: computed for the first instruction set that is
+// checked, or by another program, as an emulator is slow at that.
+struct Expected {
+  std::vector<double> numbers;
+  size_t used = 0;
+
+  template <class F>
+  const double* next(size_t count, F compute) {
+    if (used == numbers.size()) numbers.resize(used + count), compute(&numbers[used]);
+    used += count;
+    CHECK(used <= numbers.size(), "%zu numbers are not expected, but %zu", used, numbers.size());
+    return &numbers[used - count];
+  }
+  void begin_again() {
+    CHECK(used == numbers.size(), "of %zu numbers %zu are used", numbers.size(), used);
+    used = 0;
+  }
+};
+extern Expected expected;
+
 // The same numbers on every machine.
 struct Random {
   uint64_t state;
