@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,10 @@ def checked_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(q: Any, pages: Any, *batch: Any, **options: Any) -> Any:
         jax_kernel.dynamic_validate_inputs(q, pages, *batch, **options)
         assert options.pop("num_kv_pages_per_block") and options.pop("num_queries_per_block")  # else a device is asked
-        out = jax_kernel.ref_ragged_paged_attention(q, pages, *batch, **options)
+        # It loops over the batch by its values, so that only these cannot be traced.
+        known = [np.asarray(array) for array in batch]
+        reference = jax.jit(lambda q, pages: jax_kernel.ref_ragged_paged_attention(q, pages, *known, **options))
+        out = reference(q, pages)
         # The kernel leaves in rows without a token what its memory held.
         return jnp.pad(out, ((0, q.shape[0] - out.shape[0]), (0, 0), (0, 0)), constant_values=jnp.nan)
 
