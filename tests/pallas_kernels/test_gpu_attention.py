@@ -1,7 +1,8 @@
 """The GPU kernels against the float64 oracle (interpreted, on any machine), and their lowering for CUDA."""
 
 import dataclasses
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +23,21 @@ from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_ba
 NAN = float("nan")
 
 
+@cache
+def jitted(programs: int, **options: Any) -> Callable[..., Any]:
+    """One for all batches of the same shapes; `programs`, by which the grid goes as well, is what tests set."""
+    return jax.jit(partial(paged_attention, **options))
+
+
 def run(
     batch: RaggedBatch, *, interpret: bool = True, **options: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    @jax.jit
-    def attend(q, k, v, pages, meta, sinks):
-        return paged_attention(q, k, v, pages, meta, sinks=sinks, interpret=interpret, **options)
-
     sinks = options.pop("sinks", None)
-    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, sinks)
+    if "angles" in options:
+        attend = jax.jit(partial(paged_attention, interpret=interpret, **options))
+    else:
+        attend = jitted(gpu_decode.TARGET_PROGRAMS, interpret=interpret, **options)
+    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, sinks=sinks)
     return np.asarray(out), tuple(np.asarray(buffer) for buffer in pages)
 
 
