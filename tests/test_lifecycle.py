@@ -4,6 +4,7 @@ Each test runs a program of its own, so that nothing else's threads are counted.
 """
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -190,11 +191,11 @@ def test_a_program_that_just_ends_ends_at_once(directory, last, status):
     assert seconds < PROMPT_END_SECONDS
 
 
-def test_whatever_a_request_asks_for_was_planned(directory, tmp_path):
+def test_whatever_a_request_asks_for_was_planned(directory):
     lines, _ = run(
         directory,
         f"""
-        llm = start(compile_cache_dir={str(tmp_path)!r}, **SMALL)
+        llm = start(compile_cache_dir={os.environ["TESTS_COMPILE_CACHE"]!r}, **SMALL)
         every = SamplingParams(temperature=1, max_tokens=2, logprobs=2, prompt_logprobs=-1)
         llm.generate([[1, 2, 3], [4]], every, use_tqdm=False)
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2), use_tqdm=False)
