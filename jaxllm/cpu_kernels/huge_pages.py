@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import sys
 import threading
 import weakref
@@ -29,7 +30,7 @@ ALIGNMENT = 64
 """Bytes, of the address of a buffer that XLA takes as it is on a CPU."""
 
 CHUNK = 64 * 2**20
-"""Bytes that arrays share: NumPy has the system put so much at once into huge pages when it is first written."""
+"""Bytes that arrays share, and that the system puts into huge pages when they are first written."""
 
 
 class Room:
@@ -46,15 +47,23 @@ class Room:
     def take(self, nbytes: int) -> UInt8[np.ndarray, "bytes"]:
         """Bytes that were not written yet, where XLA's buffers may begin."""
         if nbytes > CHUNK // 4:
-            return _aligned(np.empty(nbytes + ALIGNMENT, np.uint8), 0, nbytes)
+            return _aligned(_fresh(nbytes + ALIGNMENT), 0, nbytes)
         with self._lock:
             chunk = self._chunk() if self._chunk else None
             if chunk is None or self._end + ALIGNMENT + nbytes > CHUNK:
-                chunk, self._end = np.empty(CHUNK, np.uint8), 0
+                chunk, self._end = _fresh(CHUNK), 0
                 self._chunk = weakref.ref(chunk)
             taken = _aligned(chunk, self._end, nbytes)
             self._end = taken.ctypes.data + nbytes - chunk.ctypes.data
             return taken
+
+
+def _fresh(nbytes: int) -> UInt8[np.ndarray, "bytes"]:
+    """Memory that nothing was in before: what an allocator has left over lies in small pages already, and stays."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _aligned(room: np.ndarray, start: int, nbytes: int) -> np.ndarray:
