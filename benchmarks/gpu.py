@@ -11,7 +11,7 @@ of a floor: bytes that must be read at the copy bandwidth that the same process 
 rate. At the end each bar stands beside what was measured, in `gpu.json` too, and the cells that bars rest on have a
 profile.
 
-Needs jax, flax, transformers and NumPy; `serve` needs what the server needs. What XLA tuned is kept in --out/autotune.
+Needs jax, flax, transformers and NumPy; `serve` needs what the server needs. What XLA tuned is kept in --out/autotune, but not with --tiny.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     if given.tiny:
         given.rows, given.contexts, given.prefill = [1, 16], [32], [16]
         given.attention_rows, given.attention_contexts = [1, 8], [32]
-    prepare(given.out)
+    prepare(given.out, keep_tuned=not given.tiny)
     if given.device is not None:
         from benchmarks.gpu_slice import run_slice
 
@@ -103,12 +103,15 @@ def main() -> None:
     return None
 
 
-def prepare(out: Path) -> None:
+def prepare(out: Path, *, keep_tuned: bool) -> None:
     """Paths and XLA's flags, for this process and those that it starts."""
-    tuned = (out / "autotune").resolve()
-    tuned.mkdir(parents=True, exist_ok=True)
     sys.path[:0] = [str(ROOT)]
     sys.path += [str(STANDINS)]  # last: what is installed comes first
+    out.mkdir(parents=True, exist_ok=True)
+    if not keep_tuned:
+        return
+    tuned = (out / "autotune").resolve()
+    tuned.mkdir(exist_ok=True)
     flag = f"--xla_gpu_per_fusion_autotune_cache_dir={tuned}"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()

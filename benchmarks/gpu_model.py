@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_bars import ATTENTION_SHARE
-from benchmarks.gpu_slice import Slice, model_config, timed
+from benchmarks.gpu_slice import Slice, model_config
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import COMPILER_OPTIONS
 from jaxllm.engine.device.keys import PLAIN, SAMPLED, Variant
@@ -104,7 +104,7 @@ class Model:
                 q, kv = (jnp.ones((rows, n, c.head_dim), self.sizes.dtype) for n in (c.num_heads, c.num_kv_heads))
                 step = functools.partial(attend, kv=kv, meta=meta)
                 pages, others = tuple(self.state.pages[:count]), self.state.pages[count:]
-                seconds, last = timed(step, (q, pages))
+                seconds, last = run.timed(step, (q, pages))
                 rate = rows * context * token_bytes * count / seconds
                 row = {"what": "attention", "rows": rows, "context": context, "us_a_layer": seconds / count * 1e6}
                 row |= {"GBs": rate / 1e9, "share": rate / run.bandwidth}
@@ -147,7 +147,7 @@ class Model:
             return state._replace(pages=pages, slots=slots)
 
         self._occupy(rows, context, sampled=variant.sampled)
-        seconds, self.state = timed(advance, self.state)
+        seconds, self.state = run.timed(advance, self.state)
         floor = (self._read + rows * context * self.blueprint.plan.kv_bytes_per_token) / run.bandwidth
         measured = {"ms": seconds * 1e3, "toks": rows / seconds, "share": floor / seconds}
         measured |= {"host_ms": float(np.median(host)) * 1e3, "compile_s": compile_seconds}
@@ -186,7 +186,7 @@ class Model:
             return state._replace(pages=pages, slots=slots, hidden=hidden)
 
         self._occupy(decodes + 1, max(context, tokens))
-        seconds, self.state = timed(advance, self.state)
+        seconds, self.state = run.timed(advance, self.state)
         measured = {"ms": seconds * 1e3, "toks": tokens / seconds, "compile_s": compile_seconds}
         if c.moe is None:
             # Every weight but embedding and head, and the half of the scores that a causal mask leaves.

@@ -17,7 +17,8 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 WORK = ("config", "rows", "contexts", "attention_rows", "attention_contexts", "prefill", "isq", "tiny")
 """Arguments that decide what is measured: rows of other ones are not kept."""
 STEP_SECONDS = 0.5
-"""About how long one of three runs of a step is timed."""
+TINY_STEP_SECONDS = 0.05
+"""About how long one of three runs of a step is timed; with --tiny."""
 UNFINISHED = 3
 """Exit code of a slice that has more to measure."""
 
@@ -100,6 +101,24 @@ class Slice:
             jax.block_until_ready(state)
         return str(folder), state
 
+    def timed(self, step: Callable[[Any], Any], state: Any) -> tuple[float, Any]:
+        """Seconds a step, the median of three runs of queued ones; `step` takes and gives the state."""
+        import jax
+
+        length = TINY_STEP_SECONDS if self.given.tiny else STEP_SECONDS
+        state = jax.block_until_ready(step(state))
+        began = time.perf_counter()
+        state = jax.block_until_ready(step(state))
+        count = max(3, min(20, int(length / (time.perf_counter() - began))))
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            for _ in range(count):
+                state = step(state)
+            jax.block_until_ready(state)
+            times.append((time.perf_counter() - began) / count)
+        return sorted(times)[1], state
+
     def peaks(self) -> None:
         """Bytes a second that a large array is copied with, read and written, and the rate of a large product."""
         from jaxllm import compat
@@ -111,33 +130,15 @@ class Slice:
         self.rows = [row for row in self.rows if row["what"] not in ("copy", "matmul")]
         x = jnp.zeros(2**20 if self.given.tiny else 2**30, jnp.uint8)
         size = x.nbytes
-        seconds, _ = timed(jax.jit(lambda x: x + 1, donate_argnums=0), x)
+        seconds, _ = self.timed(jax.jit(lambda x: x + 1, donate_argnums=0), x)
         self.bandwidth = 2 * size / seconds
         self.report(what="copy", GBs=self.bandwidth / 1e9)
         n = 256 if self.given.tiny else 8192
         a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) * n**-0.5 for i in range(2))
         product = jax.jit(lambda b, a: a @ b)
-        seconds, _ = timed(lambda b: product(b, a), b)
+        seconds, _ = self.timed(lambda b: product(b, a), b)
         self.flops = 2 * n**3 / seconds
         self.report(what="matmul", TFLOPs=self.flops / 1e12)
-
-
-def timed(step: Callable[[Any], Any], state: Any) -> tuple[float, Any]:
-    """Seconds a step, the median of three runs of queued ones; `step` takes and gives the state."""
-    import jax
-
-    state = jax.block_until_ready(step(state))
-    began = time.perf_counter()
-    state = jax.block_until_ready(step(state))
-    count = max(3, min(20, int(STEP_SECONDS / (time.perf_counter() - began))))
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in range(count):
-            state = step(state)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - began) / count)
-    return sorted(times)[1], state
 
 
 def versions() -> dict[str, str]:

@@ -45,6 +45,15 @@ def pytest_configure(config: pytest.Config) -> None:
         shutil.rmtree(COMPILED)
 
 
+KEPT_BY_CHILDREN = {
+    "TESTS_COMPILE_CACHE": str(COMPILED),  # for an engine's `compile_cache_dir`
+    "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""The environment of processes that tests start."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_compile_cache() -> Iterator[None]:
     """Every engine, in whichever process, shares compiled steps with the tests' others, and with nobody else's."""
@@ -56,7 +65,8 @@ def own_compile_cache() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "enable_compile_cache", redirected)
-        patch.setenv("TESTS_COMPILE_CACHE", str(COMPILED))  # of processes that are started
+        for name, value in KEPT_BY_CHILDREN.items():
+            patch.setenv(name, value)
         yield
 
 

@@ -15,13 +15,8 @@ SECONDS = 600
 def over_devices(count: int, module: str, out: Path, *arguments: str) -> dict[str, np.ndarray]:
     """The arrays that `python -m module OUT.npz …` writes where the CPU counts as `count` devices."""
     devices = {"JAX_NUM_CPU_DEVICES": str(count), "JAX_PLATFORMS": "cpu", "NPROC": "16"}
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": os.environ["TESTS_COMPILE_CACHE"],
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     command = [sys.executable, "-m", module, str(out), *arguments]
-    subprocess.run(command, env=os.environ | devices | kept, cwd=Path(__file__).parents[1], check=True, timeout=SECONDS)
+    subprocess.run(command, env=os.environ | devices, cwd=Path(__file__).parents[1], check=True, timeout=SECONDS)
     with np.load(out) as stored:
         found = dict(stored)
     assert found.pop("devices") == count

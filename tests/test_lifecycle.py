@@ -4,7 +4,6 @@ Each test runs a program of its own, so that nothing else's threads are counted.
 """
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -25,13 +24,13 @@ from tests.quick_compile import quick_compile
 
 quick_compile().__enter__()
 SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-MANY = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "compile_cache_dir": None}
+MANY = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 def start(**fields):
     llm = LLM(
         sys.argv[1], dtype="float32", skip_tokenizer_init=True, max_model_len=96, kv_cache_memory="16MiB",
-        block_size=8, **fields,
+        block_size=8, compile_cache_dir=os.environ["TESTS_COMPILE_CACHE"], **fields,
     )
     llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     return llm
@@ -85,7 +84,7 @@ def run(directory, program, expected_status=0):
     return lines, ended - lines[-1].get("time", ended)
 
 
-def one_after_another(directory, count, cache):
+def one_after_another(directory, count):
     """Facts of each engine while it runs and after it has ended; the ways to end it take turns."""
     ways = list(FORGETTING.values())
     lines, _ = run(
@@ -93,7 +92,7 @@ def one_after_another(directory, count, cache):
         f"""
         gc.disable()  # what only a collection frees is not freed
         for turn in range({count}):
-            llm = start(compile_cache_dir={str(cache)!r}, **SMALL)
+            llm = start(**SMALL)
             if turn % 2:
                 until_compiled(llm)
             running = facts()
@@ -120,19 +119,19 @@ def check_flat(lines, settled):
 
 
 @needs_proc
-def test_engines_one_after_another_leave_nothing(directory, tmp_path):
-    check_flat(one_after_another(directory, 6, tmp_path), settled=1)
+def test_engines_one_after_another_leave_nothing(directory):
+    check_flat(one_after_another(directory, 6), settled=1)
 
 
 @needs_proc
 @pytest.mark.slow
-def test_fifty_engines_take_no_more_than_a_few(directory, tmp_path):
-    growth = check_flat(one_after_another(directory, 50, tmp_path), settled=15)
+def test_fifty_engines_take_no_more_than_a_few(directory):
+    growth = check_flat(one_after_another(directory, 50), settled=15)
     assert growth < 1.1
 
 
 @needs_proc
-def test_an_engine_that_cannot_start_leaves_nothing(directory, tmp_path):
+def test_an_engine_that_cannot_start_leaves_nothing(directory):
     (lines,), _ = run(
         directory,
         """
@@ -155,19 +154,21 @@ def test_an_engine_that_cannot_start_leaves_nothing(directory, tmp_path):
     assert lines["threads"] == 1
 
 
-def test_ending_waits_for_no_compile(directory):
+@pytest.mark.parametrize(("ways", "cached"), [(["shutdown"], False), (["with", "del"], True)], ids=["shutdown", "rest"])
+def test_ending_waits_for_no_compile(directory, ways, cached):
     """And the program goes on: the compile that is under way does it no harm."""
     lines, _ = run(
         directory,
         f"""
-        for way in {list(FORGETTING.values())!r}:
+        jax.config.update("jax_enable_compilation_cache", {cached})
+        for way in {[FORGETTING[way] for way in ways]!r}:
             llm = start(**MANY)
             pending, began = llm.stats().compiles_pending, time.time()
             exec(way)
             print(json.dumps({{"pending": pending, "seconds": time.time() - began}}))
         """,
     )
-    assert len(lines) == len(FORGETTING)
+    assert len(lines) == len(ways)
     for line in lines:
         assert line["pending"] > 10
         assert line["seconds"] < PROMPT_END_SECONDS
@@ -194,12 +195,12 @@ def test_a_program_that_just_ends_ends_at_once(directory, last, status):
 def test_whatever_a_request_asks_for_was_planned(directory):
     lines, _ = run(
         directory,
-        f"""
-        llm = start(compile_cache_dir={os.environ["TESTS_COMPILE_CACHE"]!r}, **SMALL)
+        """
+        llm = start(**SMALL)
         every = SamplingParams(temperature=1, max_tokens=2, logprobs=2, prompt_logprobs=-1)
         llm.generate([[1, 2, 3], [4]], every, use_tqdm=False)
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2), use_tqdm=False)
-        print(json.dumps({{"unforeseen": llm.stats().compiles_unforeseen}}))
+        print(json.dumps({"unforeseen": llm.stats().compiles_unforeseen}))
         """,
     )
     assert lines[0]["unforeseen"] == 0
