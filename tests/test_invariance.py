@@ -10,7 +10,8 @@ from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.engine.start.plan import plan_engine
 from tests.reference.tiny import tiny_config, write_checkpoint
 
-MODELS = ("llama_gqa", "gemma3_small", "deepseek_v3")
+MODELS = ("llama_gqa", "gemma3_linear_rope", "deepseek_v3")
+"""Grouped heads, sliding windows, and a latent."""
 OUTPUT = 24
 LARGEST = {"decode_buckets": (), "prefill_buckets": ()}
 """Fields for an engine whose steps are all padded to one size: larger than what a request had alone."""
@@ -35,18 +36,38 @@ def start(directory, **fields) -> LLM:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def case(request, tmp_path_factory):
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(name, tmp_path_factory):
+    return write_checkpoint(name, tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def plain(directory):
+    """An engine with buckets of every size, which computes each prompt anew."""
+    with start(directory, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def largest(directory):
+    with start(directory, **LARGEST) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def case(name, directory, plain):
     """A checkpoint, prompts of ragged lengths (page boundaries and one token among them), and what each says alone."""
-    directory = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(request.param, directory)
     rng = np.random.default_rng(5)
-    vocab = tiny_config(request.param)["vocab_size"]
+    vocab = tiny_config(name)["vocab_size"]
     prompts = [rng.integers(0, vocab, n).tolist() for n in (1, 7, 8, 9, 40, 63, 64, 65, 100)]
-    with start(directory) as llm:
-        alone = {
-            kind: [llm.generate([p], params(kind), use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
-            for kind in ("greedy", "sampled", "logprobs")
-        }
+    alone = {
+        kind: [plain.generate([p], params(kind), use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+        for kind in ("greedy", "sampled", "logprobs")
+    }
     assert all(len(tokens) == OUTPUT for kind in alone.values() for tokens in kind)
     assert alone["greedy"] != alone["sampled"] and alone["greedy"] == alone["logprobs"]
     return directory, prompts, alone
@@ -56,12 +77,11 @@ def tokens(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_in_a_batch_of_unlike_requests(case):
-    directory, prompts, alone = case
+def test_in_a_batch_of_unlike_requests(case, plain):
+    _, prompts, alone = case
     kinds = ["greedy", "sampled", "logprobs"]
     mixed = [kinds[i % 3] for i in range(len(prompts))]
-    with start(directory) as llm:
-        outputs = llm.generate(prompts, [params(kind) for kind in mixed], use_tqdm=False)
+    outputs = plain.generate(prompts, [params(kind) for kind in mixed], use_tqdm=False)
     assert tokens(outputs) == [alone[kind][i] for i, kind in enumerate(mixed)]
 
 
@@ -92,15 +112,24 @@ def test_chunked_at_every_boundary(case, budget):
     assert tokens(outputs) == alone["greedy"]
 
 
-def test_after_a_prefix_hit(case):
-    directory, prompts, alone = case
-    with start(directory, **LARGEST) as llm:
-        llm.generate(prompts, params("greedy"), use_tqdm=False)
-        for kind in ("greedy", "sampled"):
-            outputs = llm.generate(prompts, params(kind), use_tqdm=False)
-            assert tokens(outputs) == alone[kind]
-            cached = [output.num_cached_tokens for output in outputs]
-            assert cached == [(len(p) - 1) // 8 * 8 for p in prompts]
+def test_after_a_prefix_hit(case, largest):
+    _, prompts, alone = case
+    largest.generate(prompts, params("greedy"), use_tqdm=False)
+    for kind in ("greedy", "sampled"):
+        outputs = largest.generate(prompts, params(kind), use_tqdm=False)
+        assert tokens(outputs) == alone[kind]
+        cached = [output.num_cached_tokens for output in outputs]
+        assert cached == [(len(p) - 1) // 8 * 8 for p in prompts]
+
+
+def test_choices_of_one_prompt_differ_and_repeat(case, largest):
+    _, prompts, alone = case
+    many = SamplingParams(n=3, max_tokens=OUTPUT, ignore_eos=True, **SAMPLED)
+    first, second = (largest.generate([prompts[4]], many, use_tqdm=False)[0] for _ in range(2))
+    texts = [choice.token_ids for choice in first.outputs]
+    assert texts == [choice.token_ids for choice in second.outputs]
+    assert texts[0] == alone["sampled"][4]
+    assert len({tuple(t) for t in texts}) == 3
 
 
 def test_after_preemption(case):
@@ -119,14 +148,3 @@ def bytes_for_pages(directory, pages: int) -> int:
     """KV memory that holds this many pages of 8 tokens."""
     plan = plan_engine(EngineConfig(model=str(directory), dtype="float32", block_size=8, kv_cache_memory=2**26))
     return (pages + 1) * 8 * plan.kv_bytes_per_token
-
-
-def test_choices_of_one_prompt_differ_and_repeat(case):
-    directory, prompts, alone = case
-    many = SamplingParams(n=3, max_tokens=OUTPUT, ignore_eos=True, **SAMPLED)
-    with start(directory, **LARGEST) as llm:
-        first, second = (llm.generate([prompts[4]], many, use_tqdm=False)[0] for _ in range(2))
-    texts = [choice.token_ids for choice in first.outputs]
-    assert texts == [choice.token_ids for choice in second.outputs]
-    assert texts[0] == alone["sampled"][4]
-    assert len({tuple(t) for t in texts}) == 3

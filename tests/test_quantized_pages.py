@@ -6,16 +6,13 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxllm import LLM, EngineConfig, SamplingParams, cpu_kernels
+from jaxllm import EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.start.plan import plan_engine
-from tests.real_models import SHAPES
 from tests.reference.tiny import tiny_config, write_checkpoint
 from tests.serving.real_server import served
-from tests.test_invariance import start, tokens
+from tests.test_invariance import LARGEST, MODELS, start, tokens
 from tests.weights.models import real_model
 
-MODELS = ("llama_gqa", "gemma3_small", "deepseek_v3")
-"""Grouped heads, sliding windows, and a latent."""
 TYPICAL = {"int8": 0.05, "fp8": 0.1}
 """How far half of the log-probabilities may be from those over float pages; a token may meet other experts."""
 PAGES = 14
@@ -35,7 +32,7 @@ def case(request, tmp_path_factory):
     directory = write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, tiny_config(request.param)["vocab_size"], n).tolist() for n in (3, 8, 9, 40, 63)]
-    with start(directory) as llm:
+    with start(directory, **LARGEST) as llm:
         outputs = llm.generate(prompts, SamplingParams(**GREEDY, prompt_logprobs=0), use_tqdm=False)
     return directory, prompts, [scores(output) for output in outputs]
 
@@ -45,7 +42,7 @@ def test_tokens_are_the_same_however_a_request_is_run(case, kind):
     """Alone, after a prefix hit, and together in small chunks over so few pages that some are preempted."""
     directory, prompts, over_floats = case
     scored, greedy = SamplingParams(**GREEDY, prompt_logprobs=0), SamplingParams(**GREEDY)
-    with start(directory, kv_cache_dtype=kind) as llm:
+    with start(directory, kv_cache_dtype=kind, **LARGEST) as llm:
         alone = [llm.generate([prompt], scored, use_tqdm=False)[0] for prompt in prompts]
         again = llm.generate(prompts, greedy, use_tqdm=False)
     found, expected = np.concatenate([scores(output) for output in alone]), np.concatenate(over_floats)
@@ -55,7 +52,8 @@ def test_tokens_are_the_same_however_a_request_is_run(case, kind):
 
     plan = plan_engine(EngineConfig(model=str(directory), dtype="float32", kv_cache_dtype=kind))
     memory = (PAGES + 1) * 8 * plan.kv_bytes_per_token
-    with start(directory, kv_cache_dtype=kind, kv_cache_memory=memory, max_num_batched_tokens=17) as llm:
+    few = {"kv_cache_memory": memory, "max_num_batched_tokens": 17}
+    with start(directory, kv_cache_dtype=kind, **few, **LARGEST) as llm:
         assert llm.info.num_pages <= PAGES
         together = llm.generate(prompts, greedy, use_tqdm=False)
         assert llm.stats().num_preemptions > 0
@@ -67,7 +65,7 @@ def test_tokens_are_the_same_however_a_request_is_run(case, kind):
 def test_the_cpu_kernels_score_as_plain_xla_does(case, kind):
     """In bfloat16, which they serve: nearer to plain XLA over float pages than codes and that type round."""
     directory, prompts, over_floats = case
-    settings = {"dtype": "bfloat16", "kv_cache_dtype": kind}
+    settings = {"dtype": "bfloat16", "kv_cache_dtype": kind, **LARGEST}
     params = SamplingParams(**GREEDY, prompt_logprobs=0)
     with start(directory, **settings) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)
@@ -85,14 +83,13 @@ def test_a_token_takes_half_the_memory(kind):
     assert small.kv_bytes_per_token == plain.kv_bytes_per_token * (64 + 4) / 128
 
 
-def test_a_server_says_what_the_library_does():
-    real_model("smollm2-135m")
-    settings = SHAPES | {"dtype": "float32", "kv_cache_dtype": "fp8"}
-    prompt = "The capital of France is"
-    with LLM("smollm2-135m", **settings) as llm:
-        params = SamplingParams(temperature=0, max_tokens=12)
-        expected = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].text
-    body = {"model": "smollm2-135m", "prompt": prompt, "temperature": 0, "max_tokens": 12}
-    with served("smollm2-135m", dtype="float32", kv_cache_dtype="fp8") as url:
-        texts = [httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] for _ in "ab"]
-    assert texts == [expected] * 2
+def test_a_server_says_what_the_library_does(tmp_path):
+    directory = write_checkpoint("llama_gqa", tmp_path)
+    prompt = np.random.default_rng(6).integers(0, tiny_config("llama_gqa")["vocab_size"], 40).tolist()
+    with start(directory, kv_cache_dtype="fp8") as llm:
+        (expected,) = tokens(llm.generate([prompt], SamplingParams(**GREEDY), use_tqdm=False))
+    body = {"model": str(directory), "prompt": prompt, "return_token_ids": True, **GREEDY}
+    settings = {"dtype": "float32", "kv_cache_dtype": "fp8", "skip_tokenizer_init": True, "max_model_len": 128}
+    with served(str(directory), **settings) as url:
+        answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 2
