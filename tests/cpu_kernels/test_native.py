@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,9 +22,15 @@ needs_arm = pytest.mark.skipif(
 )
 
 
-def build(compiler: str, library: Path, program: Path) -> Path:
+def build(compiler: str, library: Path) -> Path:
+    """The checks of a library, compiled beside it where that has not been done."""
     command = [compiler, "-std=c++17", "-O2", "-I", str(SOURCES), *map(str, sorted(CHECKS.glob("*.cc"))), str(library)]
-    subprocess.run([*command, f"-Wl,-rpath,{library.parent}", "-o", str(program)], check=True)
+    text = "".join(path.read_text() for path in sorted(CHECKS.iterdir()))
+    program = library.with_name(f"checks-{hashlib.sha256(repr((command, text)).encode()).hexdigest()[:16]}")
+    if not program.exists():
+        own = program.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, f"-Wl,-rpath,{library.parent}", "-o", str(own)], check=True)
+        own.replace(program)
     return program
 
 
@@ -48,10 +56,10 @@ def expected(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def products_here(tmp_path_factory, expected) -> set[str]:
+def products_here(expected) -> set[str]:
     """Those of this machine, where the checks are run."""
     isas = cpu_kernels.runnable_isas()
-    program = build(find_compiler(), compiled_path(), tmp_path_factory.mktemp("here") / "checks")
+    program = build(find_compiler(), compiled_path())
     return products_of(lines_of([str(program), str(expected), *isas]), isas[0], isas)
 
 
@@ -61,9 +69,8 @@ def test_vector_instruction_sets_agree_to_the_last_bit(products_here):
 
 
 @pytest.fixture(scope="module")
-def arm_program(tmp_path_factory) -> Path:
-    library = compiled_path(compiler=ARM[0], machine="aarch64")
-    return build(ARM[0], library, tmp_path_factory.mktemp("arm") / "checks")
+def arm_program() -> Path:
+    return build(ARM[0], compiled_path(compiler=ARM[0], machine="aarch64"))
 
 
 def emulated(program: Path, processor: str, expected: Path, *isas: str) -> list[str]:
