@@ -25,7 +25,7 @@ serve: $(VENV)/.installed ## Serve SmolLM2-135M-Instruct on http://127.0.0.1:800
 test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that take hours: fuzzers, soaks, the real models at length
 	$(BIN)/jaxllm pull smollm2-135m
