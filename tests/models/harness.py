@@ -97,11 +97,11 @@ class Harness:
         self._table = 1 + np.random.default_rng(0).permutation(count).reshape(SEQS, self._columns).astype(np.int32)
         heads = max(self.config.page_heads, tp)
         shapes = kernels.page_layout.shapes(count + 1, PAGE, heads, self.config.page_dims)
-        zeros = jax.jit(
-            lambda: tuple(jnp.zeros(s, kernels.page_dtype(dtype)) for s in shapes),
-            out_shardings=NamedSharding(mesh, page_spec),
+        sharding, page_dtype = NamedSharding(mesh, page_spec), kernels.page_dtype(dtype)
+        self._pages = tuple(
+            tuple(jax.device_put(np.zeros(shape, page_dtype), sharding) for shape in shapes)
+            for _ in range(self.config.num_layers)
         )
-        self._pages = tuple(zeros() for _ in range(self.config.num_layers))
 
     def run(self, tokens: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """One mixed step of at most `TOKENS` tokens, one-token chunks first: each chunk's logits `[n, V]`."""
