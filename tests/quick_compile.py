@@ -18,6 +18,9 @@ QUICK_COMPILE = {
 }
 """The arithmetic is the same."""
 
+LONG_ROWS = 2**15
+"""Of a matrix: a real vocabulary's, whose logits take longer than the passes that make code for them."""
+
 TINY = 32 * 2**20
 """Numbers that a step takes, pages and all: the real models' weights alone are four times as many."""
 
@@ -26,8 +29,10 @@ _compile = jax.stages.Lowered.compile
 
 def _quickly(lowered: jax.stages.Lowered, compiler_options: Any = None, **more: Any) -> jax.stages.Compiled:
     """What `lowered.compile()` does in the tests."""
-    if sum(math.prod(argument.shape) for argument in jax.tree.leaves(lowered.args_info)) < TINY:
-        compiler_options = QUICK_COMPILE | (compiler_options or {})
+    shapes = [argument.shape for argument in jax.tree.leaves(lowered.args_info)]
+    if sum(map(math.prod, shapes)) < TINY:
+        level = int(any(len(shape) == 2 and max(shape) >= LONG_ROWS for shape in shapes))
+        compiler_options = QUICK_COMPILE | {"xla_backend_optimization_level": level} | (compiler_options or {})
     return _compile(lowered, compiler_options, **more)
 
 

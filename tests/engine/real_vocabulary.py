@@ -23,6 +23,6 @@ def llm_with_real_vocabulary(directory: Path, eos_token_id: int, **settings: int
     weights["lm_head.weight"] *= 6
     return LLM(
         save_checkpoint(config | {"eos_token_id": eos_token_id}, weights, directory),
-        tokenizer=str(real_model("smollm2-135m")), dtype="float32", max_model_len=192, max_num_seqs=8,
-        max_num_batched_tokens=32, kv_cache_memory="320KiB", enforce_eager=True, **settings,
+        tokenizer=str(real_model("smollm2-135m")), dtype="float32", max_model_len=192, max_num_seqs=4,
+        max_num_batched_tokens=32, kv_cache_memory="192KiB", enforce_eager=True, **settings,
     )  # fmt: skip

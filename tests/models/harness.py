@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.models.abstract import abstract_model
@@ -42,6 +43,28 @@ def metadata(*arrays: np.ndarray | np.int32, decode_only: bool) -> StepMetadata:
     return StepMetadata(*map(jnp.asarray, arrays), decode_only=decode_only)
 
 
+@cache
+def _jitted(graph: Any, treedef: Any, mesh: Mesh, weight_specs: tuple[P, ...], page_spec: P) -> Any:
+    """One for all models that differ by nothing but their weights: what it is called with is traced once."""
+
+    def step(weights: Any, pages: Any, tokens: jax.Array, meta: StepMetadata) -> Any:
+        merged = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
+        hidden, pages = merged(tokens, pages, meta)
+        return merged.logits(hidden), pages
+
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(weight_specs, page_spec, P(), P()),
+            out_specs=(P(), page_spec),
+            check_vma=False,
+        ),
+        donate_argnums=1,
+        compiler_options=QUICK_COMPILE,
+    )
+
+
 class Harness:
     """Logits of every token run. Sequences have `MAX_LEN` tokens of pages each, handed out in a scrambled order."""
 
@@ -66,36 +89,19 @@ class Harness:
         self._weights = tuple(jax.tree.leaves(loaded))
         checkpoint.close()
         graph, state = nnx.split(model)
-        treedef = jax.tree.structure(state)
-
-        def step(weights: Any, pages: Any, tokens: jax.Array, meta: StepMetadata) -> Any:
-            merged = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
-            hidden, pages = merged(tokens, pages, meta)
-            return merged.logits(hidden), pages
-
         weight_specs = tuple(P(*axes) for p in params for _, axes in p.leaves())
         page_spec = P(*[None] * kernels.page_layout.heads_axis, TENSOR)
-        self._step = jax.jit(
-            jax.shard_map(
-                step,
-                mesh=mesh,
-                in_specs=(weight_specs, page_spec, P(), P()),
-                out_specs=(P(), page_spec),
-                check_vma=False,
-            ),
-            donate_argnums=1,
-            compiler_options=QUICK_COMPILE,
-        )
+        self._step = _jitted(graph, jax.tree.structure(state), mesh, weight_specs, page_spec)
         self._columns = -(-max_len // PAGE)
         count = SEQS * self._columns
         self._table = 1 + np.random.default_rng(0).permutation(count).reshape(SEQS, self._columns).astype(np.int32)
         heads = max(self.config.page_heads, tp)
         shapes = kernels.page_layout.shapes(count + 1, PAGE, heads, self.config.page_dims)
-        zeros = jax.jit(
-            lambda: tuple(jnp.zeros(s, kernels.page_dtype(dtype)) for s in shapes),
-            out_shardings=NamedSharding(mesh, page_spec),
+        sharding, page_dtype = NamedSharding(mesh, page_spec), kernels.page_dtype(dtype)
+        self._pages = tuple(
+            tuple(jax.device_put(np.zeros(shape, page_dtype), sharding) for shape in shapes)
+            for _ in range(self.config.num_layers)
         )
-        self._pages = tuple(zeros() for _ in range(self.config.num_layers))
 
     def run(self, tokens: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """One mixed step of at most `TOKENS` tokens, one-token chunks first: each chunk's logits `[n, V]`."""

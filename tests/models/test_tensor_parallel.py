@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import chain
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,29 +39,31 @@ GROUPS = {
     "sparse": tuple(f"{name}{how}" for name in SPARSE for how in (":4", ":2:ep")),
 }
 QUANTIZED = ("llama_gqa:4:int8", "llama_gqa:2:fp8", "mixtral:4:int8", "mixtral:4:ep:fp8", "deepseek_v2_lite:2:int8")
+ALONE = {case: f"{case.split(':')[0]}:1:{case.split(':')[-1]}" for case in QUANTIZED}
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory) -> dict[str, np.ndarray]:
+    """Of each case, one process for all of them."""
+    folder = tmp_path_factory.mktemp("sharded")
+    cases = dict.fromkeys([*chain(*GROUPS.values()), *QUANTIZED, *ALONE.values()])
+    return over_devices(8, "tests.models.run_sharded", folder / "logits.npz", str(folder), *cases)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_logits_are_the_goldens(group, tmp_path):
-    found = run_sharded(GROUPS[group], tmp_path)
+def test_logits_are_the_goldens(logits, group):
+    found = {case: logits[case] for case in GROUPS[group]}
     goldens = {case: load_golden(case.split(":")[0]).logits for case in GROUPS[group]}
-    assert {case: found[case].shape for case in found} == {case: logits.shape for case, logits in goldens.items()}
-    worst = {case: float(np.abs(found[case] - logits).max()) for case, logits in goldens.items()}
+    assert {case: found[case].shape for case in found} == {case: golden.shape for case, golden in goldens.items()}
+    worst = {case: float(np.abs(found[case] - golden).max()) for case, golden in goldens.items()}
     assert not {case: error for case, error in worst.items() if not error <= 1e-4}
 
 
-def test_quantized_weights_are_the_same_on_any_number_of_devices(tmp_path):
-    alone = {case: f"{case.split(':')[0]}:1:{case.split(':')[-1]}" for case in QUANTIZED}
-    found = run_sharded((*QUANTIZED, *set(alone.values())), tmp_path)
-    worst = {case: float(np.abs(found[case] - found[one]).max()) for case, one in alone.items()}
+def test_quantized_weights_are_the_same_on_any_number_of_devices(logits):
+    worst = {case: float(np.abs(logits[case] - logits[one]).max()) for case, one in ALONE.items()}
     assert not {case: error for case, error in worst.items() if not error <= 1e-4}
     goldens = {case: load_golden(case.split(":")[0]).logits for case in QUANTIZED}
-    assert all(np.abs(found[case] - logits).max() > 1e-4 for case, logits in goldens.items())
-
-
-def run_sharded(cases: tuple[str, ...], tmp_path: Path) -> dict[str, np.ndarray]:
-    """The logits of each case, one process for all of them."""
-    return over_devices(8, "tests.models.run_sharded", tmp_path / "logits.npz", str(tmp_path), *cases)
+    assert all(np.abs(logits[case] - golden).max() > 1e-4 for case, golden in goldens.items())
 
 
 def test_every_family_is_among_the_cases():
