@@ -20,7 +20,7 @@ from jaxllm import ResponsesSession
 from jaxllm.errors import ConfigError, InvalidRequestError, JaxLLMError
 from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolReturned
 from tests.mcp.conftest import LIGHT_SERVER, Listening
-from tests.serving.conftest import listen, wait_for  # noqa: F401
+from tests.serving.conftest import certificates_read_once, listen, wait_for  # noqa: F401
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.fake_tools import says
 from tests.serving.responses.shared import prompt_text
