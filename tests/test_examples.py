@@ -61,7 +61,9 @@ def test_chat():
     assert cached[0] == 0 and cached[1] > 0
 
 
-def test_async_streaming():
+def test_async_streaming(monkeypatch: pytest.MonkeyPatch):
+    """With the kernels, where there is a compiler: every processor finds this answer by far the likeliest."""
+    monkeypatch.delenv("CXX")
     lines = run("examples/async_streaming.py").splitlines()
     assert "The capital of France is … ' Paris'" in lines
     streamed = [line.split(" … ")[0] for line in lines if " … " in line]

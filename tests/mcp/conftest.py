@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 TOOL_SERVER = str(HERE / "tool_server.py")
 BAD_SERVER = str(HERE / "bad_server.py")
 OLD_SERVER = str(HERE / "old_server.py")
+LIGHT_SERVER = str(HERE / "light_server.py")
 
 
 class Loop:

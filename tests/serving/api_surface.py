@@ -143,8 +143,14 @@ def addresses(app: FastAPI) -> set[tuple[str, str]]:
 
 
 @cache
+def described_app() -> FastAPI:
+    """An application that is read and never run; its OpenAPI document takes half a second to make."""
+    return make_app(Path("unused"))
+
+
+@cache
 def routes() -> list[Route]:
-    app = make_app(Path("unused"))
+    app = described_app()
     document = app.openapi()
     found = []
     for context in iter_route_contexts(app.routes):

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpcore2
 import pytest
 import uvicorn
 from fastapi.testclient import TestClient
@@ -28,6 +31,15 @@ def quickly(seconds: float) -> Iterator[None]:
     yield
     assert time.process_time() - used < seconds
     assert time.monotonic() - began < PATIENCE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> Iterator[None]:
+    """Each of the hundreds of HTTP clients would take 50 ms to read the system's, which none of them uses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        patch.setattr(httpcore2, "default_ssl_context", cache(httpcore2.default_ssl_context))
+        yield
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import anthropic
@@ -13,6 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from jaxllm import AsyncLLM
+from tests.real_models import SHAPES
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, served
 
@@ -44,7 +45,8 @@ EVENT = "Alice and Bob are going to a science fair on Friday. Extract the event.
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(MODEL, data_dir=str(tmp_path_factory.mktemp("data"))) as url:
+    data_dir = str(tmp_path_factory.mktemp("data"))
+    with served(MODEL, data_dir=data_dir, prefill_buckets=(8, 64)) as url:  # 8: of a step with a grammar
         yield url
         assert_idle(url)
 
@@ -201,22 +203,19 @@ def test_responses_go_on_from_what_was_said(client: openai.OpenAI) -> None:
         assert stream.get_final_response().output_text == deltas == first.output_text
 
 
-def test_gemma_completes_by_grammar_and_embeds(tmp_path: Path) -> None:
+def test_gemma_completes_by_grammar_and_embeds(listen: Callable[..., str]) -> None:
     """A base model without a chat template: chat is refused, everything else works."""
-    with served("gemma3-270m", data_dir=str(tmp_path)) as url:
+    model = "gemma3-270m"
+    engine = AsyncLLM(model=model, **SHAPES)
+    try:
+        url = listen(engine, model=model)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        text = (
-            client.completions.create(
-                model="gemma3-270m",
-                prompt="2 + 2 =",
-                max_tokens=8,
-                extra_body={"structured_outputs": {"regex": r" ?\d{1,3}"}},
-            )
-            .choices[0]
-            .text
-        )
-        assert text.strip().isdecimal() and text.isascii()
-        vector = client.embeddings.create(model="gemma3-270m", input="hello").data[0].embedding
+        asked: Any = {"model": model, "prompt": "2 + 2 =", "max_tokens": 8}
+        answer = client.completions.create(**asked, extra_body={"structured_outputs": {"regex": r" ?\d{1,3}"}})
+        assert answer.choices[0].text.strip().isdecimal() and answer.choices[0].text.isascii()
+        vector = client.embeddings.create(model=model, input="hello").data[0].embedding
         assert len(vector) == 640
         with pytest.raises(openai.BadRequestError, match="chat template"):
-            client.chat.completions.create(model="gemma3-270m", messages=[{"role": "user", "content": "hi"}])
+            client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
+    finally:
+        engine.shutdown()

@@ -19,20 +19,20 @@ import jaxllm
 from jaxllm import ResponsesSession
 from jaxllm.errors import ConfigError, InvalidRequestError, JaxLLMError
 from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolReturned
-from tests.mcp.conftest import TOOL_SERVER, Listening
-from tests.serving.conftest import listen, wait_for  # noqa: F401
+from tests.mcp.conftest import LIGHT_SERVER, Listening
+from tests.serving.conftest import certificates_read_once, listen, wait_for  # noqa: F401
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.fake_tools import says
 from tests.serving.responses.shared import prompt_text
 
-LAB = {"command": sys.executable, "args": [TOOL_SERVER, "stdio"]}
+LAB = {"command": sys.executable, "args": [LIGHT_SERVER]}
 USER = [{"role": "user", "content": "x"}]
 ADD = ("lab_add", {"a": 2, "b": 3})
 
 
 @pytest.fixture(scope="module")
 def listening() -> Iterator[dict[str, Any]]:
-    """The same server, running."""
+    """The SDK's server, running."""
     server = Listening("http")
     wait_for(server.listens)
     yield {"url": server.url}
@@ -173,7 +173,7 @@ def test_servers_end_with_their_session(ending: str) -> None:
     session = ResponsesSession(FakeEngine()).add_mcp_server("lab", **LAB)  # type: ignore[arg-type]
     asyncio.run(session.list_openai_tools())
     children = [
-        child for child in set(psutil.Process().children(recursive=True)) - others if TOOL_SERVER in child.cmdline()
+        child for child in set(psutil.Process().children(recursive=True)) - others if LIGHT_SERVER in child.cmdline()
     ]
     assert children
     if ending == "close":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.serving.batches.caller import BATCH_PRIORITY
 from jaxllm.serving.http.openapi import RESPONSES
-from tests.serving.api_surface import BODIES, EveryTask, Route, addresses, make_app, models, routes
+from tests.serving.api_surface import BODIES, EveryTask, Route, addresses, described_app, make_app, models, routes
 
 CHECKS = [
     not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
@@ -40,7 +39,7 @@ class Engine(EveryTask):
         return 1.0 if request.priority == BATCH_PRIORITY and step == 0 else 0.0
 
 
-DOCUMENT = make_app(Path("unused")).openapi()
+DOCUMENT = described_app().openapi()
 OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
 STREAMED = [
     path for path in BODIES if "text/event-stream" in DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
@@ -101,21 +100,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(client)
 
 
+LISTED = {"/v1/files": "{file_id}", "/v1/batches": "{batch_id}"}
+"""Paths without a parameter, and what there must be for them to list."""
+
+
 @pytest.fixture
-def ids(server: Server) -> dict[str, str]:
-    """One object of each kind, by the name of its path parameter."""
+def ids(server: Server, path: str) -> dict[str, str]:
+    """One object of each kind that a request to the path is about, by the name of its path parameter."""
     post = server.client.post
-    file = post("/v1/files", files=form_parts(BODIES["/v1/files"])).json()["id"]
-    conversation = post("/v1/conversations", json=BODIES["/v1/conversations"]).json()["id"]
-    return {
-        "model": "fake",
-        "name": "a_tool",
-        "file_id": file,
-        "batch_id": post("/v1/batches", json=BODIES["/v1/batches"] | {"input_file_id": file}).json()["id"],
-        "conversation_id": conversation,
-        "item_id": server.client.get(f"/v1/conversations/{conversation}/items").json()["data"][0]["id"],
-        "response_id": post("/v1/responses", json=BODIES["/v1/responses"] | {"background": True}).json()["id"],
-    }
+    about = path + LISTED.get(path, "")
+    found = {"model": "fake", "name": "a_tool"}
+    if "{file_id}" in about or "{batch_id}" in about:
+        found["file_id"] = post("/v1/files", files=form_parts(BODIES["/v1/files"])).json()["id"]
+    if "{batch_id}" in about:
+        body = BODIES["/v1/batches"] | {"input_file_id": found["file_id"]}
+        found["batch_id"] = post("/v1/batches", json=body).json()["id"]
+    if "{conversation_id}" in about:
+        found["conversation_id"] = post("/v1/conversations", json=BODIES["/v1/conversations"]).json()["id"]
+    if "{item_id}" in about:
+        items = server.client.get(f"/v1/conversations/{found['conversation_id']}/items").json()
+        found["item_id"] = items["data"][0]["id"]
+    if "{response_id}" in about:
+        found["response_id"] = post("/v1/responses", json=BODIES["/v1/responses"] | {"background": True}).json()["id"]
+    return found
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -161,7 +168,7 @@ def test_any_request_is_answered_as_described(
 
 
 def test_every_route_is_described_and_answers_without_v1() -> None:
-    answering = addresses(make_app(Path("unused")))
+    answering = addresses(described_app())
     described = {(method.upper(), path) for method, path in OPERATIONS}
     bare = {(method, path.removeprefix("/v1")) for method, path in described if path.startswith("/v1/")}
     assert answering == described | bare

@@ -14,9 +14,13 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 
+from jaxllm.config import ServeConfig
+from jaxllm.serving.app import create_app
 from jaxllm.serving.http.errors import to_api_error
+from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.wording import ACCEPTED
 from tests.serving.api_surface import BODIES, Route, routes
+from tests.serving.fake_engine import FakeEngine
 
 FOREIGN = re.compile(
     r"input should|value error|value_error|field required|extra inputs|extra_forbidden|should (be|have|match)"
@@ -72,13 +76,26 @@ RICH: dict[str, dict[str, Any]] = {
 BODY_ROUTES = [route for route in routes() if route.models]
 
 
-def malformed(route: Route) -> Iterator[Any]:
-    """Bodies in which every known field, and every value inside a good body, is odd in turn."""
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """One for all: hardly a request here is taken."""
+    config = ServeConfig(model="fake", data_dir=tmp_path_factory.mktemp("data"))
+    app = create_app(config, FakeEngine())  # type: ignore[arg-type]
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        yield client
+
+
+def malformed(route: Route, model: type[RequestModel]) -> Iterator[Any]:
+    """Bodies in which every known field, and every value inside a good body, is odd in turn.
+
+    A field that the model lacks is null or not: it makes no difference what else it holds.
+    """
     base = BODIES.get(route.path, {})
     yield from (5, [], "x", {})
-    for model in route.models:
-        for name in model.field_names():
-            yield from (base | {name: value} for value in ODD_VALUES)
+    own = model.field_names()
+    for name in dict.fromkeys(name for other in route.models for name in other.field_names()):
+        values = ODD_VALUES if name in own else (None, "odd")
+        yield from (base | {name: value} for value in values)
     for good in (base, RICH.get(route.path, {})):
         for path in places(good):
             yield from (replaced(good, path, value) for value in ODD_VALUES)
@@ -103,8 +120,8 @@ def replaced(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[st
 @pytest.mark.parametrize("route", BODY_ROUTES, ids=str)
 def test_refusals_are_in_our_words(route: Route) -> None:
     refused = 0
-    for body in malformed(route):
-        for model in route.models:
+    for model in route.models:
+        for body in malformed(route, model):
             try:
                 model.model_validate(body)
             except ValidationError as error:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
+from jaxllm import AsyncLLM
+from tests.real_models import SHAPES
 from tests.reference import load_model_goldens
-from tests.serving.real_server import served
 
 MODEL = "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with served(MODEL, dtype="float32") as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+def real_engine() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(model=MODEL, dtype="float32", **SHAPES)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def client(listen: Callable[..., str], real_engine: AsyncLLM) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{listen(real_engine, model=MODEL)}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def test_scoring_as_lm_eval_does_equals_the_reference(client: openai.OpenAI) -> None:
