@@ -155,7 +155,7 @@ def test_nothing_outside_is_reached(template, process):
     ],
 )
 def test_a_template_without_end_is_stopped_and_the_next_one_renders(template):
-    process = TemplateProcess(seconds=1.5)
+    process = TemplateProcess(seconds=2)
     began = time.perf_counter()
     with pytest.raises(InvalidRequestError) as caught:
         process.render({"template": template, "messages": MESSAGES})

@@ -78,8 +78,8 @@ async def before_and_during(url: str, clients: int, size: int, closely: bool) ->
 
     async def storm() -> str:
         program = (sys.executable, "-m", large_bodies.__name__, url, str(clients), str(size))
-        nice = ("nice",) if closely else ()  # other clients have machines of their own
-        process = await asyncio.create_subprocess_exec(*nice, *program, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+        program = ("nice", *program)  # other clients have machines of their own
+        process = await asyncio.create_subprocess_exec(*program, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
         _, said = await process.communicate()
         return f"ended with {process.returncode}: {said.decode()[-3000:]}" if process.returncode else ""
 
