@@ -11,7 +11,8 @@ of a floor: bytes that must be read at the copy bandwidth that the same process 
 rate. At the end each bar stands beside what was measured, in `gpu.json` too, and the cells that bars rest on have a
 profile.
 
-Needs jax, flax, transformers and NumPy; `serve` needs what the server needs. What XLA tuned is kept in --out/autotune, but not with --tiny.
+Needs jax, flax, transformers and NumPy; `serve` needs what the server needs. What XLA tuned is kept in --out/autotune,
+but not with --tiny.
 """
 
 from __future__ import annotations

@@ -76,10 +76,9 @@ async def before_and_during(url: str, clients: int, size: int, closely: bool) ->
         await asyncio.sleep(CALM_SECONDS if closely else 0.5)
         return ""
 
-    async def storm() -> str:
-        program = (sys.executable, "-m", large_bodies.__name__, url, str(clients), str(size))
-        program = ("nice", *program)  # other clients have machines of their own
-        process = await asyncio.create_subprocess_exec(*program, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+    async def storm() -> str:  # with less than the server's share of this machine: other clients have their own
+        command = ("nice", sys.executable, "-m", large_bodies.__name__, url, str(clients), str(size))
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
         _, said = await process.communicate()
         return f"ended with {process.returncode}: {said.decode()[-3000:]}" if process.returncode else ""
 
