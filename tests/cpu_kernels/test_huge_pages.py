@@ -68,7 +68,7 @@ def test_arrays_taken_by_many_threads_lie_apart_where_xla_takes_them() -> None:
     assert all(begin + nbytes <= after for (begin, nbytes), (after, _) in itertools.pairwise(spans))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="NumPy asks Linux for huge pages")
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked of Linux")
 def test_small_arrays_side_by_side_lie_in_huge_pages_when_they_are_written() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():

@@ -94,7 +94,7 @@ backend.decoder = decoders.ByteLevel()
 grammars = Grammars(backend, len(letters), [0])
 for name, fields in json.load(sys.stdin).items():
     constraint = grammars.build(StructuredOutputs(**fields))
-    for _ in range(16):
+    for _ in range(40):
         mask = np.zeros((1, len(letters) // 32), np.int32)
         grammars.fill([constraint], mask)
         constraint.forced()
