@@ -90,6 +90,7 @@ static void attend(const Attention& a, const AttentionUnit& u, const AttentionUn
     if (a.format == PageFormat::bf16 && whole(Paired::chunk)) return attend_decode<Paired>(a, u, next, room, out, softmax);
     if (is_coded(a.format) && whole(Paired::chunk)) return attend_decode<Coded<Paired>>(a, u, next, room, out, softmax);
 #endif
+    if (a.format == PageFormat::bf16 && whole(Split::chunk)) return attend_decode<Split>(a, u, next, room, out, softmax);
     if (a.format == PageFormat::bf16 && whole(Widened::chunk)) return attend_decode<Widened>(a, u, next, room, out, softmax);
     if (a.format == PageFormat::f32 && whole(Plain::chunk)) return attend_decode<Plain>(a, u, next, room, out, softmax);
     if (is_coded(a.format) && whole(Plain::chunk)) return attend_decode<Coded<Plain>>(a, u, next, room, out, softmax);

@@ -5,16 +5,46 @@ namespace ISA {
 
 constexpr int FEW_VECTORS = 16;
 
-// Elements of a row of keys or values: floats, bits that are widened, or pairs of bf16 where they are multiplied.
-struct Widened { typedef uint16_t Stored; typedef float Query; static constexpr int chunk = LANES; static constexpr bool coded = false; };
-struct Plain { typedef float Stored; typedef float Query; static constexpr int chunk = LANES; static constexpr bool coded = false; };
-INLINE Floats row_chunk(const float* p, Plain) { return load(p); }
-INLINE Floats row_chunk(const uint16_t* p, Widened) { return load_bf16(p); }
-INLINE Floats query_chunk(const float* p) { return load(p); }
+// Elements of a row of keys or values: floats, bits of bf16 that are widened, or pairs of bf16 where they are multiplied.
+// A `chunk` of them is `parts` vectors; queries and sums lie in chunks as `arrange` puts them.
+struct Plain {
+  typedef float Stored;
+  typedef float Query;
+  static constexpr int parts = 1, chunk = LANES;
+  static constexpr bool coded = false;
+};
+struct Widened : Plain { typedef uint16_t Stored; };
+struct Split : Widened { static constexpr int parts = 2, chunk = 2 * LANES; };  // even channels before odd ones: an operation each widens them
+template <int PART> INLINE Floats row_part(const float* p, Plain) { return load(p); }
+template <int PART> INLINE Floats row_part(const uint16_t* p, Widened) { return load_bf16(p); }
+template <int PART> INLINE Floats row_part(const uint16_t* p, Split) {
+  const Ints bits = load_bits((const uint8_t*)p);
+  return PART ? high_bf16(bits) : low_bf16(bits);
+}
+INLINE Floats query_part(const float* p) { return load(p); }
+INLINE void arrange(const float* x, int dim, float* out, Plain) { memcpy(out, x, size_t(dim) * 4); }
+INLINE void arrange(const float* x, int dim, float* out, Split) {
+  for (; dim > 0; dim -= 2 * LANES, x += 2 * LANES, out += 2 * LANES)
+    for (int i = 0; i < LANES; i++) out[i] = x[2 * i], out[LANES + i] = x[2 * i + 1];
+}
+INLINE void deliver(const float* sums, int dim, float factor, float* out, Plain) {
+  for (int d = 0; d < dim; d++) out[d] = sums[d] * factor;
+}
+INLINE void deliver(const float* sums, int dim, float factor, float* out, Split) {
+  for (; dim > 0; dim -= 2 * LANES, sums += 2 * LANES, out += 2 * LANES)
+    for (int i = 0; i < LANES; i++) out[2 * i] = sums[i] * factor, out[2 * i + 1] = sums[LANES + i] * factor;
+}
 #if defined(__AVX512BF16__)
-struct Paired { typedef uint16_t Stored; typedef uint16_t Query; static constexpr int chunk = 2 * LANES; static constexpr bool coded = false; };
-INLINE Bytes row_chunk(const uint16_t* p, Paired) { return load_bytes((const uint8_t*)p); }
-INLINE Bytes query_chunk(const uint16_t* p) { return load_bytes((const uint8_t*)p); }
+struct Paired : Plain {
+  typedef uint16_t Stored;
+  typedef uint16_t Query;
+  static constexpr int chunk = 2 * LANES;
+};
+template <int PART> INLINE Bytes row_part(const uint16_t* p, Paired) { return load_bytes((const uint8_t*)p); }
+INLINE Bytes query_part(const uint16_t* p) { return load_bytes((const uint8_t*)p); }
+INLINE void arrange(const float* x, int dim, uint16_t* out, Paired) {
+  for (int d = 0; d < dim; d += LANES) store_bf16(out + d, load(x + d));
+}
 #endif
 
 // Codes in the pages, expanded to what E takes.
@@ -38,7 +68,7 @@ class Ahead {
 
  private:
   // On to the next head's rows of the page, the next page, or from keys to values.
-  bool go_on() {
+  __attribute__((noinline)) bool go_on() {
     if (!left_) return false;
     const int page = at_key_ / a_.page_size, row = at_key_ % a_.page_size, rows = smaller(a_.page_size - row, end_ - at_key_);
     const int64_t size = (left_ == 2 ? a_.key_row : a_.value_row) * element_bytes(a_.format);
@@ -59,46 +89,65 @@ class Ahead {
   const char *at_ = nullptr, *stop_ = nullptr;
 };
 
-constexpr int WEIGHED = 16;  // values between which some of the next are fetched
+constexpr int SCORED_TOGETHER = 3, WEIGHED_TOGETHER = 4;  // query vectors that take a row while it is in registers
+constexpr int WEIGHED_CHANNELS = (LANES == 16 ? 4 : 2) * LANES;  // as registers allow
+constexpr int WEIGHED = 8;  // values between which some of the next are fetched
 
-// Scores of LANES keys.
-template <class E>
-INLINE Floats score_lanes(const typename E::Stored* const* rows, const typename E::Query* query, int dim) {
-  Floats acc[LANES];
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; i++) acc[i] = broadcast(0);
-  for (int d = 0; d < dim; d += E::chunk) {
-    const auto q = query_chunk(query + d);
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) acc[i] = accumulate(acc[i], row_chunk(rows[i] + d, E{}), q);
+// Scores of LANES keys for G vectors of `queries` [G][dim], into `scores` [G][KEY_BLOCK].
+template <class E, int G>
+INLINE void score_lanes(const typename E::Stored* const* rows, const typename E::Query* queries, int dim, float* scores, Ahead& ahead, int share) {
+  constexpr int KEYS = LANES / 2;
+  Floats halves[2][G];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++, rows += KEYS) {
+    ahead.some(share);
+    Floats acc[G][KEYS];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++)
+#pragma GCC unroll 8
+      for (int i = 0; i < KEYS; i++) acc[g][i] = broadcast(0);
+    for (int d = 0; d < dim; d += E::chunk)
+      unroll<0, E::parts>([&](auto part) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int i = 0; i < KEYS; i++) {
+          const auto row = row_part<part.value>(rows[i] + d, E{});
+#pragma GCC unroll 4
+          for (int g = 0; g < G; g++) acc[g][i] = accumulate(acc[g][i], row, query_part(queries + g * dim + d + part.value * LANES));
+        }
+      });
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) halves[half][g] = folded(acc[g]);
   }
-  return sums_of(acc);
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++) store(scores + g * KEY_BLOCK, joined(halves[0][g], halves[1][g]));
 }
 
-// sums [G][dim] = sums * factor + weights [G][KEY_BLOCK] by values, C vectors of channels at a time.
+// sums [G][dim] = sums * factor + weights [G][KEY_BLOCK] by values, C chunks of channels at a time.
 template <class E, int G, int C>
 INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float* weights, int dim, int d, const float* factor, float* sums,
                       Ahead& ahead, int share) {
-  Floats acc[G][C];
+  constexpr int VECTORS = C * E::parts;
+  Floats acc[G][VECTORS];
   for (int g = 0; g < G; g++)
-    for (int c = 0; c < C; c++) acc[g][c] = load(sums + g * dim + d + c * LANES) * broadcast(factor[g]);
-  for (int j = 0; j < n; j++) {
-    if (j % WEIGHED == 0) ahead.some(share);
-    Floats v[C];
-    for (int c = 0; c < C; c++) v[c] = row_chunk(rows[j] + d + c * LANES, E{});
+    for (int c = 0; c < VECTORS; c++) acc[g][c] = load(sums + g * dim + d + c * LANES) * broadcast(factor[g]);
+  for (int begin = 0; begin < n; begin += WEIGHED) {
+    ahead.some(share);
+    for (int j = begin; j < smaller(n, begin + WEIGHED); j++)
+      unroll<0, VECTORS>([&](auto c) __attribute__((always_inline)) {
+        const Floats v = row_part<c.value % E::parts>(rows[j] + d + c.value / E::parts * E::chunk, E{});
 #pragma GCC unroll 4
-    for (int g = 0; g < G; g++)
-      for (int c = 0; c < C; c++) acc[g][c] = fma(v[c], broadcast(weights[g * KEY_BLOCK + j]), acc[g][c]);
+        for (int g = 0; g < G; g++) acc[g][c.value] = fma(v, broadcast(weights[g * KEY_BLOCK + j]), acc[g][c.value]);
+      });
   }
   for (int g = 0; g < G; g++)
-    for (int c = 0; c < C; c++) store(sums + g * dim + d + c * LANES, acc[g][c]);
+    for (int c = 0; c < VECTORS; c++) store(sums + g * dim + d + c * LANES, acc[g][c]);
 }
 
 template <class E, int G>
 static void weigh_vectors(const typename E::Stored* const* rows, int n, const float* weights, int dim, const float* factor, float* sums,
                           Ahead& ahead, int share) {
 #if defined(__AVX512BF16__)
-  if constexpr (E::chunk == 2 * LANES) {  // pairs of keys, their channels interleaved
+  if constexpr (sizeof(typename E::Query) == 2) {  // pairs of keys, their channels interleaved
     alignas(64) uint16_t pairs[G][KEY_BLOCK];
     for (int g = 0; g < G; g++)
       for (int j = 0; j < n; j += LANES) store_bf16(pairs[g] + j, load(weights + g * KEY_BLOCK + j));
@@ -110,7 +159,7 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
         for (int c = 0; c < 2; c++) acc[g][c] = load(sums + g * dim + d + c * LANES) * broadcast(factor[g]);
       for (int j = 0; j < n; j += 2) {
         if (j % WEIGHED == 0) ahead.some(share);
-        const Bytes even = row_chunk(rows[j] + d, E{}), odd = row_chunk(rows[j + 1] + d, E{});
+        const Bytes even = load_bytes((const uint8_t*)(rows[j] + d)), odd = load_bytes((const uint8_t*)(rows[j + 1] + d));
         const Bytes first = _mm512_permutex2var_epi16(even, low, odd), second = _mm512_permutex2var_epi16(even, high, odd);
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) {
@@ -125,10 +174,11 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
     return;
   }
 #endif
-  if constexpr (E::chunk == LANES) {
+  if constexpr (sizeof(typename E::Query) == 4) {
+    constexpr int wide = WEIGHED_CHANNELS / E::chunk;
     int d = 0;
-    for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh_few<E, G, 2>(rows, n, weights, dim, d, factor, sums, ahead, share);
-    for (; d < dim; d += LANES) weigh_few<E, G, 1>(rows, n, weights, dim, d, factor, sums, ahead, share);
+    for (; d + WEIGHED_CHANNELS <= dim; d += WEIGHED_CHANNELS) weigh_few<E, G, wide>(rows, n, weights, dim, d, factor, sums, ahead, share);
+    for (; d < dim; d += E::chunk) weigh_few<E, G, 1>(rows, n, weights, dim, d, factor, sums, ahead, share);
   }
 }
 
@@ -175,8 +225,9 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const Attenti
                        int begin, int end, float* greatest, float* total, float* scores, typename E::Stored* room, float* sums) {
   typedef typename E::Stored T;
   Rows<T> keys, values;
-  const int group = u.count / u.kv_heads, chunks = KEY_BLOCK / LANES, vectors_at_once = 4;
-  const int times = group * chunks + (group + vectors_at_once - 1) / vectors_at_once * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / E::chunk);
+  const int group = u.count / u.kv_heads;
+  const auto times_of = [&](int together) { return (group + together - 1) / together; };
+  const int times = times_of(SCORED_TOGETHER) * (2 * KEY_BLOCK / LANES) + times_of(WEIGHED_TOGETHER) * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / WEIGHED_CHANNELS);
   const int lines = KEY_BLOCK * (a.key_row + a.value_row) * element_bytes(a.format) / 64;
   const int share = (lines + times - 1) / times;  // so that the last is fetched as this block ends
   float factor[FEW_VECTORS];
@@ -194,12 +245,16 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const Attenti
         find_rows(a, u, head, a.values, a.value_row, from, count, values.at);
       }
       const int vector = head * group;
-      for (int r = 0; r < group; r++) {
+      const auto score = [&](auto vectors, int r) {
+        for (int j = 0; j < padded; j += LANES)
+          score_lanes<E, vectors.value>(keys.at + j, queries + (vector + r) * a.dim, a.dim, scores + r * KEY_BLOCK + j, ahead, share);
+      };
+      int r = 0;
+      for (; r + 5 <= group || r + 3 == group; r += 3) score(Const<3>{}, r);
+      for (; r + 2 <= group; r += 2) score(Const<2>{}, r);
+      if (r < group) score(Const<1>{}, r);
+      for (r = 0; r < group; r++) {
         float* row = scores + r * KEY_BLOCK;
-        for (int j = 0; j < padded; j += LANES) {
-          ahead.some(share);
-          store(row + j, score_lanes<E>(keys.at + j, queries + (vector + r) * a.dim, a.dim));
-        }
         if constexpr (E::coded) multiply_lanes(row, keys.scales, padded);
         factor[r] = soften_few(a, row, from, count, padded, lowest[vector + r], highest[vector + r], greatest[vector + r], total[vector + r]);
         if constexpr (E::coded) multiply_lanes(row, values.scales, padded);
@@ -208,8 +263,7 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const Attenti
       const auto weigh = [&](auto vectors, int r) {
         weigh_vectors<E, vectors.value>(values.at, n, scores + r * KEY_BLOCK, a.value_dim, factor + r, sums + (vector + r) * a.value_dim, ahead, share);
       };
-      int r = 0;
-      for (; r + 4 <= group; r += 4) weigh(Const<4>{}, r);
+      for (r = 0; r + 4 <= group; r += 4) weigh(Const<4>{}, r);
       if (group - r == 3) weigh(Const<3>{}, r);
       if (group - r == 2) weigh(Const<2>{}, r);
       if (group - r == 1) weigh(Const<1>{}, r);
@@ -224,19 +278,20 @@ static void attend_decode(const Attention& a, const AttentionUnit& u, const Atte
   describe(a, u, u.count, room, v);
   typedef typename E::Query Query;
   Query* queries = room.take<Query>(int64_t(u.count) * a.dim);
-  for (int r = 0; r < u.count; r++)
-    for (int d = 0; d < a.dim; d++) {
-      const float x = query_channel(a, v.index[r], d);
-      if constexpr (sizeof(Query) == 2) queries[r * a.dim + d] = bf16_of_float(x);
-      else queries[r * a.dim + d] = x;
-    }
-  memset(out, 0, size_t(u.count) * a.value_dim * 4);
+  float* query = room.take<float>(a.dim);
+  for (int r = 0; r < u.count; r++) {
+    const int64_t at = v.index[r] * a.dim;
+    if (a.q_is_bf16) widen_bf16((const uint16_t*)a.q + at, a.dim, query);
+    arrange(a.q_is_bf16 ? query : (const float*)a.q + at, a.dim, queries + r * a.dim, E{});
+  }
+  float* sums = room.take<float>(int64_t(u.count) * a.value_dim);
+  memset(sums, 0, size_t(u.count) * a.value_dim * 4);
   float* scores = room.take<float>(u.count / u.kv_heads * KEY_BLOCK);
   auto* expanded = room.take<typename E::Stored>(E::coded ? KEY_BLOCK * (a.dim + a.value_dim) : 0);
-  attend_few<E>(a, u, next, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, expanded, out);
+  attend_few<E>(a, u, next, queries, v.lowest, v.highest, larger(u.key_begin, v.low), smaller(u.key_end, v.high + 1), v.greatest, v.total, scores, expanded, sums);
   for (int r = 0; r < u.count; r++) {
     const float inverse = v.total[r] == 0 ? 0 : 1 / v.total[r];
-    for (int d = 0; d < a.value_dim; d++) out[r * a.value_dim + d] *= inverse;
+    deliver(sums + r * a.value_dim, a.value_dim, inverse, out + r * a.value_dim, E{});
     softmax[2 * r] = v.greatest[r], softmax[2 * r + 1] = v.total[r];
   }
 }

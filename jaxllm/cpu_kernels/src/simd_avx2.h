@@ -49,12 +49,9 @@ INLINE float top(Floats v) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 INLINE Floats counting() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
-// Lane i is the sum of v[i].
-INLINE Floats sums_of(const Floats (&v)[8]) {
-  const Floats a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-  const Floats b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-  return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
-}
+// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 4 + i of w[i].
+INLINE Floats folded(const Floats (&v)[4]) { return _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3])); }
+INLINE Floats joined(Floats a, Floats b) { return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31); }
 INLINE Floats rounded(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Floats power_of_two(__m256i n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
 INLINE Floats times_power_of_two(Floats x, Floats n) {  // in two steps: 2^128 is no float, but exp(88.7) is

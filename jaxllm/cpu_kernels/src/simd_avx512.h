@@ -43,19 +43,19 @@ INLINE Ints load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si
 INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 INLINE float top(Floats v) { return _mm512_reduce_max_ps(v); }
 INLINE Floats counting() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-// Lane i is the sum of v[i]: lanes are added in pairs while vectors are folded together.
-INLINE Floats sums_of(const Floats (&v)[16]) {
-  Floats a[8], b[4];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) a[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 8 + i of w[i]: lanes are added in pairs while vectors
+// are folded together.
+INLINE Floats joined(Floats a, Floats b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); }
+INLINE Floats folded(const Floats (&v)[8]) {
+  Floats a[4], b[2];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < 4; i++) a[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
     const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
     b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
   }
-  const Floats c = _mm512_shuffle_f32x4(b[0], b[1], 0x88) + _mm512_shuffle_f32x4(b[0], b[1], 0xdd);
-  const Floats d = _mm512_shuffle_f32x4(b[2], b[3], 0x88) + _mm512_shuffle_f32x4(b[2], b[3], 0xdd);
-  return _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
+  return joined(b[0], b[1]);
 }
 INLINE Floats rounded(Floats x) { return _mm512_roundscale_ps(x, 0); }
 INLINE Floats times_power_of_two(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }

@@ -62,13 +62,15 @@ INLINE Floats counting() {
   static const float lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
   return load(lanes);
 }
-// Lane i is the sum of v[i].
-INLINE Floats sums_of(const Floats (&v)[8]) {
-  float32x4_t s[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) s[i] = vaddq_f32(v[i].low, v[i].high);
-  return {vpaddq_f32(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3])), vpaddq_f32(vpaddq_f32(s[4], s[5]), vpaddq_f32(s[6], s[7]))};
+// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 4 + i of w[i].
+INLINE Floats folded(const Floats (&v)[4]) {
+  float32x4_t s[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) s[i] = vaddq_f32(v[i].low, v[i].high);
+  const float32x4_t sums = vpaddq_f32(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3]));
+  return {sums, sums};
 }
+INLINE Floats joined(Floats a, Floats b) { return {a.low, b.low}; }
 INLINE float32x4_t power_of_two(int32x4_t n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23)); }
 INLINE Floats rounded(Floats x) { return {vrndnq_f32(x.low), vrndnq_f32(x.high)}; }
 INLINE Floats times_power_of_two(Floats x, Floats n) {  // in two steps: 2^128 is no float, but exp(88.7) is

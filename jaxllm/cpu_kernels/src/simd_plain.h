@@ -32,7 +32,9 @@ INLINE Ints load_i8(const uint8_t* p) { Ints v; for (int i = 0; i < 16; i++) v[i
 INLINE float sum(Floats v) { float s = 0; for (int i = 0; i < 16; i++) s += v[i]; return s; }
 INLINE float top(Floats v) { float s = v[0]; for (int i = 1; i < 16; i++) s = v[i] > s ? v[i] : s; return s; }
 INLINE Floats counting() { Floats v; for (int i = 0; i < 16; i++) v[i] = float(i); return v; }
-INLINE Floats sums_of(const Floats (&v)[16]) { Floats s; for (int i = 0; i < 16; i++) s[i] = sum(v[i]); return s; }
+// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 8 + i of w[i].
+INLINE Floats folded(const Floats (&v)[8]) { Floats s{}; for (int i = 0; i < 8; i++) s[i] = sum(v[i]); return s; }
+INLINE Floats joined(Floats a, Floats b) { for (int i = 0; i < 8; i++) a[8 + i] = b[i]; return a; }
 INLINE Floats exponential(Floats v) { for (int i = 0; i < 16; i++) v[i] = expf(v[i]); return v; }
 
 INLINE Ints ints(int32_t x) { return Ints{} + x; }
