@@ -12,8 +12,8 @@ template <int R, int G> INLINE void bf16_rows(const Matrix& w, int group, const 
   for (int r = 0; r < R; r++)
     for (int g = 0; g < G; g++) acc[g][r] = broadcast(0);
   for (int i = 0; i < w.inputs; i += 2, w0 += 64, w1 += 64) {
-    prefetch(w0 + AHEAD);
-    if (G == 2) prefetch(w1 + AHEAD);
+    prefetch_ahead(w0);
+    if (G == 2) prefetch_ahead(w1);
     const Bytes v0 = load_bytes(w0), v1 = load_bytes(w1);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -67,7 +67,7 @@ static void float_rows(const uint8_t* w, int inputs, const float* x, int stride,
     for (int h = 0; h < HALVES; h++)
       for (int c = 0; c < chains; c++) acc[c][h][r] = broadcast(0);
   for (int i = 0; i < inputs; i += inputs_a_line, w += 64) {
-    prefetch(w + AHEAD);
+    prefetch_ahead(w);
     for (int h = 0; h < HALVES; h++) {
       Floats v[inputs_a_line];
       widen(w, h, v);

@@ -83,7 +83,6 @@ template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes p
   return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(MASK)));
 }
 INLINE Bytes broadcast_quad(const int8_t* p) { int32_t x; memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
-INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 #if defined(__AVXVNNI__)
 INLINE Ints dot(Ints acc, Bytes codes, Bytes x) { return _mm256_dpbusd_avx_epi32(acc, codes, x); }

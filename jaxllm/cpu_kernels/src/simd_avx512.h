@@ -93,7 +93,6 @@ template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes p
 }
 INLINE Bytes broadcast_quad(const int8_t* p) { int32_t x; memcpy(&x, p, 4); return _mm512_set1_epi32(x); }
 INLINE Ints dot(Ints acc, Bytes codes, Bytes x) { return _mm512_dpbusd_epi32(acc, codes, x); }
-INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 #ifdef __AVX512BF16__
 // Pairs of bf16: acc[i] += a[2i] b[2i] + a[2i + 1] b[2i + 1].

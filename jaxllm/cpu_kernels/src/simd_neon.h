@@ -107,7 +107,6 @@ template <int FROM, int MASK> INLINE uint8x16_t high_bits(uint8x16_t plane) {
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   return {vorrq_u8(nibbles.low, high_bits<FROM, MASK>(plane.low)), vorrq_u8(nibbles.high, high_bits<FROM, MASK>(plane.high))};
 }
-INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // Codes as `dot` takes them: signed ones where nothing multiplies unsigned by signed, which only those of 8 bits are not yet.
 template <int BITS> INLINE Bytes dot_codes(Bytes v) {

@@ -60,6 +60,5 @@ INLINE Ints dot(Ints acc, Bytes codes, Bytes x) {
     for (int j = 0; j < 4; j++) acc[i] += int(codes[4 * i + j]) * int8_t(x[4 * i + j]);
   return acc;
 }
-INLINE void prefetch(const void*) {}
 
 }  // namespace ISA
