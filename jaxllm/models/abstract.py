@@ -26,7 +26,7 @@ def abstract_model(
     Raises:
         CheckpointError: a shard would part numbers that a kind stores together.
     """
-    model = nnx.eval_shape(lambda: spec.build(options))
+    model = spec.build(options)
     _, state = nnx.split(model)
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     specs = []

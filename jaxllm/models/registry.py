@@ -85,7 +85,7 @@ class ModelSpec:
     ignored: tuple[str, ...]
 
     def build(self, options: BuildOptions) -> Decoder:
-        """The module, with zero weights; call it under `nnx.eval_shape`."""
+        """The module, with abstract weights."""
         return self.family.module(self.config, options)
 
 

@@ -165,17 +165,15 @@ INTERPRETED = replace(REFERENCE, latent_attention=interpreted)
 def run(case: Case, tp: int, dtype: Any = jnp.float32, kernels: Kernels = REFERENCE) -> list[np.ndarray]:
     """The layer's output `[L, E]` for every sequence, step by step through pages; padding tokens are NaN."""
     c = case.config
-    layer = nnx.eval_shape(
-        lambda: MLAttention(
-            SIZE,
-            case.heads,
-            c,
-            BuildOptions(dtype, tp, kernels),
-            scale=case.scale,
-            norm_eps=EPS,
-            qkv_bias=case.bias,
-            output_bias=case.bias,
-        )
+    layer = MLAttention(
+        SIZE,
+        case.heads,
+        c,
+        BuildOptions(dtype, tp, kernels),
+        scale=case.scale,
+        norm_eps=EPS,
+        qkv_bias=case.bias,
+        output_bias=case.bias,
     )
     graph, state = nnx.split(layer)
     treedef = jax.tree.structure(state)

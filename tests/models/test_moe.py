@@ -205,7 +205,7 @@ def build(
 ) -> tuple[Callable[..., jax.Array], dict[str, nnx.Variable]]:
     """The compiled layer over `tp` devices, as a function of its parameters and inputs, and its abstract parameters."""
     options = BuildOptions(dtype, tp, kernels, expert_parallel)
-    layer = nnx.eval_shape(lambda: MoE(SIZE, moe, "silu", options))
+    layer = MoE(SIZE, moe, "silu", options)
     graph, state = nnx.split(layer)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     variables = {".".join(str(key.key) for key in path): variable for path, variable in leaves}

@@ -143,7 +143,7 @@ class StepFunctions:
     """Builds the jitted step functions of one model on one mesh, with the abstract arguments to compile them for."""
 
     def __init__(self, model: Decoder, specs: Sequence[ParamSpec], mesh: Mesh | AbstractMesh, sizes: StepSizes):
-        """`model` is abstract (made under `nnx.eval_shape`); `specs` are its parameters in `nnx.split` order."""
+        """`model` is abstract (see `abstract_model`); `specs` are its parameters in `nnx.split` order."""
         self._graph, state = nnx.split(model)
         _, self._treedef = jax.tree.flatten(state)
         self._mesh = mesh
