@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -24,8 +24,15 @@ class Claim:
     test: str
     subject: str
     fields: tuple[str, ...]
-    text: str
-    """The test without its claims, and what it names at its file's top."""
+    node: ast.stmt = field(repr=False, compare=False)
+    tops: dict[str, ast.stmt] = field(repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The test without its claims, and what it names at its file's top."""
+        own = ast.unparse(self.node)
+        words = set(re.findall(r"\w+", own))
+        return "\n".join([own, *(ast.unparse(node) for name, node in self.tops.items() if name in words)])
 
 
 @cache
@@ -43,21 +50,20 @@ def _claims(path: Path) -> Iterator[Claim]:
                 continue
             markers = [one for one in node.decorator_list if _is_claim(one)]
             node.decorator_list = [one for one in node.decorator_list if one not in markers]
-            own = ast.unparse(node)
-            words = set(re.findall(r"\w+", own))
-            text = "\n".join([own, *(text for name, text in tops.items() if name in words)])
             for marker in markers:
                 subject, *fields = (ast.literal_eval(argument) for argument in marker.args)
-                yield Claim(str(path.relative_to(HERE)), node.name, subject, tuple(fields), text)
+                yield Claim(str(path.relative_to(HERE)), node.name, subject, tuple(fields), node, tops)
 
 
 def _is_claim(decorator: ast.expr) -> bool:
     return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.covers"
 
 
-def _named(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Functions and constants at a file's top, as text."""
+def _named(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Functions and constants at a file's top."""
     for node in tree.body:
-        for target in node.targets if isinstance(node, ast.Assign) else [node]:
-            if isinstance(target, ast.Name | ast.FunctionDef):
-                yield getattr(target, "id", None) or target.name, ast.unparse(node)  # type: ignore[union-attr]
+        match node:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name, node
+            case ast.Assign(targets=targets):
+                yield from ((target.id, node) for target in targets if isinstance(target, ast.Name))

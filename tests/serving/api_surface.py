@@ -207,7 +207,9 @@ def _collect(
 ) -> None:
     owners = {name: _owner(model, name) for name in model.model_fields}
     for owner in (base for base in model.__mro__ if base in {model, *owners.values()}):
-        section = found.setdefault(owner, _section(owner))
+        if owner not in found:
+            found[owner] = _section(owner)
+        section = found[owner]
         if route not in section.routes:
             section.routes.append(route)
         if parent is not None and parent not in section.parents:

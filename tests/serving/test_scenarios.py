@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -168,6 +167,8 @@ def test_beams_are_at_least_as_likely_as_the_greedy_text(client: openai.OpenAI) 
 
 
 def test_anthropic_messages_and_tools(url: str) -> None:
+    import anthropic
+
     claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     asked: Any = {
         "model": MODEL,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -259,6 +258,8 @@ class TestSDKs:
             assert [item.type for item in bounded.output] == ["reasoning", "message"]
 
     def test_messages(self, url: str) -> None:
+        import anthropic
+
         with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
             ask: dict[str, Any] = {
                 "model": MODEL, "messages": QUESTION, "max_tokens": 40,

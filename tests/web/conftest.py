@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,10 +18,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.browser)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of this directory only: pytest asks no other item's."""
+    item.add_marker(pytest.mark.browser)
 
 
 @pytest.fixture(scope="session")

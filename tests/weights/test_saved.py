@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from jaxllm.config import EngineConfig
@@ -110,6 +109,8 @@ def test_a_kernels_tiles_are_made_when_it_is_loaded(tmp_path):
 
 def test_other_programs_read_the_arrays(tmp_path):
     """With Orbax alone: a dictionary of parameters, each of one array a part."""
+    import orbax.checkpoint as ocp
+
     source = write_checkpoint("llama_gqa", tmp_path / "source")
     target = saved(source, tmp_path / "saved", isq="int8")
     with ocp.PyTreeCheckpointer() as checkpointer:

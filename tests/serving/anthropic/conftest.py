@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import pytest
 from fastapi.testclient import TestClient
 
 from tests.serving.anthropic.shared import FORMATS, ScriptedEngine
+
+if TYPE_CHECKING:
+    import anthropic  # takes a second to load, which most of the processes that collect tests can spare
 
 
 @pytest.fixture
@@ -21,6 +24,8 @@ def url(listen: Callable[..., str], engine: ScriptedEngine) -> str:
 
 @pytest.fixture
 def sdk(url: str) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
         yield client
 

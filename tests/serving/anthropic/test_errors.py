@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from fastapi.testclient import TestClient
 
 from tests.serving.anthropic.shared import CONTEXT, HELLO, WEATHER, ScriptedEngine
+
+if TYPE_CHECKING:
+    import anthropic
 
 ALONE = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
 
@@ -120,6 +122,8 @@ def test_prompt_longer_than_the_context(client: TestClient) -> None:
 
 
 def test_error_in_mid_stream(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    import anthropic
+
     engine.fail_after = 5
     with (
         pytest.raises(anthropic.APIStatusError) as caught,

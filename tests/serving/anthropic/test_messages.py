@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pydantic
 import pytest
@@ -17,6 +16,9 @@ from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
 from tests.serving.anthropic.shared import CONTEXT, HELLO, WEATHER, ScriptedEngine
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY
+
+if TYPE_CHECKING:
+    import anthropic
 
 
 @pytest.mark.covers("POST /v1/messages")
@@ -148,6 +150,8 @@ def test_count_tokens_is_exact(sdk: anthropic.Anthropic, engine: ScriptedEngine)
 
 
 def test_keys(listen: Callable[..., str], engine: ScriptedEngine) -> None:
+    import anthropic
+
     url = listen(engine, api_key="secret")
 
     def ask(**credentials: Any) -> anthropic.types.Message:
@@ -184,6 +188,8 @@ def test_disconnect_frees_the_engine(listen: Callable[..., str], stream: bool) -
 
 
 def test_beta_headers_no_prefix_and_async(url: str) -> None:
+    import anthropic
+
     async def ask() -> str:
         headers = {"anthropic-beta": "interleaved-thinking-2025-05-14"}
         async with (

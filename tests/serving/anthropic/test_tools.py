@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from jaxllm.serving.anthropic.ids import template_call_id, tool_use_id
 from tests.serving.anthropic.shared import CALL, HELLO, WEATHER, ScriptedEngine
+
+if TYPE_CHECKING:
+    import anthropic
 
 
 @pytest.mark.covers("CountTokensRequest", "tools")

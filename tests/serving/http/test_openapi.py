@@ -9,27 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.serving.batches.caller import BATCH_PRIORITY
 from jaxllm.serving.http.openapi import RESPONSES
 from tests.serving.api_surface import BODIES, EveryTask, Route, addresses, described_app, make_app, models, routes
-
-CHECKS = [
-    not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance,
-    response_schema_conformance,
-]  # fmt: skip
 
 
 class Engine(EveryTask):
@@ -50,6 +37,14 @@ class Server:
     """A running server with its document, in which no answer may have a field that is not described."""
 
     def __init__(self, client: TestClient):
+        import schemathesis  # here: half a second that only these tests need
+        from schemathesis.checks import not_a_server_error
+        from schemathesis.specs.openapi import checks
+
+        self.checks = [
+            not_a_server_error, checks.status_code_conformance, checks.content_type_conformance,
+            checks.response_headers_conformance, checks.response_schema_conformance,
+        ]  # fmt: skip
         self.client = client
         app: Any = client.app
         for schema in app.openapi()["components"]["schemas"].values():
@@ -70,7 +65,7 @@ class Server:
         options = {name: sent[name] for name in ("params", "headers", "json", "data", "files") if sent.get(name)}
         response = self.client.request(sent["method"], url, **options)
         response.request.read()  # a form is streamed, and the checks want to see it
-        case.validate_response(response, checks=CHECKS)
+        case.validate_response(response, checks=self.checks)
         return response
 
     def good_case(self, method: str, path: str, ids: dict[str, str]) -> Any:

@@ -123,6 +123,7 @@ def test_answers_to_nothing_are_refused(asked: Callable[..., Any]) -> None:
 
 
 @pytest.mark.covers("ApprovalFilters", "always", "never")
+@pytest.mark.covers("McpTool", "require_approval")
 @pytest.mark.parametrize(
     ("setting", "asks"),
     [

@@ -24,7 +24,6 @@ def kinds(response: Any) -> list[str]:
 
 
 @pytest.mark.covers("McpTool", "server_label")
-@pytest.mark.covers("McpTool", "require_approval")
 @pytest.mark.parametrize(
     ("before", "items"), [("", []), ("Let me see. ", ["message"]), ("<think>hm</think>", ["reasoning"])]
 )
