@@ -246,15 +246,12 @@ class TestSDKs:
 
     def test_responses(self, url: str) -> None:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            answer = client.responses.create(
-                model=MODEL, input=QUESTION[0]["content"], reasoning={"effort": "none"}, max_output_tokens=30
-            )
+            ask: dict[str, Any] = {"model": MODEL, "input": QUESTION[0]["content"], "temperature": 0}
+            answer = client.responses.create(**ask, reasoning={"effort": "none"}, max_output_tokens=30)
             assert answer.output_text.strip()
             assert not any(item.type == "reasoning" and item.content for item in answer.output)
-            bounded = client.responses.create(
-                model=MODEL, input=QUESTION[0]["content"], max_output_tokens=40,
-                extra_body={"max_thinking_tokens": BUDGET},
-            )  # fmt: skip
+            extra = {"max_thinking_tokens": BUDGET, "ignore_eos": True}
+            bounded = client.responses.create(**ask, max_output_tokens=40, extra_body=extra)
             assert [item.type for item in bounded.output] == ["reasoning", "message"]
 
     def test_messages(self, url: str) -> None:
