@@ -67,7 +67,8 @@ class Ahead {
   inline void rest() { some(0x7fffffff); }
 
  private:
-  // On to the next head's rows of the page, the next page, or from keys to values.
+  // On to the next head's rows of the page, the next page, or from keys to values. Seldom, and out of line: inlined, it takes
+  // registers from the loops that call `some`.
   __attribute__((noinline)) bool go_on() {
     if (!left_) return false;
     const int page = at_key_ / a_.page_size, row = at_key_ % a_.page_size, rows = smaller(a_.page_size - row, end_ - at_key_);
@@ -249,7 +250,7 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const Attenti
         for (int j = 0; j < padded; j += LANES)
           score_lanes<E, vectors.value>(keys.at + j, queries + (vector + r) * a.dim, a.dim, scores + r * KEY_BLOCK + j, ahead, share);
       };
-      int r = 0;
+      int r = 0;  // in threes, and in twos rather than leave one alone
       for (; r + 5 <= group || r + 3 == group; r += 3) score(Const<3>{}, r);
       for (; r + 2 <= group; r += 2) score(Const<2>{}, r);
       if (r < group) score(Const<1>{}, r);
