@@ -31,8 +31,10 @@ static void normalise(const float* x, const Row& row, float* out) {
   for (; i + LANES <= row.size; i += LANES) squares = fma(load(x + i), load(x + i), squares);
   float total = sum(squares);
   for (; i < row.size; i++) total += x[i] * x[i];
-  const float factor = 1 / sqrtf(total / float(row.size) + row.epsilon);
-  for (i = 0; i < row.size; i++) out[i] = x[i] * factor * (row.norm[i] + row.weight_offset);
+  const float factor = 1 / sqrtf(total / float(row.size) + row.epsilon), offset = row.weight_offset;
+  const float* norm = row.norm;
+  for (i = 0; i + LANES <= row.size; i += LANES) store(out + i, load(x + i) * broadcast(factor) * (load(norm + i) + broadcast(offset)));
+  for (; i < row.size; i++) out[i] = x[i] * factor * (norm[i] + offset);
 }
 
 static void prepare(const Row& row, const Activations& a, int m, float* scratch) {

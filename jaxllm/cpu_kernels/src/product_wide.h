@@ -56,49 +56,70 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
 
 #if defined(KERNELS_AVX512)
 
-// Adds one block of a row's products to its sums of two groups. All is read before anything is written, which could be
-// the same memory for all that the compiler knows, and both groups take an input while it is in a register.
-template <Format F>
-INLINE void add_row(const Bytes (&w)[2][8], const Scales (&s)[2], const int8_t* x, const RowBlock& scale, bool first, float* sums) {
+// The codes of 32 inputs by two groups, a vector for each four inputs of a group.
+typedef uint8_t Quads[8][2][64];
+
+// Adds one block of R rows' products to their sums of two groups. Their dot products are as many chains as hide the latency
+// of one, and each vector of weights and each quad of activations is read once for all that take it.
+template <Format F, int R>
+INLINE void add_rows(const Quads& w, const Scales (&s)[2], const Panel& x, int block, int row, float* sums) {
   constexpr bool split = F == Format::q6_k;
-  const Ints low = start<F>(split ? scale.negative_sum_16 : scale.negative_sum);
-  const Ints high = split ? start<F>(scale.negative_sum - scale.negative_sum_16) : ints(0);
-  Ints dots[2][2] = {{low, high}, {low, high}};  // [group][half]: two chains hide the latency of products
+  Ints dots[R][2][split ? 2 : 1];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    const RowBlock& scale = x.scale(block, row + r);
+    dots[r][0][0] = dots[r][1][0] = start<F>(split ? scale.negative_sum_16 : scale.negative_sum);
+    if constexpr (split) dots[r][0][1] = dots[r][1][1] = start<F>(scale.negative_sum - scale.negative_sum_16);
+  }
+  const int8_t* inputs = x.x(block, row);
 #pragma GCC unroll 8
   for (int p = 0; p < 8; p++) {
-    const Bytes v = broadcast_quad(x + 4 * p);
-    dots[0][p / 4] = dot(dots[0][p / 4], w[0][p], v);
-    dots[1][p / 4] = dot(dots[1][p / 4], w[1][p], v);
+    const Bytes low = load_bytes(w[p][0]), high = load_bytes(w[p][1]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Bytes v = broadcast_quad(inputs + r * BLOCK + 4 * p);
+      Ints &a = dots[r][0][split ? p / 4 : 0], &b = dots[r][1][split ? p / 4 : 0];
+      a = dot(a, low, v);
+      b = dot(b, high, v);
+    }
   }
-  Floats acc[2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++, sums += PANEL_COLUMNS) {
+    Floats acc[2];
 #pragma GCC unroll 2
-  for (int g = 0; g < 2; g++) {
-    const Ints sum = split ? add(multiply(dots[g][0], s[g].first), multiply(dots[g][1], s[g].second)) : add(dots[g][0], dots[g][1]);
-    acc[g] = add_block<F>(first ? broadcast(0) : load(sums + g * ROWS), sum, s[g], scale);
+    for (int g = 0; g < 2; g++) {
+      Ints& sum = dots[r][g][0];
+      if constexpr (split) sum = add(multiply(sum, s[g].first), multiply(dots[r][g][1], s[g].second));
+      acc[g] = add_block<F>(load(sums + g * ROWS), sum, s[g], x.scale(block, row + r));
+    }
+    store(sums, acc[0]);
+    store(sums + ROWS, acc[1]);
   }
-  store(sums, acc[0]);
-  store(sums + ROWS, acc[1]);
 }
 
-// 32 output rows at a time: the weights of one block sit in 16 registers while all rows pass; their sums live in L1.
+// 32 output rows at a time: the weights of one block lie unpacked in L1 while all rows pass, and so do the rows' sums.
 template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int count, int group, int groups, float* out) {
   if (count < MANY_ROWS) return false;
   constexpr Layout form = layout(F);
+  constexpr int AT_ONCE = F == Format::q6_k ? 4 : 8;
   const uint8_t* tiles[2] = {w.group(group), w.group(group + groups - 1)};
+  memset(out, 0, size_t(count) * PANEL_COLUMNS * sizeof(float));
   for (int b = 0; b < w.inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
     for (int sub = 0; sub < form.blocks(); sub++, b++) {
-      Bytes quads[2][8];
+      alignas(64) Quads quads;
       Scales s[2];
 #pragma GCC unroll 2
       for (int g = 0; g < 2; g++) {
         const uint8_t* codes = tiles[g] + form.header + sub * form.codes;
         prefetch_block(codes, form.codes + (form.blocks() > 1 ? 0 : form.header));
-        load_quads<F>(codes, quads[g]);
-#pragma GCC unroll 8
-        for (int p = 0; p < 8; p++) asm volatile("" : "+v"(quads[g][p]));  // kept unpacked, in registers
+        unroll<0, 8>([&](auto p) __attribute__((always_inline)) { store_bytes(quads[p.value][g], quad<F, p.value>(codes, 0)); });
         s[g] = scales<F>(tiles[g], sub, 0);
       }
-      for (int m = 0; m < count; m++) add_row<F>(quads, s, x.x(b, m), x.scale(b, m), b == 0, out + m * PANEL_COLUMNS);
+      int m = 0;
+      for (; m + AT_ONCE <= count; m += AT_ONCE) add_rows<F, AT_ONCE>(quads, s, x, b, m, out + m * PANEL_COLUMNS);
+      if constexpr (AT_ONCE > 4)
+        for (; m + 4 <= count; m += 4) add_rows<F, 4>(quads, s, x, b, m, out + m * PANEL_COLUMNS);
+      for (; m < count; m++) add_rows<F, 1>(quads, s, x, b, m, out + m * PANEL_COLUMNS);
     }
   }
   return true;

@@ -69,9 +69,10 @@ INLINE Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 INLINE Ints load_bits(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE Floats low_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 INLINE Floats high_bf16(Ints v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000)))); }
-// 32 whole numbers of at most 127 as bytes.
+// 32 whole numbers of at most 127 as bytes. At once: what reads them all would wait for two stores to be done.
 INLINE void store_codes(int8_t* out, const Floats (&v)[2]) {
-  for (int i = 0; i < 2; i++) _mm_storeu_si128((__m128i*)out + i, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v[i])));
+  const __m128i low = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v[0])), high = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v[1]));
+  _mm256_storeu_si256((__m256i*)out, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
 }
 // Of the first 16 codes, and of the other 16.
 INLINE void sums_of_codes(const int8_t* codes, int (&sums)[2]) {
@@ -85,6 +86,7 @@ INLINE float magnitude(const Floats (&v)[2]) {
   return float_of_bits(_mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512((Ints)v[0], bits), _mm512_and_si512((Ints)v[1], bits))));
 }
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+INLINE void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
