@@ -18,7 +18,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 
     linear(x, tiles, format, rows, norm=None, residual=None) -> [..., rows]
     linears(x, (Tiles(tiles, format, rows), ...), norm=None) -> a result a matrix; formats may differ (q, k, v)
-    gate_up(x, gate: Tiles, up: Tiles, activation, norm=None) -> activation(x gate) * (x up)
+    mlp(x, gate, up, down: Tiles, activation, norm=None, residual=None) -> (activation(x gate) * (x up)) down
     argmax(x, head: Tiles, norm=None) -> int32 [...], the greedy token of each row
     embed(ids, table: Tiles, inputs) -> [..., inputs]
 
@@ -39,10 +39,10 @@ from jaxllm.cpu_kernels.products import (
     Tiles,
     argmax,
     embed,
-    gate_up,
     grouped_matmul,
     linear,
     linears,
+    mlp,
 )
 from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, SCALED, lanes, repack, tile_bytes, tile_inputs, unpack
 
@@ -60,12 +60,12 @@ __all__ = [
     "available",
     "embed",
     "forced",
-    "gate_up",
     "grouped_matmul",
     "isa",
     "lanes",
     "linear",
     "linears",
+    "mlp",
     "physical_cores",
     "reason",
     "repack",

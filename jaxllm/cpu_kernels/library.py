@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TARGETS = (
     "jaxllm_linear",
-    "jaxllm_gate_up",
+    "jaxllm_mlp",
     "jaxllm_argmax",
     "jaxllm_rows",
     "jaxllm_grouped",

@@ -12,7 +12,7 @@ from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxllm.cpu_kernels.library import call
-from jaxllm.cpu_kernels.tiles import number
+from jaxllm.cpu_kernels.tiles import number, tile_inputs
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 """Of a gated MLP; `gelu` is the exact one, `relu2` the square of relu."""
@@ -30,6 +30,11 @@ class Tiles(NamedTuple):
     @property
     def operands(self) -> tuple[jax.Array, ...]:
         return (self.tiles,) if self.scales is None else (self.tiles, self.scales)
+
+    @property
+    def inputs(self) -> int:
+        """That the tiles have room for."""
+        return self.tiles.shape[-2] * tile_inputs(self.format)
 
 
 class Norm(NamedTuple):
@@ -83,21 +88,37 @@ def linears(
     )
 
 
-def gate_up(
-    x: Float[Array, "... i"], gate: Tiles, up: Tiles, activation: str, *, norm: Norm | None = None
+def mlp(
+    x: Float[Array, "... i"],
+    gate: Tiles,
+    up: Tiles,
+    down: Tiles,
+    activation: str,
+    *,
+    norm: Norm | None = None,
+    residual: Float[Array, "... o"] | None = None,
 ) -> Float[Array, "... o"]:
-    """`activation(x @ gate.T) * (x @ up.T)`, float32; `x` as in `linear`, `activation` one of `ACTIVATIONS`."""
+    """`(activation(x @ gate.T) * (x @ up.T)) @ down.T + residual`, float32, as two calls of `linear` would have it.
+
+    `activation` is one of `ACTIVATIONS`. What is between the products lies in memory as `down` takes it: with integer
+    formats as codes, a quarter of the floats.
+    """
     if activation not in ACTIVATIONS or gate.rows != up.rows:
         raise ValueError(
             f"activation {activation!r} of {gate.rows} by {up.rows} rows; there are {', '.join(ACTIVATIONS)}"
         )
-    return call("jaxllm_gate_up", ShapeDtypeStruct((*x.shape[:-1], gate.rows), jnp.float32))(
+    if down.inputs != gate.rows:
+        raise ValueError(f"down takes {down.inputs} inputs, and gate and up have {gate.rows} rows")
+    more = () if residual is None else (residual.astype(jnp.float32),)
+    return call("jaxllm_mlp", ShapeDtypeStruct((*x.shape[:-1], down.rows), jnp.float32))(
         x,
-        *gate.operands,
-        *up.operands,
+        *(operand for w in (gate, up, down) for operand in w.operands),
         *_norm_arguments(norm),
-        formats=np.array([number(gate.format), number(up.format)], np.int64),
+        *more,
+        formats=np.array([number(w.format) for w in (gate, up, down)], np.int64),
+        hidden=np.int64(gate.rows),
         activation=np.int64(ACTIVATIONS.index(activation)),
+        residual=residual is not None,
         **_norm_attributes(norm),
     )
 

@@ -55,13 +55,25 @@ def segments(x: Float[Array, "T i"], weight: Any, norm: Norm | None) -> tuple[ja
     return cpu_kernels.linears(x, matrices, norm=native)
 
 
-def gated(x: Float[Array, "T i"], weight: Any, activation: str, norm: Norm | None) -> Float[Array, "T h"] | None:
-    """`act(gate) * up` without the two ever lying in memory; None where there is no kernel for it."""
-    matrices = weight.matrices
-    if matrices is None or len(matrices) != 2 or activation not in ACTIVATIONS:
+def gated_mlp(
+    x: Float[Array, "T i"],
+    gate_up: Any,
+    down: Any,
+    activation: str,
+    norm: Norm | None,
+    residual: Float[Array, "T o"] | None,
+    dtype: Any,
+) -> Float[Array, "T o"] | None:
+    """The three products and what is between them in one pass; None where there is no kernel for it."""
+    first, second = gate_up.matrices, down.matrices
+    if first is None or second is None or activation not in ACTIVATIONS:
+        return None
+    if len(first) != 2 or len(second) != 1 or second[0].inputs != first[0].rows:
         return None
     x, native = _before(x, norm)
-    return cpu_kernels.gate_up(x, matrices[0], matrices[1], ACTIVATIONS[activation], norm=native)
+    gate, up = first
+    out = cpu_kernels.mlp(x, gate, up, second[0], ACTIVATIONS[activation], norm=native, residual=residual)
+    return out.astype(dtype)
 
 
 def most_likely(x: Float[Array, "R i"], weight: Any, rows: int) -> Int[Array, "R"] | None:

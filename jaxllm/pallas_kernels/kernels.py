@@ -81,7 +81,8 @@ class Kernels:
             norm and residual may be None; summed in float32, which is also the result unless `dtype` is given.
         segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
-        gated: `(x, weight, activation, norm)` -> `act(gate) * up`, where there is a kernel for that.
+        gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype)` -> `down(act(gate) * up) + residual` of
+            `norm(x)`, where there is a kernel for that; see `linear`.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
         experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, meta)` -> a `Mixture` of what
             the experts `first … first + here - 1` give, where there are kernels for it: tokens choose by `routing`, a
@@ -106,7 +107,7 @@ class Kernels:
     page_dtype: Callable[[Any], np.dtype]
     page_layout: PageLayout = BY_HEAD
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
-    gated: Callable[..., jax.Array | None] = lambda x, weight, activation, norm: None
+    gated_mlp: Callable[..., jax.Array | None] = lambda x, *rest: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
     experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
@@ -165,7 +166,7 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
-    segments=cpu.segments, gated=cpu.gated, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
+    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
     page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""

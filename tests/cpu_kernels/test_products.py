@@ -206,27 +206,54 @@ def reference_activation(name: str, x: np.ndarray) -> np.ndarray:
 
 @every_isa
 @pytest.mark.parametrize("activation", cpu_kernels.ACTIVATIONS)
-def test_gate_and_up(isa, activation):
-    gate, up = random_weights("f32", 41, 64, 3), random_weights("f32", 41, 64, 4)
-    gated = jax.jit(lambda x: cpu_kernels.gate_up(x, gate.tiles, up.tiles, activation))
+def test_mlp(isa, activation):
+    gate, up, down = random_weights("f32", 96, 64, 3), random_weights("f32", 96, 64, 4), random_weights("f32", 41, 96)
+    mlp = jax.jit(lambda x: cpu_kernels.mlp(x, gate.tiles, up.tiles, down.tiles, activation))
     for rows in (1, 2, 17, 70):
         x = np.random.default_rng(5).normal(size=(rows, 64)).astype(np.float32)
         with cpu_kernels.forced(isa):
-            y = gated(x)
-        expected = reference_activation(activation, x @ gate.values.T) * (x @ up.values.T)
-        np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-4)
+            y = mlp(x)
+        wide = x.astype(np.float64)
+        hidden = reference_activation(activation, wide @ gate.values.T) * (wide @ up.values.T)
+        assert (np.abs(y - hidden @ down.values.T) <= 2e-6 * (np.abs(hidden) @ np.abs(down.values.T))).all()
 
 
-@every_isa
-@pytest.mark.parametrize("rows", [1, 16])
-def test_gate_and_up_of_different_formats_behind_a_norm(isa, rows):
-    gate, up = random_weights("q4_k", 40, 512, 3), random_weights("q6_k", 40, 512, 4)
-    x, norm = activations(rows, 512), Norm(jnp.ones(512) * 0.01, 1e-6, 0.0)
-    with cpu_kernels.forced(isa):
-        y = jax.jit(lambda x: cpu_kernels.gate_up(x, gate.tiles, up.tiles, "silu", norm=norm))(x)
-        parts = jax.jit(lambda x: cpu_kernels.linears(x, (gate.tiles, up.tiles), norm=norm))(x)
-    g, u = (np.asarray(part, np.float64) for part in parts)
-    np.testing.assert_allclose(y, g / (1 + np.exp(-g)) * u, rtol=1e-5, atol=1e-6)
+@every_format
+def test_an_mlp_is_its_products_one_after_the_other(format):
+    """Bit for bit, behind a norm, with a residual; gate and up are of other formats than down."""
+    gate, up = random_weights("q4_k", 512, 256, 3), random_weights("q6_k", 512, 256, 4)
+    down, norm = random_weights(format, 45, 512, 5), Norm(jnp.linspace(0.5, 2, 256), 1e-6, 0.5)
+    same = Tiles(cpu_kernels.repack("f32", np.eye(512, dtype=np.float32)), "f32", 512)
+
+    def mlp(x, down, **options):
+        return cpu_kernels.mlp(x, gate.tiles, up.tiles, down, "silu", norm=norm, **options)
+
+    at_once = jax.jit(lambda x, residual: mlp(x, down.tiles, residual=residual))
+    hidden_of = jax.jit(lambda x: mlp(x, same))
+    for rows, isa in itertools.product((1, 2, 12, 65), ISAS):
+        x, residual = activations(rows, 256), activations(rows, 45, 2)
+        with cpu_kernels.forced(isa):
+            hidden = hidden_of(x)
+            g, u = (np.asarray(part, np.float64) for part in both(x, gate.tiles, up.tiles, norm))
+            np.testing.assert_allclose(hidden, g / (1 + np.exp(-g)) * u, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(at_once(x, residual), product(hidden, down.tiles, residual=residual))
+
+
+def both(x, gate: Tiles, up: Tiles, norm: Norm):
+    arrays = ((gate.tiles, gate.scales), (up.tiles, up.scales))
+    formats, rows = (gate.format, up.format), (gate.rows, up.rows)
+    return products(x, arrays, norm.weight, formats=formats, rows=rows, epsilon=1e-6, offset=norm.weight_offset)
+
+
+def test_an_mlp_whose_parts_do_not_fit_is_refused():
+    wide, narrow, down = (random_weights("q4_0", rows, 64).tiles for rows in (64, 32, 64))
+    x = jnp.zeros((1, 64))
+    with pytest.raises(ValueError, match="activation 'silu' of 64 by 32 rows"):
+        cpu_kernels.mlp(x, wide, narrow, down, "silu")
+    with pytest.raises(ValueError, match="down takes 64 inputs, and gate and up have 32 rows"):
+        cpu_kernels.mlp(x, narrow, narrow, down, "silu")
+    with pytest.raises(ValueError, match="activation 'tanh'"):
+        cpu_kernels.mlp(x, wide, wide, down, "tanh")
 
 
 @every_isa

@@ -3,6 +3,8 @@
 
 #include "calls.h"
 #include "half.h"
+#include "scratch.h"
+#include "team.h"
 
 namespace {
 

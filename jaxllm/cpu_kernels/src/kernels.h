@@ -97,6 +97,8 @@ struct Kernels {
   bool has_bf16;  // bf16 products take `halves`, not `values`
   // Writes row `row` of the activations. `scratch` has room for `inputs` floats.
   void (*prepare)(const Row&, const Activations&, int row, float* scratch);
+  // Writes a block of 32 inputs, a panel's columns [count][PANEL_COLUMNS], to the activations' rows from `row` on.
+  void (*prepare_panel)(const float* panel, int count, const Activations&, int row, int block);
   // Rows [row, row + count) of one panel by `groups` (1 or 2) groups of a matrix -> out [count][PANEL_COLUMNS].
   void (*product)(const Matrix&, const Activations&, int row, int count, int group, int groups, float* out);
   // gate = activation(gate) * up, [count][PANEL_COLUMNS]

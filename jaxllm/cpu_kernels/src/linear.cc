@@ -1,5 +1,5 @@
 // FFI handlers of matrix products, fused with what surrounds them.
-#include "calls.h"
+#include "activations.h"
 #include "unpack.h"
 
 namespace {
@@ -27,6 +27,22 @@ void write_panel(const float* panel, int row, int count, int column, int groups,
   }
 }
 
+int groups_of(const Matrix& w) { return (w.rows + ROWS - 1) / ROWS; }
+
+// The products of panels of activations by some matrices, each into its result; `residual` is added.
+Phase products(const Units& units, const Prepared& rows, const Activations& x, const std::vector<Matrix>& matrices, const float* residual,
+               const std::vector<float*>& outs) {
+  return {units.count(), [&, residual](int unit) {
+    alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
+    units.visit(unit, [&](int p, int matrix, int group, int width) {
+      const Matrix& w = matrices[matrix];
+      const auto [row, count] = rows.panel(p);
+      kernels().product(w, x, p * x.panel_rows, count, group, width, panel);
+      write_panel(panel, row, count, group * ROWS, width, w.rows, residual, outs[matrix]);
+    });
+  }};
+}
+
 // x, matrices..., [norm weight], [residual] -> one result a matrix.
 ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, float epsilon, float offset,
                   ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
@@ -42,53 +58,50 @@ ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, fl
     const ffi::Error error = operands.matrix(formats[i], (*out)->dimensions().back(), x.dimensions().back(), matrices[i]);
     if (error.failure()) return error;
     outs[i] = (*out)->typed_data<float>();
-    groups[i] = (matrices[i].rows + ROWS - 1) / ROWS;
+    groups[i] = groups_of(matrices[i]);
   }
   const float* weight = operands.floats(norm);
   const float* added = operands.floats(residual);
 
   Prepared prepared(x, weight, epsilon, offset, matrices);
   const Units units(groups, prepared.panels());
-  const Kernels& k = kernels();
-  run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
-    alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
-    units.visit(unit, [&](int p, int matrix, int group, int width) {
-      const Matrix& w = matrices[matrix];
-      const auto [row, rows] = prepared.panel(p);
-      k.product(w, prepared.get(), p * prepared.panel_rows(), rows, group, width, panel);
-      write_panel(panel, row, rows, group * ROWS, width, w.rows, added, outs[matrix]);
-    });
-  }}});
+  run_phases(threads(), {prepared.phase(), products(units, prepared, prepared.get(), matrices, added, outs)});
   return ffi::Error::Success();
 }
 
-// x, gate, up, [norm weight] -> activation(x gate) * (x up)
-ffi::Error gate_up(ffi::Span<const int64_t> formats, bool norm, float epsilon, float offset, int64_t activation,
-                   ffi::AnyBuffer x, ffi::RemainingArgs rest, Result out) {
+// x, gate, up, down, [norm weight], [residual] -> down of activation(x gate) * (x up), which lies in memory as what down takes alone
+ffi::Error mlp(ffi::Span<const int64_t> formats, int64_t hidden, bool norm, bool residual, float epsilon, float offset, int64_t activation,
+               ffi::AnyBuffer x, ffi::RemainingArgs rest, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   if (activation < 0 || activation >= int64_t(Activation::count)) return wrong("no activation " + std::to_string(activation));
-  std::vector<Matrix> matrices(2);
+  if (formats.size() != 3) return wrong("gate, up and down must have a format each");
+  std::vector<Matrix> gate_up(2), down(1);
   Operands operands(rest);
   for (int i = 0; i < 2; i++) {
-    const ffi::Error error = operands.matrix(formats[i], out->dimensions().back(), x.dimensions().back(), matrices[i]);
+    const ffi::Error error = operands.matrix(formats[i], hidden, x.dimensions().back(), gate_up[i]);
     if (error.failure()) return error;
   }
+  const ffi::Error error = operands.matrix(formats[2], out->dimensions().back(), hidden, down[0]);
+  if (error.failure()) return error;
+  if (down[0].inputs != hidden) return wrong(std::to_string(hidden) + " hidden channels are no whole blocks of down");
   const float* weight = operands.floats(norm);
+  const float* added = operands.floats(residual);
 
-  Prepared prepared(x, weight, epsilon, offset, matrices);
-  const int columns = matrices[0].rows;
-  const Units units({(columns + ROWS - 1) / ROWS}, prepared.panels());
+  Prepared prepared(x, weight, epsilon, offset, gate_up);
+  const Activations gated = room_for<struct Gated>(down, prepared.panels(), prepared.panel_rows());
+  const Units units({groups_of(gate_up[0])}, prepared.panels()), down_units({groups_of(down[0])}, prepared.panels());
+  const std::vector<float*> outs{out->typed_data<float>()};
   const Kernels& k = kernels();
   run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
     alignas(64) float gates[PANEL_ROWS * PANEL_COLUMNS] = {}, ups[PANEL_ROWS * PANEL_COLUMNS] = {};
     units.visit(unit, [&](int p, int, int group, int width) {
-      const auto [row, rows] = prepared.panel(p);
-      k.product(matrices[0], prepared.get(), p * prepared.panel_rows(), rows, group, width, gates);
-      k.product(matrices[1], prepared.get(), p * prepared.panel_rows(), rows, group, width, ups);
-      k.gate(Activation(activation), rows, gates, ups);
-      write_panel(gates, row, rows, group * ROWS, width, columns, nullptr, out->typed_data<float>());
+      const int count = prepared.panel(p).count, row = p * prepared.panel_rows();
+      k.product(gate_up[0], prepared.get(), row, count, group, width, gates);
+      k.product(gate_up[1], prepared.get(), row, count, group, width, ups);
+      k.gate(Activation(activation), count, gates, ups);
+      k.prepare_panel(gates, count, gated, row, group * ROWS / BLOCK);
     });
-  }}});
+  }}, products(down_units, prepared, gated, down, added, outs)});
   return ffi::Error::Success();
 }
 
@@ -221,10 +234,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, linear,
                                   .RemainingArgs()
                                   .RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gate_up, gate_up,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_mlp, mlp,
                               ffi::Ffi::Bind()
                                   .Attr<ffi::Span<const int64_t>>("formats")
+                                  .Attr<int64_t>("hidden")
                                   .Attr<bool>("norm")
+                                  .Attr<bool>("residual")
                                   .Attr<float>("epsilon")
                                   .Attr<float>("weight_offset")
                                   .Attr<int64_t>("activation")

@@ -37,6 +37,22 @@ static void normalise(const float* x, const Row& row, float* out) {
   for (; i < row.size; i++) out[i] = x[i] * factor * (norm[i] + offset);
 }
 
+// 32 inputs of row `m`, in the forms that are wanted.
+static void prepare_block(const float* x, const Activations& a, int m, int block) {
+  const int64_t at = int64_t(m) * a.inputs + block * BLOCK;
+  if (a.codes) {
+    const int64_t index = (int64_t(m / a.panel_rows) * (a.inputs / BLOCK) + block) * a.panel_rows + m % a.panel_rows;
+    quantize_block(x, a.codes + index * BLOCK, a.blocks + index);
+  }
+  if (a.values) memcpy(a.values + at, x, BLOCK * sizeof(float));
+  if (a.halves)
+    for (int i = 0; i < BLOCK; i++) a.halves[at + i] = bf16_of_float(x[i]);
+}
+
+static void prepare_panel(const float* panel, int count, const Activations& a, int row, int block) {
+  for (int m = 0; m < count; m++) prepare_block(panel + m * PANEL_COLUMNS, a, row + m, block);
+}
+
 static void prepare(const Row& row, const Activations& a, int m, float* scratch) {
   const float* x = (const float*)row.x;
   if (row.is_bf16) {
@@ -49,18 +65,7 @@ static void prepare(const Row& row, const Activations& a, int m, float* scratch)
     for (int i = row.size; i < a.inputs; i++) scratch[i] = 0;
     x = scratch;
   }
-  if (a.codes) {
-    const int blocks = a.inputs / BLOCK, panel = m / a.panel_rows, at = m % a.panel_rows;
-    for (int b = 0; b < blocks; b++) {
-      const int64_t index = (int64_t(panel) * blocks + b) * a.panel_rows + at;
-      quantize_block(x + b * BLOCK, a.codes + index * BLOCK, a.blocks + index);
-    }
-  }
-  if (a.values) memcpy(a.values + int64_t(m) * a.inputs, x, size_t(a.inputs) * 4);
-  if (a.halves) {
-    uint16_t* halves = a.halves + int64_t(m) * a.inputs;
-    for (int i = 0; i < a.inputs; i++) halves[i] = bf16_of_float(x[i]);
-  }
+  for (int b = 0; b < a.inputs / BLOCK; b++) prepare_block(x + b * BLOCK, a, m, b);
 }
 
 }  // namespace ISA

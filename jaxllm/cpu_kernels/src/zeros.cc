@@ -5,6 +5,7 @@
 #endif
 
 #include "calls.h"
+#include "team.h"
 
 namespace {
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, StepMetadata
+from jaxllm.sharding.collectives import tensor_size
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -49,18 +51,29 @@ class GatedMLP(nnx.Module):
         residual: Float[Array, "T E"] | None = None,
     ) -> Float[Array, "T E"]:
         """The block of `norm(x)`, added to `residual` if there is one."""
-        return self.down(self._hidden(x, norm).astype(x.dtype), residual=residual)
+        if tensor_size() == 1:
+            out = self._at_once(x, norm, residual, x.dtype)
+            if out is not None:
+                return out
+        return self.down(gated(self.gate_up(x, norm), self.activation).astype(x.dtype), residual=residual)
 
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """This device's part of the output, in float32."""
-        return self.down.partial(self._hidden(x))
+        out = self._at_once(x)
+        return self.down.partial(gated(self.gate_up(x), self.activation)) if out is None else out
 
-    def _hidden(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T h"]:
-        if self.gate_up.bias is None:
-            hidden = self.gate_up.kernels.gated(x, self.gate_up.weight.get_value(), self.activation, norm)
-            if hidden is not None:
-                return hidden
-        return gated(self.gate_up(x, norm), self.activation)
+    def _at_once(
+        self,
+        x: Float[Array, "T E"],
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
+        dtype: Any = jnp.float32,
+    ) -> Float[Array, "T E"] | None:
+        """This device's part by one kernel, where there is one."""
+        if self.gate_up.bias is not None or self.down.bias is not None:
+            return None
+        weights = self.gate_up.weight.get_value(), self.down.weight.get_value()
+        return self.gate_up.kernels.gated_mlp(x, *weights, self.activation, norm, residual, dtype)
 
 
 class MLP(nnx.Module):
