@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+
+from tests.quick_compile import quick_compile
 
 SECONDS = 600
 
@@ -15,9 +18,15 @@ SECONDS = 600
 def over_devices(count: int, module: str, out: Path, *arguments: str) -> dict[str, np.ndarray]:
     """The arrays that `python -m module OUT.npz …` writes where the CPU counts as `count` devices."""
     devices = {"JAX_NUM_CPU_DEVICES": str(count), "JAX_PLATFORMS": "cpu", "NPROC": "16"}
-    command = [sys.executable, "-m", module, str(out), *arguments]
+    command = [sys.executable, "-m", __name__, module, str(out), *arguments]
     subprocess.run(command, env=os.environ | devices, cwd=Path(__file__).parents[1], check=True, timeout=SECONDS)
     with np.load(out) as stored:
         found = dict(stored)
     assert found.pop("devices") == count
     return found
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    with quick_compile():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax._src import compiler
 
 QUICK_COMPILE = {
     "xla_backend_optimization_level": 0,
@@ -18,6 +19,9 @@ QUICK_COMPILE = {
 }
 """The arithmetic is the same."""
 
+AS_ALWAYS = "as_always"
+"""An option that stands for what XLA does by itself."""
+
 LONG_ROWS = 2**15
 """Of a matrix: a real vocabulary's, whose logits take longer than the passes that make code for them."""
 
@@ -25,30 +29,31 @@ TINY = 32 * 2**20
 """Numbers that a step takes, pages and all: the real models' weights alone are four times as many."""
 
 _compile = jax.stages.Lowered.compile
+_options = compiler.get_compile_options
 
 
 def _quickly(lowered: jax.stages.Lowered, compiler_options: Any = None, **more: Any) -> jax.stages.Compiled:
     """What `lowered.compile()` does in the tests."""
+    options = compiler_options or {}
     shapes = [argument.shape for argument in jax.tree.leaves(lowered.args_info)]
     if sum(map(math.prod, shapes)) < TINY:
         level = int(any(len(shape) == 2 and max(shape) >= LONG_ROWS for shape in shapes))
-        compiler_options = QUICK_COMPILE | {"xla_backend_optimization_level": level} | (compiler_options or {})
-    return _compile(lowered, compiler_options, **more)
+        return _compile(lowered, {"xla_backend_optimization_level": level} | options, **more)
+    return _compile(lowered, options | {AS_ALWAYS: True}, **more)
+
+
+def _options_quickly(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
+    """What JAX compiles with: what is only called is small, and called a few times."""
+    options = dict(env_options_overrides or {})
+    if not options.pop(AS_ALWAYS, False):
+        options = QUICK_COMPILE | options
+    return _options(*arguments, env_options_overrides=options, **more)
 
 
 @contextmanager
 def quick_compile() -> Iterator[None]:
-    """Few passes for steps of tiny models, which are compiled ahead of time."""
+    """Few passes for all that is called, and for steps of tiny models, which are compiled ahead of time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", _quickly)
+        patch.setattr(compiler, "get_compile_options", _options_quickly)
         yield
-
-
-@contextmanager
-def quick_jit() -> Iterator[None]:
-    """Few passes for all that is compiled when it is called: not where it takes long to run, as encoders do."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)

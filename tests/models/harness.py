@@ -23,7 +23,6 @@ from jaxllm.quantization.weight import Kind
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, load_parameters
-from tests.quick_compile import QUICK_COMPILE
 
 PAGE = 8
 TOKENS = 96
@@ -61,7 +60,6 @@ def _jitted(graph: Any, treedef: Any, mesh: Mesh, weight_specs: tuple[P, ...], p
             check_vma=False,
         ),
         donate_argnums=1,
-        compiler_options=QUICK_COMPILE,
     )
 
 
