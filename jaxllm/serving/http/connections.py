@@ -25,7 +25,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """Closes a connection that is too slow, and answers 431 to headers that are too many or too long.
 
     A connection is in one of three states: it sends headers, it sends a body, or it waits for an answer. Only in the
-    first two it is watched; between requests uvicorn's own timeout_keep_alive holds.
+    first two it is watched; between requests uvicorn's own timeout_keep_alive holds. A body may go on
+    behind its answer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -58,10 +59,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._last_byte = self.loop.time()
-        if self._in_headers and not self._header_bytes:
+        in_headers = self._in_headers
+        if in_headers and not self._header_bytes:
             self._since = self._last_byte
         super().data_received(data)
-        if self._in_headers:  # still
+        if in_headers and self._in_headers:  # still
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse_long()
@@ -98,12 +100,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.cycle is not None:
-            self._in_body = False
+            self._in_body, self._in_headers = False, self.cycle.response_complete
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._in_headers = True
+        self._in_headers = not self._in_body
 
     def _check_time(self) -> None:
         now = self.loop.time()

@@ -61,6 +61,19 @@ def test_headers_without_end_are_refused(
     assert httpx.get(f"{url}/health").status_code == 200
 
 
+def test_a_body_that_goes_on_behind_its_answer_is_no_header(listen: Callable[..., str], engine: FakeEngine) -> None:
+    """It is let pass by, and the next request on the connection is answered."""
+    body = b"a" * 200_000
+    with connected(listen(engine)) as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (2 * len(body)))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
+        for _ in range(2):
+            connection.sendall(body)
+            time.sleep(0.1)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert until_closed(connection).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_endless_path_is_refused(listen: Callable[..., str], engine: FakeEngine) -> None:
     with connected(listen(engine)) as connection:
         connection.sendall(b"GET /" + b"a" * 100_000)
