@@ -12,7 +12,6 @@ import pytest
 from jax._src import compiler
 
 QUICK_COMPILE = {
-    "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -37,23 +36,24 @@ def _quickly(lowered: jax.stages.Lowered, compiler_options: Any = None, **more: 
     options = compiler_options or {}
     shapes = [argument.shape for argument in jax.tree.leaves(lowered.args_info)]
     if sum(map(math.prod, shapes)) < TINY:
-        level = int(any(len(shape) == 2 and max(shape) >= LONG_ROWS for shape in shapes))
-        return _compile(lowered, {"xla_backend_optimization_level": level} | options, **more)
+        if any(len(shape) == 2 and max(shape) >= LONG_ROWS for shape in shapes):
+            options = {"xla_backend_optimization_level": 1} | options
+        return _compile(lowered, options, **more)
     return _compile(lowered, options | {AS_ALWAYS: True}, **more)
 
 
-def _options_quickly(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
-    """What JAX compiles with: what is only called is small, and called a few times."""
-    options = dict(env_options_overrides or {})
-    if not options.pop(AS_ALWAYS, False):
-        options = QUICK_COMPILE | options
-    return _options(*arguments, env_options_overrides=options, **more)
-
-
 @contextmanager
-def quick_compile() -> Iterator[None]:
+def quick_compile(level: int = 0) -> Iterator[None]:
     """Few passes for all that is called, and for steps of tiny models, which are compiled ahead of time."""
+
+    def options_quickly(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
+        """What JAX compiles with: what is only called is small, and called a few times."""
+        options = dict(env_options_overrides or {})
+        if not options.pop(AS_ALWAYS, False):
+            options = QUICK_COMPILE | {"xla_backend_optimization_level": level} | options
+        return _options(*arguments, env_options_overrides=options, **more)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", _quickly)
-        patch.setattr(compiler, "get_compile_options", _options_quickly)
+        patch.setattr(compiler, "get_compile_options", options_quickly)
         yield

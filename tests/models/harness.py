@@ -60,6 +60,7 @@ def _jitted(graph: Any, treedef: Any, mesh: Mesh, weight_specs: tuple[P, ...], p
             check_vma=False,
         ),
         donate_argnums=1,
+        compiler_options={"xla_backend_optimization_level": 0},
     )
 
 
