@@ -89,38 +89,49 @@ template <class F> INLINE void over_columns(int width, F&& f) {
     for (; at < width; at += LANES) f(at, Const<1>{});
 }
 
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
+
 // Everything that one unit works with.
 struct State {
   int width;                     // vectors, rounded up to whole columns
   float *lowest, *highest;       // [width] positions that a vector sees
-  float *greatest, *total;       // [width] the softmax so far
+  float *greatest, *total;       // [width] the softmax so far, with logits of base two
   float *factor;                 // [width] what this block shrinks sums by
   const float *key_scales, *value_scales;  // [KEY_BLOCK] of this block's codes; null for floats
   float *scores;                 // [KEY_BLOCK][width]
   float *sums;                   // [value_dim][width]
 };
 
-// Scores become weights; `greatest`, `total` and `factor` follow.
+// Scores become weights; `greatest`, `total` and `factor` follow. A vector gets the same bits from a block that is
+// masked for others only, so that both ways compute alike.
 static void soften(const Attention& a, State& s, int key, int count, int padded, bool masked) {
+  const bool capping = a.softcap > 0;
+  float scale[KEY_BLOCK], to_logits[KEY_BLOCK];  // of scores, so that they are logits, and of base two
+  for (int j = 0; j < count; j++) {
+    scale[j] = s.key_scales ? a.scale * s.key_scales[j] : a.scale;
+    to_logits[j] = LOG2_E * (capping ? 1 : scale[j]);
+  }
   for (int at = 0; at < s.width; at += LANES) {
     float* scores = s.scores + at;
     Floats most = load(s.greatest + at);
-    for (int j = 0; j < count; j++) {
-      Floats x = load(scores + j * s.width) * broadcast(s.key_scales ? a.scale * s.key_scales[j] : a.scale);
-      if (a.softcap > 0) x = capped(x, a.softcap);
-      if (masked) {
+    if (!masked && !capping) {
+      for (int j = 0; j < count; j++) most = maximum(most, load(scores + j * s.width) * broadcast(to_logits[j]));
+    } else {
+      for (int j = 0; j < count; j++) {
+        Floats x = load(scores + j * s.width);
+        if (capping) x = capped(x * broadcast(scale[j]), a.softcap);
         const Floats position = broadcast(float(key + j));
         x = where_greater(position, load(s.highest + at), broadcast(NEGATIVE), x);
         x = where_greater(load(s.lowest + at), position, broadcast(NEGATIVE), x);
+        most = maximum(most, x * broadcast(to_logits[j]));
+        store(scores + j * s.width, x);
       }
-      most = maximum(most, x);
-      store(scores + j * s.width, x);
     }
-    const Floats factor = exponential(load(s.greatest + at) - most);
+    const Floats factor = power_of_two(load(s.greatest + at) - most);
     Floats total = load(s.total + at) * factor;
     for (int j = 0; j < count; j++) {
       const Floats x = load(scores + j * s.width);
-      Floats weight = exponential(x - most);
+      Floats weight = power_of_two(fma(x, broadcast(to_logits[j]), negated(most)));
       if (masked) weight = where_greater(broadcast(MASKED), x, broadcast(0), weight);
       total = total + weight;
       store(scores + j * s.width, s.value_scales ? weight * broadcast(s.value_scales[j]) : weight);
@@ -204,6 +215,34 @@ static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, co
 
 #endif
 
+// out[c * out_stride + r] = from[r * stride + c]
+static void transpose(const float* from, int64_t stride, int rows, int columns, float* out, int64_t out_stride) {
+  int r = 0;
+  for (; r + 16 <= rows; r += 16) {
+    int c = 0;
+    for (; c + 16 <= columns; c += 16) transpose_16(from + r * stride + c, stride, out + c * out_stride + r, out_stride);
+    for (; c < columns; c++)
+      for (int i = r; i < r + 16; i++) out[c * out_stride + i] = from[i * stride + c];
+  }
+  for (; r < rows; r++)
+    for (int c = 0; c < columns; c++) out[c * out_stride + r] = from[r * stride + c];
+}
+
+// Queries into lanes: [dim][width] floats, or [dim / 2][width] pairs. `room` takes them as rows before.
+static void turn_queries(const Attention& a, const Vectors& v, int count, int width, bool pairs, float* room, float* queries) {
+  memset(queries, 0, size_t(a.dim) * width * 4);
+  if (pairs) {
+    for (int r = 0; r < count; r++)
+      for (int d = 0; d < a.dim; d++) ((uint16_t*)queries)[(d / 2 * width + r) * 2 + d % 2] = bf16_of_float(query_channel(a, v.index[r], d));
+    return;
+  }
+  for (int r = 0; r < count; r++) {
+    if (a.q_is_bf16) widen_bf16((const uint16_t*)a.q + v.index[r] * a.dim, a.dim, room + r * a.dim);
+    else memcpy(room + r * a.dim, (const float*)a.q + v.index[r] * a.dim, size_t(a.dim) * 4);
+  }
+  transpose(room, a.dim, count, a.dim, queries, width);
+}
+
 static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
   const bool pairs = HAS_BF16 && a.format != PageFormat::f32 && a.dim % 2 == 0;
   const int width = (u.count + LANES - 1) / LANES * LANES;
@@ -215,13 +254,8 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
   s.sums = room.take<float>(int64_t(a.value_dim) * width);
   float* queries = room.take<float>(int64_t(a.dim) * width);
   memset(s.sums, 0, size_t(a.value_dim) * width * 4);
-  memset(queries, 0, size_t(a.dim) * width * 4);
-  for (int r = 0; r < u.count; r++)
-    for (int d = 0; d < a.dim; d++) {
-      const float x = query_channel(a, v.index[r], d);
-      if (pairs) ((uint16_t*)queries)[(d / 2 * width + r) * 2 + d % 2] = bf16_of_float(x);
-      else queries[d * width + r] = x;
-    }
+  for (int r = 0; r < width; r++) s.greatest[r] *= LOG2_E;
+  turn_queries(a, v, u.count, width, pairs, (float*)room.at, queries);
   const int begin = larger(u.key_begin, v.low), end = smaller(u.key_end, v.high + 1);
   for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
     const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;
@@ -234,11 +268,12 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
 #endif
     visit_floats(a, u, s, queries, from, count, masked, (float*)room.at);
   }
-  for (int r = 0; r < u.count; r++) {
-    const float inverse = s.total[r] == 0 ? 0 : 1 / s.total[r];
-    for (int d = 0; d < a.value_dim; d++) out[int64_t(r) * a.value_dim + d] = s.sums[d * width + r] * inverse;
-    softmax[2 * r] = s.greatest[r], softmax[2 * r + 1] = s.total[r];
-  }
+  float* inverse = s.factor;
+  for (int r = 0; r < width; r++) inverse[r] = s.total[r] == 0 ? 0 : 1 / s.total[r];
+  for (int d = 0; d < a.value_dim; d++)
+    for (int at = 0; at < width; at += LANES) store(s.sums + d * width + at, load(s.sums + d * width + at) * load(inverse + at));
+  transpose(s.sums, width, a.value_dim, u.count, out, a.value_dim);
+  for (int r = 0; r < u.count; r++) softmax[2 * r] = LN_2 * s.greatest[r], softmax[2 * r + 1] = s.total[r];
 }
 
 }  // namespace ISA

@@ -37,6 +37,17 @@ INLINE Floats exponential(Floats x) {  // Cephes; relative error 2e-7
   return times_power_of_two(fma(p, r * r, r + broadcast(1.0f)), n);
 }
 
+// 2^y of y up to 1, relative error 2e-7; no less than 2^-126. Coefficients: the least greatest relative error of six terms.
+INLINE Floats power_of_two(Floats y) {
+  y = maximum(broadcast(-126.0f), y);  // in this order NaN stays
+  const Floats n = rounded(y), r = y - n;
+  Floats p = fma(broadcast(1.326472731e-3f), r, broadcast(9.671512991e-3f));
+  p = fma(p, r, broadcast(5.550733581e-2f));
+  p = fma(p, r, broadcast(2.402224243e-1f));
+  p = fma(p, r, broadcast(6.931470037e-1f));
+  return times_power_of_two(fma(p, r, broadcast(1.0f)), n);
+}
+
 #endif
 
 // `count` floats of the bits of bf16.
@@ -47,6 +58,12 @@ static inline void widen_bf16(const uint16_t* bits, int count, float* out) {
 }
 
 #if !defined(KERNELS_AVX512)
+
+// out[c * out_stride + r] = from[r * stride + c] of 16 rows by 16 columns.
+INLINE void transpose_16(const float* from, int64_t stride, float* out, int64_t out_stride) {
+  for (int c = 0; c < 16; c++)
+    for (int r = 0; r < 16; r++) out[c * out_stride + r] = from[r * stride + c];
+}
 
 // The greatest |x| of 32; not finite where one of them is not.
 INLINE float magnitude(const Floats (&v)[32 / LANES]) {

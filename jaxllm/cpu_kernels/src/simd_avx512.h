@@ -57,6 +57,30 @@ INLINE Floats folded(const Floats (&v)[8]) {
   }
   return joined(b[0], b[1]);
 }
+INLINE Floats parts_of(Floats a, Floats b, bool odd) { return odd ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0x88); }
+// out[c * out_stride + r] = from[r * stride + c] of 16 rows by 16 columns.
+INLINE void transpose_16(const float* from, int64_t stride, float* out, int64_t out_stride) {
+  Floats a[16], b[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) a[r] = load(from + r * stride);
+#pragma GCC unroll 8
+  for (int r = 0; r < 16; r += 2) b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]), b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
+#pragma GCC unroll 8
+  for (int r = 0; r < 16; r += 4)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      const __m512d x = _mm512_castps_pd(b[r + i]), y = _mm512_castps_pd(b[r + 2 + i]);
+      a[r + 2 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), a[r + 2 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++)  // a[4 i + j] has columns j, 4 + j, 8 + j and 12 + j of rows 4 i to 4 i + 3
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      const Floats x = parts_of(a[j], a[4 + j], odd), y = parts_of(a[8 + j], a[12 + j], odd);
+      store(out + (4 * odd + j) * out_stride, parts_of(x, y, false));
+      store(out + (8 + 4 * odd + j) * out_stride, parts_of(x, y, true));
+    }
+}
 INLINE Floats rounded(Floats x) { return _mm512_roundscale_ps(x, 0); }
 INLINE Floats times_power_of_two(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }
 

@@ -36,6 +36,7 @@ INLINE Floats counting() { Floats v; for (int i = 0; i < 16; i++) v[i] = float(i
 INLINE Floats folded(const Floats (&v)[8]) { Floats s{}; for (int i = 0; i < 8; i++) s[i] = sum(v[i]); return s; }
 INLINE Floats joined(Floats a, Floats b) { for (int i = 0; i < 8; i++) a[8 + i] = b[i]; return a; }
 INLINE Floats exponential(Floats v) { for (int i = 0; i < 16; i++) v[i] = expf(v[i]); return v; }
+INLINE Floats power_of_two(Floats v) { for (int i = 0; i < 16; i++) v[i] = exp2f(v[i]); return v; }
 
 INLINE Ints ints(int32_t x) { return Ints{} + x; }
 INLINE Ints add(Ints a, Ints b) { return a + b; }
