@@ -11,6 +11,8 @@ import jax
 import pytest
 from jax._src import compiler
 
+from jaxllm.quantization import gguf_encode
+
 QUICK_COMPILE = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
@@ -26,6 +28,9 @@ LONG_ROWS = 2**15
 
 TINY = 32 * 2**20
 """Numbers that a step takes, pages and all: the real models' weights alone are four times as many."""
+
+ENCODED = 2**15
+"""Weights encoded at a time: what is encoded here is small, and would be filled up to what real matrices have."""
 
 _compile = jax.stages.Lowered.compile
 _options = compiler.get_compile_options
@@ -56,4 +61,5 @@ def quick_compile(level: int = 0) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", _quickly)
         patch.setattr(compiler, "get_compile_options", options_quickly)
+        patch.setattr(gguf_encode, "_CHUNK", ENCODED)
         yield

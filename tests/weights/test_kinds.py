@@ -124,7 +124,7 @@ class LazyCheckpoint:
 
 @pytest.mark.parametrize("scheme", ["q8_0", "q4k", "int4", "fp8"])
 def test_quantizing_while_loading_never_holds_the_float_model(scheme):
-    count, shape = 64, (512, 512)
+    count, shape = 32, (256, 512)
     checkpoint, plain = LazyCheckpoint(count, shape), (DenseKind(FLOAT32),)
     declared = [ParamSpec(name, shape, FLOAT32, (None, None), None, plain) for name in checkpoint.tensors]
     names = expand({name: name for name in checkpoint.tensors}, 1)
