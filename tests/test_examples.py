@@ -47,7 +47,9 @@ def server_url() -> Iterator[str]:
             process.wait(60)
 
 
-def test_offline():
+def test_offline(monkeypatch: pytest.MonkeyPatch):
+    """With the kernels, where there is a compiler: every processor finds this answer by far the likeliest."""
+    monkeypatch.delenv("CXX")
     lines = run("examples/offline.py").splitlines()
     assert lines[0].startswith("'The capital of France is' -> ' Paris.")
     assert len(lines) == 3 + 1 + 3
@@ -62,7 +64,7 @@ def test_chat():
 
 
 def test_async_streaming(monkeypatch: pytest.MonkeyPatch):
-    """With the kernels, where there is a compiler: every processor finds this answer by far the likeliest."""
+    """With the kernels, as above."""
     monkeypatch.delenv("CXX")
     lines = run("examples/async_streaming.py").splitlines()
     assert "The capital of France is … ' Paris'" in lines
