@@ -104,8 +104,6 @@ static void quantized_product(const Matrix& w, const Panel& x, int count, int gr
     const uint8_t* tiles = w.group(group + g);
     int m = 0;
     for (; m + FEW_ROWS <= count; m += FEW_ROWS) few_rows<F, FEW_ROWS>(tiles, w.inputs, x, m, out + g * ROWS);
-    if constexpr (FEW_ROWS > 4)
-      for (; m + 4 <= count; m += 4) few_rows<F, 4>(tiles, w.inputs, x, m, out + g * ROWS);
     if constexpr (FEW_ROWS > 2)
       for (; m + 2 <= count; m += 2) few_rows<F, 2>(tiles, w.inputs, x, m, out + g * ROWS);
     for (; m < count; m++) few_rows<F, 1>(tiles, w.inputs, x, m, out + g * ROWS);

@@ -1,40 +1,32 @@
-// Integer products with 16 lanes: the weights of 32 inputs by 16 rows lie in eight vectors while activations pass.
+// Integer products with 16 lanes. One row takes a group at a time, more rows two, so that each quad of activations is read
+// once for both.
 #pragma once
 
 namespace ISA {
 
-#if defined(KERNELS_AVX512)
-constexpr int FEW_ROWS = 8;
-#else
 constexpr int FEW_ROWS = 1;
-#endif
-constexpr int MANY_ROWS = 12;  // from here on it pays to unpack weights once for all rows of a panel
 
 template <Format F> INLINE void load_quads(const uint8_t* codes, Bytes (&w)[8]) {
   unroll<0, 8>([&](auto p) __attribute__((always_inline)) { w[p.value] = quad<F, p.value>(codes, 0); });
 }
 
-// CHAINS: how many dot products run beside each other; two hide their latency where there are few rows.
-template <Format F, int CHAINS> INLINE Ints dots(const Bytes (&w)[8], const Scales& s, const int8_t* x, const RowBlock& scale) {
+// In two chains, which hide each other's latency.
+template <Format F> INLINE Ints dots(const Bytes (&w)[8], const Scales& s, const int8_t* x, const RowBlock& scale) {
   constexpr bool split = F == Format::q6_k;
   Ints first = start<F>(split ? scale.negative_sum_16 : scale.negative_sum);
   Ints second = split ? start<F>(scale.negative_sum - scale.negative_sum_16) : ints(0);
 #pragma GCC unroll 4
-  for (int p = 0; p < 4; p++) first = dot(first, w[p], broadcast_quad(x + 4 * p));
-#pragma GCC unroll 4
-  for (int p = 4; p < 8; p++) {
-    Ints& sum = split || CHAINS == 2 ? second : first;
-    sum = dot(sum, w[p], broadcast_quad(x + 4 * p));
+  for (int p = 0; p < 4; p++) {
+    first = dot(first, w[p], broadcast_quad(x + 4 * p));
+    second = dot(second, w[p + 4], broadcast_quad(x + 4 * p + 16));
   }
-  if constexpr (split) return add(multiply(first, s.first), multiply(second, s.second));
-  return CHAINS == 2 ? add(first, second) : first;
+  return split ? add(multiply(first, s.first), multiply(second, s.second)) : add(first, second);
 }
 
 template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs, const Panel& x, int m, float* out) {
+  static_assert(R == 1);
   constexpr Layout form = layout(F);
-  Floats acc[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) acc[r] = broadcast(0);
+  Floats acc = broadcast(0);
   for (int b = 0; b < inputs / BLOCK; tile += form.bytes()) {
     const uint8_t* codes = tile + form.header;
     if constexpr (form.blocks() > 1) prefetch_block(tile, form.header);
@@ -43,18 +35,68 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
       Bytes w[8];
       load_quads<F>(codes, w);
       const Scales s = scales<F>(tile, sub, 0);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const RowBlock& scale = x.scale(b, m + r);
-        acc[r] = add_block<F>(acc[r], dots<F, R <= 2 ? 2 : 1>(w, s, x.x(b, m + r), scale), s, scale);
-      }
+      const RowBlock& scale = x.scale(b, m);
+      acc = add_block<F>(acc, dots<F>(w, s, x.x(b, m), scale), s, scale);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) store(out + (m + r) * PANEL_COLUMNS, acc[r]);
+  store(out + m * PANEL_COLUMNS, acc);
 }
 
 #if defined(KERNELS_AVX512)
+
+constexpr int MANY_ROWS = 8;  // from here on it pays to unpack weights once for all rows of a panel
+
+// R rows by two groups, whose sums stay in registers.
+template <Format F, int R> static void add_up(const uint8_t* const (&groups)[2], int inputs, const Panel& x, int m, float* out) {
+  constexpr Layout form = layout(F);
+  constexpr bool split = F == Format::q6_k;
+  const uint8_t* tiles[2] = {groups[0], groups[1]};
+  Floats acc[2][R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = broadcast(0);
+  for (int b = 0; b < inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
+    for (int sub = 0; sub < form.blocks(); sub++, b++) {
+      const uint8_t* codes[2];
+      Scales s[2];
+#pragma GCC unroll 2
+      for (int g = 0; g < 2; g++) {
+        codes[g] = tiles[g] + form.header + sub * form.codes;
+        if (form.blocks() > 1 && sub == 0) prefetch_block(tiles[g], form.header);
+        prefetch_block(codes[g], form.codes + (form.blocks() > 1 ? 0 : form.header));
+        s[g] = scales<F>(tiles[g], sub, 0);
+      }
+      const int8_t* inputs_of_rows = x.x(b, m);
+      const RowBlock* scale = &x.scale(b, m);
+      Ints first[2][R], second[2][R];  // second: of the other 16 inputs, where they have a scale of their own
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        first[0][r] = first[1][r] = start<F>(split ? scale[r].negative_sum_16 : scale[r].negative_sum);
+        if constexpr (split) second[0][r] = second[1][r] = start<F>(scale[r].negative_sum - scale[r].negative_sum_16);
+      }
+      unroll<0, 8>([&](auto p) __attribute__((always_inline)) {
+        const Bytes w0 = quad<F, p.value>(codes[0], 0), w1 = quad<F, p.value>(codes[1], 0);
+        auto& sums = split && p.value >= 4 ? second : first;
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          const Bytes v = broadcast_quad(inputs_of_rows + r * BLOCK + 4 * p.value);
+          sums[0][r] = dot(sums[0][r], w0, v);
+          sums[1][r] = dot(sums[1][r], w1, v);
+        }
+      });
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++) {
+          Ints& sum = first[g][r];
+          if constexpr (split) sum = add(multiply(sum, s[g].first), multiply(second[g][r], s[g].second));
+          acc[g][r] = add_block<F>(acc[g][r], sum, s[g], scale[r]);
+        }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+    for (int g = 0; g < 2; g++) store(out + (m + r) * PANEL_COLUMNS + g * ROWS, acc[g][r]);
+}
 
 // The codes of 32 inputs by two groups, a vector for each four inputs of a group.
 typedef uint8_t Quads[8][2][64];
@@ -97,12 +139,20 @@ INLINE void add_rows(const Quads& w, const Scales (&s)[2], const Panel& x, int b
   }
 }
 
-// 32 output rows at a time: the weights of one block lie unpacked in L1 while all rows pass, and so do the rows' sums.
+// Two groups at a time; one that is left counts as both. From MANY_ROWS on the weights of one block lie unpacked in L1 while
+// all rows pass, and so do the rows' sums.
 template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int count, int group, int groups, float* out) {
-  if (count < MANY_ROWS) return false;
+  if (count == 1) return false;
+  const uint8_t* tiles[2] = {w.group(group), w.group(group + groups - 1)};
+  if (count < MANY_ROWS) {
+    int m = 0;
+    for (; m + 4 <= count; m += 4) add_up<F, 4>(tiles, w.inputs, x, m, out);
+    for (; m + 2 <= count; m += 2) add_up<F, 2>(tiles, w.inputs, x, m, out);
+    if (m < count) add_up<F, 1>(tiles, w.inputs, x, m, out);
+    return true;
+  }
   constexpr Layout form = layout(F);
   constexpr int AT_ONCE = F == Format::q6_k ? 4 : 8;
-  const uint8_t* tiles[2] = {w.group(group), w.group(group + groups - 1)};
   memset(out, 0, size_t(count) * PANEL_COLUMNS * sizeof(float));
   for (int b = 0; b < w.inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
     for (int sub = 0; sub < form.blocks(); sub++, b++) {
