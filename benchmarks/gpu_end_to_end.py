@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_slice import LLAMA_8B, TINY, Slice, model_config
+from benchmarks.gpu_slice import LLAMA_8B, TINY, Slice, model_config, model_folder
 
 QWEN3_06B = LLAMA_8B.with_name("Qwen3-0.6B.json")
 START_SECONDS = 300
@@ -69,7 +68,7 @@ def started(given: argparse.Namespace, model: Path, longest: int) -> Iterator[An
     from jaxllm.llm import LLM
 
     began = time.perf_counter()
-    llm = LLM(model=str(folder_of(given, model)), **settings(given, longest))
+    llm = LLM(model=str(model_folder(given, "in-process", model)), **settings(given, longest))
     try:
         while llm.stats().compiles_pending:
             time.sleep(0.1)
@@ -87,13 +86,6 @@ def settings(given: argparse.Namespace, longest: int) -> dict[str, Any]:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "kv_cache_memory": 2**22, "cpu_kernels": "off"}
     sizes |= {"decode_buckets": frozenset({4}), "prefill_buckets": frozenset({32})}
     return common | {"compile_cache_dir": given.out / "compile"} | (sizes if given.tiny else {})
-
-
-def folder_of(given: argparse.Namespace, model: Path) -> Path:
-    """A folder with the config.json alone."""
-    folder = Path(tempfile.mkdtemp(prefix="jaxllm-gpu-"))
-    (folder / "config.json").write_text(json.dumps(model_config(given, model)))
-    return folder
 
 
 def generate(llm: Any, prompts: list[list[int]], lengths: list[int], temperature: float) -> dict[str, Any]:
@@ -131,7 +123,7 @@ def measure_serve(run: Slice) -> None:
     from jaxllm.cli.bench.process import server
     from jaxllm.config import ServeConfig
 
-    folder = folder_of(run.given, LLAMA_8B)
+    folder = model_folder(run.given, "served")
     size = model_config(run.given)["vocab_size"]
     write_tokenizer(folder / "tokenizer.json", size)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": size - 1}))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_bars import ATTENTION_SHARE
-from benchmarks.gpu_slice import Slice, model_config
+from benchmarks.gpu_slice import Slice, model_folder
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import COMPILER_OPTIONS
 from jaxllm.engine.device.keys import PLAIN, SAMPLED, Variant
@@ -59,8 +56,7 @@ class Model:
 
     def __init__(self, given: Any, rows: Sequence[int], longest: int, batched: int, isq: str | None = None):
         self.rows, self.isq, self.tiny = rows, isq or given.isq, given.tiny
-        folder = Path(tempfile.mkdtemp(prefix="jaxllm-gpu-"))
-        (folder / "config.json").write_text(json.dumps(model_config(given)))
+        folder = model_folder(given, "steps")
         config = EngineConfig(
             model=str(folder), load_format="dummy", max_model_len=longest, max_num_seqs=max(*rows, 2),
             max_num_batched_tokens=max(batched, *rows), isq=self.isq, cpu_kernels="off",

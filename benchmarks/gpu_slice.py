@@ -53,6 +53,14 @@ def model_config(given: argparse.Namespace, default: Path = LLAMA_8B) -> dict[st
     return values.get("config", values) | (TINY if given.tiny else {})
 
 
+def model_folder(given: argparse.Namespace, purpose: str, default: Path = LLAMA_8B) -> Path:
+    """A folder with that config.json, beside the results; `purpose` says who may write more into it."""
+    folder: Path = given.out / "models" / purpose / default.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(given, default)))
+    return folder
+
+
 class Slice:
     """What one slice has measured, in a file that another run of it goes on from."""
 
