@@ -8,7 +8,9 @@ VENV := .venv
 BIN  := $(VENV)/bin
 GPU  := $(abspath .venv-gpu)
 TPU  := $(abspath .venv-tpu)
-PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are first imported, which most of a large package's never are.
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow test-web web check check-web check-gpu check-tpu format bench clean
@@ -73,6 +75,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(PIP) --editable .
