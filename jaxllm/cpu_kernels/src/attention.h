@@ -29,11 +29,6 @@ INLINE Floats capped(Floats x, float cap) {  // cap tanh(x / cap)
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1));
 }
 
-static float query_channel(const Attention& a, int64_t vector, int d) {
-  const int64_t at = vector * a.dim + d;
-  return a.q_is_bf16 ? float_of_bf16(((const uint16_t*)a.q)[at]) : ((const float*)a.q)[at];
-}
-
 // Room in the scratch, piece by piece.
 struct Room {
   uint8_t* at;

@@ -152,8 +152,6 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
     alignas(64) uint16_t pairs[G][KEY_BLOCK];
     for (int g = 0; g < G; g++)
       for (int j = 0; j < n; j += LANES) store_bf16(pairs[g] + j, load(weights + g * KEY_BLOCK + j));
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int d = 0; d < dim; d += 2 * LANES) {
       Floats acc[G][2];
       for (int g = 0; g < G; g++)
@@ -161,7 +159,7 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
       for (int j = 0; j < n; j += 2) {
         if (j % WEIGHED == 0) ahead.some(share);
         const Bytes even = load_bytes((const uint8_t*)(rows[j] + d)), odd = load_bytes((const uint8_t*)(rows[j + 1] + d));
-        const Bytes first = _mm512_permutex2var_epi16(even, low, odd), second = _mm512_permutex2var_epi16(even, high, odd);
+        const Bytes first = in_turns<false>(even, odd), second = in_turns<true>(even, odd);
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) {
           const Bytes weight = broadcast_quad((const int8_t*)(pairs[g] + j));

@@ -178,6 +178,17 @@ static void visit_floats(const Attention& a, const AttentionUnit& u, State& s, c
 
 #if defined(__AVX512BF16__)
 
+// Channels of two rows as pairs.
+static void pair_rows(const uint16_t* even, const uint16_t* odd, int count, uint32_t* out) {
+  int d = 0;
+  for (; d + 2 * LANES <= count; d += 2 * LANES) {
+    const Bytes a = load_bytes((const uint8_t*)(even + d)), b = load_bytes((const uint8_t*)(odd + d));
+    store_bytes((uint8_t*)(out + d), in_turns<false>(a, b));
+    store_bytes((uint8_t*)(out + d + LANES), in_turns<true>(a, b));
+  }
+  for (; d < count; d++) out[d] = even[d] | uint32_t(odd[d]) << 16;
+}
+
 // One block of keys with pairs of bf16; `room` takes pairs of weights and of values.
 static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, const uint32_t* queries, int key, int count, bool masked, uint32_t* room) {
   Rows<uint16_t> keys, values;
@@ -200,12 +211,9 @@ static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, co
   for (int j = 0; j < pairs; j++, room += a.value_dim) {
     for (int at = 0; at < s.width; at += LANES) {
       const float* p = s.scores + 2 * j * s.width + at;
-      const __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(load(p)));
-      const __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(load(p + s.width)));
-      _mm512_storeu_si512(weights + j * s.width + at, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+      store_bytes((uint8_t*)(weights + j * s.width + at), paired(load(p), load(p + s.width)));
     }
-    const uint16_t *even = values.at[2 * j], *odd = values.at[2 * j + 1];
-    for (int d = 0; d < a.value_dim; d++) room[d] = even[d] | uint32_t(odd[d]) << 16;
+    pair_rows(values.at[2 * j], values.at[2 * j + 1], a.value_dim, room);
     rows[j] = room;
   }
   over_columns(s.width, [&](int at, auto columns) {
@@ -230,17 +238,16 @@ static void transpose(const float* from, int64_t stride, int rows, int columns, 
 
 // Queries into lanes: [dim][width] floats, or [dim / 2][width] pairs. `room` takes them as rows before.
 static void turn_queries(const Attention& a, const Vectors& v, int count, int width, bool pairs, float* room, float* queries) {
-  memset(queries, 0, size_t(a.dim) * width * 4);
-  if (pairs) {
-    for (int r = 0; r < count; r++)
-      for (int d = 0; d < a.dim; d++) ((uint16_t*)queries)[(d / 2 * width + r) * 2 + d % 2] = bf16_of_float(query_channel(a, v.index[r], d));
-    return;
-  }
+  const int elements = pairs ? a.dim / 2 : a.dim;
+  memset(queries, 0, size_t(elements) * width * 4);
   for (int r = 0; r < count; r++) {
-    if (a.q_is_bf16) widen_bf16((const uint16_t*)a.q + v.index[r] * a.dim, a.dim, room + r * a.dim);
-    else memcpy(room + r * a.dim, (const float*)a.q + v.index[r] * a.dim, size_t(a.dim) * 4);
+    const int64_t at = v.index[r] * a.dim;
+    const float* row = (const float*)a.q + at;
+    if (pairs == a.q_is_bf16) memcpy(room + r * elements, (const uint8_t*)a.q + at * (pairs ? 2 : 4), size_t(elements) * 4);
+    else if (pairs) narrow_bf16(row, a.dim, (uint16_t*)(room + r * elements));
+    else widen_bf16((const uint16_t*)a.q + at, a.dim, room + r * elements);
   }
-  transpose(room, a.dim, count, a.dim, queries, width);
+  transpose(room, elements, count, elements, queries, width);
 }
 
 static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {

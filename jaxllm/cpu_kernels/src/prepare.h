@@ -45,8 +45,7 @@ static void prepare_block(const float* x, const Activations& a, int m, int block
     quantize_block(x, a.codes + index * BLOCK, a.blocks + index);
   }
   if (a.values) memcpy(a.values + at, x, BLOCK * sizeof(float));
-  if (a.halves)
-    for (int i = 0; i < BLOCK; i++) a.halves[at + i] = bf16_of_float(x[i]);
+  if (a.halves) narrow_bf16(x, BLOCK, a.halves + at);
 }
 
 static void prepare_panel(const float* panel, int count, const Activations& a, int row, int block) {

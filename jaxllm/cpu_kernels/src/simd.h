@@ -57,6 +57,11 @@ static inline void widen_bf16(const uint16_t* bits, int count, float* out) {
   for (; i < count; i++) out[i] = float_of_bf16(bits[i]);
 }
 
+// `count` floats as the bits of bf16.
+static inline void narrow_bf16(const float* x, int count, uint16_t* out) {
+  for (int i = 0; i < count; i++) out[i] = bf16_of_float(x[i]);
+}
+
 #if !defined(KERNELS_AVX512)
 
 // out[c * out_stride + r] = from[r * stride + c] of 16 rows by 16 columns.

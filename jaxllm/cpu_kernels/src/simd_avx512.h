@@ -124,6 +124,16 @@ INLINE Ints dot(Ints acc, Bytes codes, Bytes x) { return _mm512_dpbusd_epi32(acc
 // Pairs of bf16: acc[i] += a[2i] b[2i] + a[2i + 1] b[2i + 1].
 INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 INLINE void store_bf16(uint16_t* p, Floats v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
+// Words of two vectors in turns, a0 b0 a1 b1 ...: of their first halves, or of their second ones.
+template <bool SECOND> INLINE Bytes in_turns(Bytes a, Bytes b) {
+  const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  return _mm512_permutex2var_epi16(a, SECOND ? _mm512_add_epi16(first, _mm512_set1_epi16(16)) : first, b);
+}
+// Pairs of bf16, the first of each from `a`.
+INLINE Bytes paired(Floats a, Floats b) {
+  const __m256i first = (__m256i)_mm512_cvtneps_pbh(a), second = (__m256i)_mm512_cvtneps_pbh(b);
+  return in_turns<false>(_mm512_castsi256_si512(first), _mm512_castsi256_si512(second));
+}
 #endif
 
 }  // namespace ISA
