@@ -77,13 +77,13 @@ struct Panel {
 // Bytes of weights fetched ahead of their use: into L2, which has more places for misses under way, and from there into L1.
 static constexpr int FAR_AHEAD = 16384, AHEAD = 2048;
 
-INLINE void prefetch_ahead(const uint8_t* p) {
-  __builtin_prefetch(p + FAR_AHEAD, 0, 2);
+INLINE void prefetch_ahead(const uint8_t* p, int64_t far = FAR_AHEAD) {
+  __builtin_prefetch(p + far, 0, 2);
   __builtin_prefetch(p + AHEAD, 0, 3);
 }
 
-INLINE void prefetch_block(const uint8_t* p, int bytes) {
-  for (int i = 0; i < bytes; i += 64) prefetch_ahead(p + i);
+INLINE void prefetch_block(const uint8_t* p, int bytes, int64_t far = FAR_AHEAD) {
+  for (int i = 0; i < bytes; i += 64) prefetch_ahead(p + i, far);
 }
 
 }  // namespace ISA

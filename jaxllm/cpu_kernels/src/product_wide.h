@@ -51,18 +51,21 @@ template <Format F, int R> static void add_up(const uint8_t* const (&groups)[2],
   constexpr Layout form = layout(F);
   constexpr bool split = F == Format::q6_k;
   const uint8_t* tiles[2] = {groups[0], groups[1]};
+  const int64_t group_bytes = int64_t(inputs / form.inputs) * form.bytes();
   Floats acc[2][R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = broadcast(0);
   for (int b = 0; b < inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
+    // Where a group ends the other one lies behind it, and then the next two.
+    const int64_t far = tiles[0] + FAR_AHEAD < groups[0] + group_bytes ? FAR_AHEAD : FAR_AHEAD + group_bytes;
     for (int sub = 0; sub < form.blocks(); sub++, b++) {
       const uint8_t* codes[2];
       Scales s[2];
 #pragma GCC unroll 2
       for (int g = 0; g < 2; g++) {
         codes[g] = tiles[g] + form.header + sub * form.codes;
-        if (form.blocks() > 1 && sub == 0) prefetch_block(tiles[g], form.header);
-        prefetch_block(codes[g], form.codes + (form.blocks() > 1 ? 0 : form.header));
+        if (form.blocks() > 1 && sub == 0) prefetch_block(tiles[g], form.header, far);
+        prefetch_block(codes[g], form.codes + (form.blocks() > 1 ? 0 : form.header), far);
         s[g] = scales<F>(tiles[g], sub, 0);
       }
       const int8_t* inputs_of_rows = x.x(b, m);
@@ -147,8 +150,9 @@ template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int c
   if (count < MANY_ROWS) {
     int m = 0;
     for (; m + 4 <= count; m += 4) add_up<F, 4>(tiles, w.inputs, x, m, out);
-    for (; m + 2 <= count; m += 2) add_up<F, 2>(tiles, w.inputs, x, m, out);
-    if (m < count) add_up<F, 1>(tiles, w.inputs, x, m, out);
+    if (count - m == 3) add_up<F, 3>(tiles, w.inputs, x, m, out);  // the rest in one pass: each reads all weights
+    if (count - m == 2) add_up<F, 2>(tiles, w.inputs, x, m, out);
+    if (count - m == 1) add_up<F, 1>(tiles, w.inputs, x, m, out);
     return true;
   }
   constexpr Layout form = layout(F);
