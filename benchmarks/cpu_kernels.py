@@ -20,8 +20,10 @@ import numpy as np
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels.tiles import GROUP
 
-SHAPES = {"576 -> 3072": (576, 3072), "1536 -> 576": (1536, 576), "4096 -> 14336": (4096, 14336)}
-"""Gate and up, and down, of SmolLM2-135M; one of Llama-3.1-8B's."""
+SHAPES = {
+    "576 -> 3072": (576, 3072), "1536 -> 576": (1536, 576), "4096 -> 14336": (4096, 14336), "14336 -> 4096": (14336, 4096),
+}  # fmt: skip
+"""Gate and up, and down, of SmolLM2-135M and of Llama-3.1-8B."""
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 
 

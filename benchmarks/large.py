@@ -1,6 +1,7 @@
 """Decode of a large model's shape with random 4-bit weights, beside what the memory gives: the two take turns.
 
-Every step reads all weights once, from memory: no cache holds 4.8 GB. Needs no files of a model.
+Every step reads all weights once, from memory: no cache holds them, nor a part worth naming of as many bytes that are
+read for comparison. Needs no files of a model.
 
     python benchmarks/large.py [--streams 1 2 4] [--rounds 5] [--isq q4_0]
 """
@@ -62,7 +63,9 @@ def main() -> None:
             print("| streams | tok/s | GB/s of weights | memory gives GB/s | share |\n|---:|---:|---:|---:|---:|")
             for streams in given.streams:
                 decode_seconds(llm, streams, source)
-                rounds = [(measure_bandwidth(), decode_seconds(llm, streams, source)) for _ in range(given.rounds)]
+                rounds = [
+                    (measure_bandwidth(int(weights)), decode_seconds(llm, streams, source)) for _ in range(given.rounds)
+                ]
                 seconds = statistics.median(took for _, took in rounds)
                 memory = statistics.median(bandwidth for bandwidth, _ in rounds)
                 share = statistics.median(weights / took / bandwidth for bandwidth, took in rounds)
