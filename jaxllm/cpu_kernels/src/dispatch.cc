@@ -83,6 +83,12 @@ std::atomic<int> thread_count{1};
 
 }  // namespace
 
+#if defined(__x86_64__)
+const bool fetches_into_l1 = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
+#else
+const bool fetches_into_l1 = true;
+#endif
+
 const Kernels& kernels() {
   if (!chosen) chosen = find(nullptr);
   return *chosen;

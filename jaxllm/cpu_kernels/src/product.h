@@ -74,12 +74,13 @@ struct Panel {
   const RowBlock& scale(int block, int row) const { return blocks[int64_t(block) * stride + row]; }
 };
 
-// Bytes of weights fetched ahead of their use: into L2, which has more places for misses under way, and from there into L1.
+// Bytes of weights fetched ahead of their use: into L2, which has more places for misses under way, and on processors that
+// gain by it from there into L1.
 static constexpr int FAR_AHEAD = 16384, AHEAD = 2048;
 
 INLINE void prefetch_ahead(const uint8_t* p, int64_t far = FAR_AHEAD) {
   __builtin_prefetch(p + far, 0, 2);
-  __builtin_prefetch(p + AHEAD, 0, 3);
+  if (fetches_into_l1) __builtin_prefetch(p + AHEAD, 0, 3);
 }
 
 INLINE void prefetch_block(const uint8_t* p, int bytes, int64_t far = FAR_AHEAD) {
