@@ -20,6 +20,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
 _STOP_SECONDS = 20
+PENDING = "jaxllm:compiles_pending"
 
 
 @contextmanager
@@ -55,12 +56,12 @@ def failure(process: subprocess.Popen[bytes], log: Path) -> ConfigError:
 
 @contextmanager
 def server(config: EngineConfig, timeout: float) -> Iterator[str]:
-    """Run `jaxllm serve` on a free port and yield its URL once /ready answers 200."""
+    """Run `jaxllm serve` on a free port and yield its URL once it is ready and has nothing left to compile."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     with child(["serve", "--host", "127.0.0.1", "--port", str(port)], config, subprocess.DEVNULL) as (process, log):
         deadline = time.monotonic() + timeout
-        while not _ready(url):
+        while not (_ready(url) and _compiled(url)):
             if process.poll() is not None:
                 raise failure(process, log)
             if time.monotonic() > deadline:
@@ -74,6 +75,14 @@ def _ready(url: str) -> bool:
         return httpx.get(f"{url}/ready", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def _compiled(url: str) -> bool:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    metrics = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text)
+    pending = [sample.value for metric in metrics if metric.name == PENDING for sample in metric.samples]
+    return sum(pending) == 0
 
 
 def _free_port() -> int:
