@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -182,6 +183,20 @@ class Alphabet:
 
     def encode(self, text: str) -> list[int]:
         return [0, *(ord(letter) - 96 for letter in text)]
+
+
+@pytest.mark.parametrize(("left", "compiled"), [("0.0", True), ("3.0", False)])
+def test_a_server_of_its_own_is_measured_once_it_has_compiled(
+    monkeypatch: pytest.MonkeyPatch, left: str, compiled: bool
+) -> None:
+    def answer(url: str, timeout: float) -> httpx.Response:
+        metrics = (
+            f'jaxllm:num_requests_running{{model_name="m"}} 5.0\njaxllm:compiles_pending{{model_name="m"}} {left}\n'
+        )
+        return httpx.Response(200, text=metrics if url.endswith("/metrics") else "", request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(process.httpx, "get", answer)
+    assert process._compiled("http://server") is compiled
 
 
 def test_windows_of_a_text_each_begin_as_a_text_does() -> None:
