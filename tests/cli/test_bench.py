@@ -176,15 +176,6 @@ def test_a_child_that_fails_is_quoted(tmp_path: Path) -> None:
         raise process.failure(running, log)
 
 
-class Alphabet:
-    """One token a letter, and a token that begins texts."""
-
-    bos_token_id = 0
-
-    def encode(self, text: str) -> list[int]:
-        return [0, *(ord(letter) - 96 for letter in text)]
-
-
 @pytest.mark.parametrize(("left", "compiled"), [("0.0", True), ("3.0", False)])
 def test_a_server_of_its_own_is_measured_once_it_has_compiled(
     monkeypatch: pytest.MonkeyPatch, left: str, compiled: bool
@@ -197,6 +188,15 @@ def test_a_server_of_its_own_is_measured_once_it_has_compiled(
 
     monkeypatch.setattr(process.httpx, "get", answer)
     assert process._compiled("http://server") is compiled
+
+
+class Alphabet:
+    """One token a letter, and a token that begins texts."""
+
+    bos_token_id = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *(ord(letter) - 96 for letter in text)]
 
 
 def test_windows_of_a_text_each_begin_as_a_text_does() -> None:

@@ -20,7 +20,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
 _STOP_SECONDS = 20
-PENDING = "jaxllm:compiles_pending"
+_PENDING = "jaxllm:compiles_pending"
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def _compiled(url: str) -> bool:
     from prometheus_client.parser import text_string_to_metric_families
 
     metrics = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text)
-    pending = [sample.value for metric in metrics if metric.name == PENDING for sample in metric.samples]
-    return sum(pending) == 0
+    pending = [sample.value for metric in metrics if metric.name == _PENDING for sample in metric.samples]
+    return bool(pending) and not any(pending)
 
 
 def _free_port() -> int:
