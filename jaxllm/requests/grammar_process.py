@@ -124,7 +124,8 @@ def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
     matcher = call_with_stack("build", stack_bytes, lambda: new_matcher(vocabulary, grammar))
     call_with_stack("follow", _MASK_STACK_BYTES, lambda: _follow(matcher))
     if matcher.is_error():
-        return {"error": f" cannot be enforced: {one_line(matcher.get_error())}"}
+        problem, _, _ = matcher.get_error().partition("<backtrace>")
+        return {"error": f" cannot be enforced: {one_line(problem)}"}
     return {"grammar": grammar}
 
 
