@@ -83,6 +83,8 @@ def _registered(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.jaxllm_isa.restype = ctypes.c_char_p
     library.jaxllm_set_isa.restype = library.jaxllm_runs_isa.restype = ctypes.c_bool
+    library.jaxllm_set_reads_by_group.argtypes = [ctypes.c_bool]
+    library.jaxllm_set_reads_by_group.restype = ctypes.c_bool
     check_cpu_targets_at_once()
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
@@ -144,8 +146,13 @@ def set_threads(count: int) -> None:
 
 
 @contextlib.contextmanager
-def forced(isa_name: str | None = None, threads: int | None = None) -> Iterator[None]:
-    """For tests: another instruction set or number of threads for a while, for every call of the process.
+def forced(
+    isa_name: str | None = None, threads: int | None = None, reads_by_group: bool | None = None
+) -> Iterator[None]:
+    """For tests: another instruction set, number of threads or maker's way for a while, for every call of the process.
+
+    Args:
+        reads_by_group: as on AMD's processors, or as on others'; see kernels.h.
 
     Raises:
         ValueError: this machine does not have that instruction set.
@@ -155,9 +162,13 @@ def forced(isa_name: str | None = None, threads: int | None = None) -> Iterator[
         raise ValueError(f"the ISA is {isa_name!r}; this machine runs {', '.join(runnable_isas())}")
     if threads is not None:
         set_threads(threads)
+    if reads_by_group is not None:
+        reads_by_group_before = lib.jaxllm_set_reads_by_group(reads_by_group)
     try:
         yield
     finally:
+        if reads_by_group is not None:
+            lib.jaxllm_set_reads_by_group(reads_by_group_before)
         lib.jaxllm_set_isa(before.encode())
         if threads is not None:
             set_threads(physical_cores())

@@ -106,6 +106,7 @@ OTHER_FFI = """
 void jaxllm_isa() {}
 void jaxllm_set_isa() {}
 void jaxllm_runs_isa() {}
+void jaxllm_set_reads_by_group() {}
 XLA_FFI_Error* jaxllm_linear(XLA_FFI_CallFrame* call) {
   XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)call->extension_start)->metadata;
   metadata->api_version.major_version = 0;

@@ -92,6 +92,18 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_threads(isa, format):
             np.testing.assert_array_equal(product(x, weights.tiles), expected)
 
 
+@every_isa
+@every_format
+def test_weights_are_read_in_either_order_to_the_same_sums(isa, format):
+    weights = random_weights(format, 40, 512)
+    x = activations(27, 512)
+    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 25, 27):
+        with cpu_kernels.forced(isa, reads_by_group=False):
+            expected = product(x[:rows], weights.tiles)
+        with cpu_kernels.forced(isa, reads_by_group=True):
+            np.testing.assert_array_equal(product(x[:rows], weights.tiles), expected)
+
+
 @every_format
 def test_vector_instruction_sets_agree_to_the_last_bit(format):
     if format == "bf16":

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <utility>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -84,9 +85,9 @@ std::atomic<int> thread_count{1};
 }  // namespace
 
 #if defined(__x86_64__)
-const bool fetches_into_l1 = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
+bool reads_by_group = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
 #else
-const bool fetches_into_l1 = true;
+bool reads_by_group = false;
 #endif
 
 const Kernels& kernels() {
@@ -104,6 +105,9 @@ EXPORT bool jaxllm_set_isa(const char* name) {
 }
 
 EXPORT bool jaxllm_runs_isa(const char* name) { return find(name); }
+
+// Gives what was set before.
+EXPORT bool jaxllm_set_reads_by_group(bool value) { return std::exchange(reads_by_group, value); }
 
 EXPORT const char* jaxllm_isa() { return kernels().name; }
 

@@ -112,8 +112,9 @@ struct Kernels {
   void (*attend)(const Attention&, const AttentionUnit&, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch);
 };
 
-// Not AMD's: there these fetches take the places of those from memory, a twentieth of the time of one row.
-extern const bool fetches_into_l1;
+// What differs between processors of one ISA. AMD's read weights fastest in one stream: group by group while rows are few, and
+// without fetching from L2 into L1, which takes the places of fetches from memory. Intel's would be held up by their loads.
+extern bool reads_by_group;
 
 const Kernels* kernels_portable();
 #if defined(__x86_64__)

@@ -74,17 +74,16 @@ struct Panel {
   const RowBlock& scale(int block, int row) const { return blocks[int64_t(block) * stride + row]; }
 };
 
-// Bytes of weights fetched ahead of their use: into L2, which has more places for misses under way, and on processors that
-// gain by it from there into L1.
+// Bytes of weights fetched ahead of their use: into L2, which has more places for misses under way, and from there into L1.
 static constexpr int FAR_AHEAD = 16384, AHEAD = 2048;
 
-INLINE void prefetch_ahead(const uint8_t* p, int64_t far = FAR_AHEAD) {
-  __builtin_prefetch(p + far, 0, 2);
-  if (fetches_into_l1) __builtin_prefetch(p + AHEAD, 0, 3);
+INLINE void prefetch_ahead(const uint8_t* p) {
+  __builtin_prefetch(p + FAR_AHEAD, 0, 2);
+  if (!reads_by_group) __builtin_prefetch(p + AHEAD, 0, 3);
 }
 
-INLINE void prefetch_block(const uint8_t* p, int bytes, int64_t far = FAR_AHEAD) {
-  for (int i = 0; i < bytes; i += 64) prefetch_ahead(p + i, far);
+INLINE void prefetch_block(const uint8_t* p, int bytes) {
+  for (int i = 0; i < bytes; i += 64) prefetch_ahead(p + i);
 }
 
 }  // namespace ISA
@@ -98,16 +97,23 @@ INLINE void prefetch_block(const uint8_t* p, int bytes, int64_t far = FAR_AHEAD)
 
 namespace ISA {
 
+// `count` rows, at most MOST, while the weights are read once.
+template <Format F, int MOST>
+INLINE void one_pass(const uint8_t* tiles, int inputs, const Panel& x, int m, int count, float* out) {
+  if (count == MOST) return few_rows<F, MOST>(tiles, inputs, x, m, out);
+  if constexpr (MOST > 1) one_pass<F, MOST - 1>(tiles, inputs, x, m, count, out);
+}
+
 template <Format F>
 static void quantized_product(const Matrix& w, const Panel& x, int count, int group, int groups, float* out) {
   if (many_rows<F>(w, x, count, group, groups, out)) return;
   for (int g = 0; g < groups; g++) {
-    const uint8_t* tiles = w.group(group + g);
     int m = 0;
-    for (; m + FEW_ROWS <= count; m += FEW_ROWS) few_rows<F, FEW_ROWS>(tiles, w.inputs, x, m, out + g * ROWS);
-    if constexpr (FEW_ROWS > 2)
-      for (; m + 2 <= count; m += 2) few_rows<F, 2>(tiles, w.inputs, x, m, out + g * ROWS);
-    for (; m < count; m++) few_rows<F, 1>(tiles, w.inputs, x, m, out + g * ROWS);
+    for (int passes = (count + FEW_ROWS - 1) / FEW_ROWS; passes > 0; passes--) {
+      const int taken = (count - m + passes - 1) / passes;
+      one_pass<F, FEW_ROWS>(w.group(group + g), w.inputs, x, m, taken, out + g * ROWS);
+      m += taken;
+    }
   }
 }
 

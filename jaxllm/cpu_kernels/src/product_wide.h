@@ -1,10 +1,14 @@
-// Integer products with 16 lanes. One row takes a group at a time, more rows two, so that each quad of activations is read
-// once for both.
+// Integer products with 16 lanes. One row takes a group at a time, many rows two, so that each quad of activations is read once
+// for both; between them it depends on the processor.
 #pragma once
 
 namespace ISA {
 
+#if defined(KERNELS_AVX512)
+constexpr int FEW_ROWS = 8;
+#else
 constexpr int FEW_ROWS = 1;
+#endif
 
 template <Format F> INLINE void load_quads(const uint8_t* codes, Bytes (&w)[8]) {
   unroll<0, 8>([&](auto p) __attribute__((always_inline)) { w[p.value] = quad<F, p.value>(codes, 0); });
@@ -23,10 +27,12 @@ template <Format F> INLINE Ints dots(const Bytes (&w)[8], const Scales& s, const
   return split ? add(multiply(first, s.first), multiply(second, s.second)) : add(first, second);
 }
 
+// One group's codes are unpacked once for R rows, whose sums stay in registers.
 template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs, const Panel& x, int m, float* out) {
-  static_assert(R == 1);
   constexpr Layout form = layout(F);
-  Floats acc = broadcast(0);
+  Floats acc[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) acc[r] = broadcast(0);
   for (int b = 0; b < inputs / BLOCK; tile += form.bytes()) {
     const uint8_t* codes = tile + form.header;
     if constexpr (form.blocks() > 1) prefetch_block(tile, form.header);
@@ -35,37 +41,38 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
       Bytes w[8];
       load_quads<F>(codes, w);
       const Scales s = scales<F>(tile, sub, 0);
-      const RowBlock& scale = x.scale(b, m);
-      acc = add_block<F>(acc, dots<F>(w, s, x.x(b, m), scale), s, scale);
+      const int8_t* v = x.x(b, m);
+      const RowBlock* scale = &x.scale(b, m);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r] = add_block<F>(acc[r], dots<F>(w, s, v + r * BLOCK, scale[r]), s, scale[r]);
     }
   }
-  store(out + m * PANEL_COLUMNS, acc);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) store(out + (m + r) * PANEL_COLUMNS, acc[r]);
 }
 
 #if defined(KERNELS_AVX512)
 
 constexpr int MANY_ROWS = 8;  // from here on it pays to unpack weights once for all rows of a panel
+constexpr int MOST_BY_GROUP = 24;
 
 // R rows by two groups, whose sums stay in registers.
 template <Format F, int R> static void add_up(const uint8_t* const (&groups)[2], int inputs, const Panel& x, int m, float* out) {
   constexpr Layout form = layout(F);
   constexpr bool split = F == Format::q6_k;
   const uint8_t* tiles[2] = {groups[0], groups[1]};
-  const int64_t group_bytes = int64_t(inputs / form.inputs) * form.bytes();
   Floats acc[2][R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = broadcast(0);
   for (int b = 0; b < inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
-    // Where a group ends the other one lies behind it, and then the next two.
-    const int64_t far = tiles[0] + FAR_AHEAD < groups[0] + group_bytes ? FAR_AHEAD : FAR_AHEAD + group_bytes;
     for (int sub = 0; sub < form.blocks(); sub++, b++) {
       const uint8_t* codes[2];
       Scales s[2];
 #pragma GCC unroll 2
       for (int g = 0; g < 2; g++) {
         codes[g] = tiles[g] + form.header + sub * form.codes;
-        if (form.blocks() > 1 && sub == 0) prefetch_block(tiles[g], form.header, far);
-        prefetch_block(codes[g], form.codes + (form.blocks() > 1 ? 0 : form.header), far);
+        if (form.blocks() > 1 && sub == 0) prefetch_block(tiles[g], form.header);
+        prefetch_block(codes[g], form.codes + (form.blocks() > 1 ? 0 : form.header));
         s[g] = scales<F>(tiles[g], sub, 0);
       }
       const int8_t* inputs_of_rows = x.x(b, m);
@@ -145,7 +152,7 @@ INLINE void add_rows(const Quads& w, const Scales (&s)[2], const Panel& x, int b
 // Two groups at a time; one that is left counts as both. From MANY_ROWS on the weights of one block lie unpacked in L1 while
 // all rows pass, and so do the rows' sums.
 template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int count, int group, int groups, float* out) {
-  if (count == 1) return false;
+  if (count == 1 || (reads_by_group && count <= MOST_BY_GROUP)) return false;
   const uint8_t* tiles[2] = {w.group(group), w.group(group + groups - 1)};
   if (count < MANY_ROWS) {
     int m = 0;
