@@ -94,20 +94,20 @@ def _bytes_read(param: ParamSpec, blueprint: Blueprint) -> int:
     return held
 
 
-def measure_bandwidth(nbytes: int = MEASURED_BYTES) -> float:
-    """Bytes a second that the first device reads from its memory: the best of a few rounds over `nbytes`."""
+def measure_bandwidth() -> float:
+    """Bytes a second that the first device reads from its memory: the best of a few rounds over a large array."""
     if find_devices()[0].platform == "cpu":
-        return _of_host(nbytes)
-    array = jnp.ones(nbytes // 4, jnp.float32)
+        return _of_host()
+    array = jnp.ones(MEASURED_BYTES // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     total(array).block_until_ready()
-    return nbytes / min(_seconds(lambda: total(array).block_until_ready()) for _ in range(ROUNDS))
+    return MEASURED_BYTES / min(_seconds(lambda: total(array).block_until_ready()) for _ in range(ROUNDS))
 
 
-def _of_host(nbytes: int) -> float:
-    parts = np.array_split(np.ones(nbytes // 8, np.int64), physical_cores())
+def _of_host() -> float:
+    parts = np.array_split(np.ones(MEASURED_BYTES // 8, np.int64), physical_cores())
     with ThreadPoolExecutor(len(parts)) as pool:
-        return nbytes / min(_seconds(lambda: list(pool.map(np.max, parts))) for _ in range(ROUNDS))
+        return MEASURED_BYTES / min(_seconds(lambda: list(pool.map(np.max, parts))) for _ in range(ROUNDS))
 
 
 def _seconds(work: Any) -> float:
