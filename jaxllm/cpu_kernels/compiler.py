@@ -31,6 +31,7 @@ _X86: dict[str, tuple[str, ...]] = {
     "avxvnni": (*_AVX2, "-mavxvnni"),
     "avx512": _AVX512,
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 _ARM: dict[str, tuple[str, ...]] = {
     "neon": ("-march=armv8.2-a+dotprod", "-DKERNELS_NEON"),

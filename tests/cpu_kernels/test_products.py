@@ -107,7 +107,7 @@ def test_weights_are_read_in_either_order_to_the_same_sums(isa, format):
 @every_format
 def test_vector_instruction_sets_agree_to_the_last_bit(format):
     if format == "bf16":
-        pytest.skip("avx512bf16 rounds activations, and the others do not")
+        pytest.skip("avx512bf16 and amx round activations, and the others do not")
     weights = random_weights(format, 33, 512)
     x = activations(20, 512)
     vectors = [isa for isa in ISAS if isa != "portable"]

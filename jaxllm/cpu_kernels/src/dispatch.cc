@@ -6,6 +6,10 @@
 #include <utility>
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__)
@@ -14,11 +18,16 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
+#if defined(__x86_64__)
+EXPORT bool jaxllm_has_amx();
+#endif
+
 namespace {
 
 struct Candidate {
   const Kernels* (*table)();
   bool (*runs_here)();
+  bool (*is_best_here)() = [] { return true; };  // of what runs here
 };
 
 #if defined(__x86_64__)
@@ -37,6 +46,18 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
 bool has_avx512bf16() { return has_avx512() && leaf_7_1(5); }
+
+// Tiles with int8 and bf16; Linux lets a process have them that asks.
+bool has_tiles() {
+#if defined(__linux__)
+  constexpr unsigned needed = 1 << 22 | 1 << 24 | 1 << 25;
+  constexpr long request_permission = 0x1023, tile_data = 18;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & needed) == needed && !syscall(SYS_arch_prctl, request_permission, tile_data);
+#else
+  return false;
+#endif
+}
 
 #elif defined(__aarch64__) && defined(__APPLE__)
 
@@ -59,6 +80,7 @@ bool has_neon_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) >> 13 & 1); }
 // The best first.
 const Candidate CANDIDATES[] = {
 #if defined(__x86_64__)
+    {kernels_amx, jaxllm_has_amx, amx_pays},
     {kernels_avx512bf16, has_avx512bf16},
     {kernels_avx512, has_avx512},
     {kernels_avxvnni, has_avxvnni},
@@ -75,7 +97,8 @@ const Kernels* find(const char* name) {
   __builtin_cpu_init();
 #endif
   for (const Candidate& candidate : CANDIDATES)
-    if ((!name || !strcmp(candidate.table()->name, name)) && candidate.runs_here()) return candidate.table();
+    if (name ? !strcmp(candidate.table()->name, name) && candidate.runs_here() : candidate.runs_here() && candidate.is_best_here())
+      return candidate.table();
   return nullptr;
 }
 
@@ -85,6 +108,8 @@ std::atomic<int> thread_count{1};
 }  // namespace
 
 #if defined(__x86_64__)
+EXPORT bool jaxllm_has_amx() { return has_avx512bf16() && has_tiles(); }
+
 bool reads_by_group = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
 #else
 bool reads_by_group = false;

@@ -122,6 +122,7 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_avxvnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
+const Kernels* kernels_amx();
 #elif defined(__aarch64__)
 const Kernels* kernels_neon();
 const Kernels* kernels_neon_i8mm();

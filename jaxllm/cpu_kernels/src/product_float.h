@@ -3,7 +3,7 @@
 
 namespace ISA {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 template <int R, int G> INLINE void bf16_rows(const Matrix& w, int group, const uint16_t* x, int stride, float* out) {
   const uint8_t *w0 = w.group(group), *w1 = w.group(group + G - 1);

@@ -1,9 +1,11 @@
 // Checks the kernels of each instruction set that is named and that this machine has, the best first: prints its name and
-// a hash of its products. The first argument is a file of what to expect, which is written if there is none.
+// a hash of its products. AMX is emulated where there is AVX-512 without it. The first argument is a file of what to expect, which is written if there is none.
 #include <inttypes.h>
+#include <string.h>
 
 #include <fstream>
 
+#include "amx_emulator.h"
 #include "check.h"
 
 extern "C" bool jaxllm_set_isa(const char* name);
@@ -20,6 +22,8 @@ int main(int count, char** arguments) {
     file.read((char*)expected.numbers.data(), std::streamsize(expected.numbers.size() * sizeof(double)));
     CHECK(bool(file) && expected.numbers.size(), "%s cannot be read", path);
   }
+  for (int i = 2; i < count; i++)
+    if (!strcmp(arguments[i], "amx")) emulate_amx();
   printf("best %s\n", kernels().name);
   for (int i = 2; i < count; i++) {
     if (!jaxllm_set_isa(arguments[i])) continue;
