@@ -89,7 +89,7 @@ INLINE void prefetch_block(const uint8_t* p, int bytes) {
 }  // namespace ISA
 
 #if defined(__AMX_TILE__)
-#include "tiles_amx.h"
+#include "product_amx.h"
 #endif
 #if defined(KERNELS_AVX2) || defined(KERNELS_NEON)
 #include "product_narrow.h"
