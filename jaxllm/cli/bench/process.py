@@ -61,7 +61,7 @@ def server(config: EngineConfig, timeout: float) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     with child(["serve", "--host", "127.0.0.1", "--port", str(port)], config, subprocess.DEVNULL) as (process, log):
         deadline = time.monotonic() + timeout
-        while not (_ready(url) and _compiled(url)):
+        while not _ready(url):
             if process.poll() is not None:
                 raise failure(process, log)
             if time.monotonic() > deadline:
@@ -72,7 +72,7 @@ def server(config: EngineConfig, timeout: float) -> Iterator[str]:
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+        return httpx.get(f"{url}/ready", timeout=5).status_code == 200 and _compiled(url)
     except httpx.TransportError:
         return False
 
