@@ -97,8 +97,7 @@ const Kernels* find(const char* name) {
   __builtin_cpu_init();
 #endif
   for (const Candidate& candidate : CANDIDATES)
-    if (name ? !strcmp(candidate.table()->name, name) && candidate.runs_here() : candidate.runs_here() && candidate.is_best_here())
-      return candidate.table();
+    if ((!name || !strcmp(candidate.table()->name, name)) && candidate.runs_here() && (name || candidate.is_best_here())) return candidate.table();
   return nullptr;
 }
 
