@@ -54,7 +54,7 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
 #if defined(KERNELS_AVX512)
 
 constexpr int MANY_ROWS = 8;  // from here on it pays to unpack weights once for all rows of a panel
-constexpr int MOST_BY_GROUP = 24;
+constexpr int MOST_BY_GROUP = 24;  // up to here it pays more to read weights in one stream, where a processor `reads_by_group`
 
 // R rows by two groups, whose sums stay in registers.
 template <Format F, int R> static void add_up(const uint8_t* const (&groups)[2], int inputs, const Panel& x, int m, float* out) {

@@ -1,5 +1,6 @@
 // Checks the kernels of each instruction set that is named and that this machine has, the best first: prints its name and
-// a hash of its products. AMX is emulated where there is AVX-512 without it. The first argument is a file of what to expect, which is written if there is none.
+// a hash of its products. AMX is emulated where there is AVX-512 without it. The first argument is a file of what to
+// expect, which is written if there is none.
 #include <inttypes.h>
 #include <string.h>
 
