@@ -12,6 +12,9 @@ from jaxllm.errors import ConfigError
 CACHE_DIR = Path("~/.cache/jaxllm").expanduser()
 DATA_DIR = Path("~/.local/share/jaxllm").expanduser()
 
+CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
+"""The environment variable that forces an instruction set of the C++ kernels. It is no setting of a deployment."""
+
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

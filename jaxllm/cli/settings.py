@@ -18,7 +18,7 @@ from cyclopts import Group, Parameter
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxllm.config import EngineConfig, ServeConfig, did_you_mean, sections
+from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, did_you_mean, sections
 from jaxllm.errors import ConfigError
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -130,10 +130,15 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     return document
 
 
+def names_setting(variable: str) -> bool:
+    """Whether an environment variable is to name a setting: all that begin with JAXLLM_ but one."""
+    return variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE
+
+
 def _known_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variable -> field name for every JAXLLM_* variable that is set."""
     fields = {f"{ENV_PREFIX}{name.upper()}": name for name in ServeConfig.model_fields}
-    found = [variable for variable in environ if variable.startswith(ENV_PREFIX)]
+    found = [variable for variable in environ if names_setting(variable)]
     for variable in found:
         if variable not in fields:
             raise ConfigError(f"unknown variable {variable!r}{did_you_mean(variable, fields)}")

@@ -16,6 +16,7 @@ import jax
 import psutil
 
 from jaxllm.compat import check_cpu_targets_at_once
+from jaxllm.config import CPU_ISA_VARIABLE
 from jaxllm.cpu_kernels.build import compiled_path, packaged_path
 from jaxllm.cpu_kernels.compiler import ISAS, BuildError
 
@@ -60,9 +61,9 @@ def _load() -> Loaded:
         library = _packaged() or _registered(compiled_path())
     except (BuildError, OSError) as error:
         return Loaded(None, str(error))
-    forced = os.environ.get("JAXLLM_CPU_ISA")
+    forced = os.environ.get(CPU_ISA_VARIABLE)
     if forced and not library.jaxllm_set_isa(forced.encode()):
-        return Loaded(None, f"JAXLLM_CPU_ISA is {forced!r}; this machine runs {', '.join(_runnable(library))}")
+        return Loaded(None, f"{CPU_ISA_VARIABLE} is {forced!r}; this machine runs {', '.join(_runnable(library))}")
     library.jaxllm_set_threads(physical_cores())
     return Loaded(library, "")
 

@@ -167,6 +167,14 @@ def test_a_child_process_gets_exactly_the_configuration(tmp_path: Path, monkeypa
     assert not settings.exists() and not log.exists()
 
 
+def test_a_child_runs_the_instruction_set_that_is_forced(monkeypatch) -> None:
+    monkeypatch.setenv("JAXLLM_CPU_ISA", "avx2")
+    with process.child(["generate", "hi"], EngineConfig(model="/no/such/model"), stdout=-3) as (running, _):
+        environment = Path(f"/proc/{running.pid}/environ").read_bytes()
+        running.wait()
+    assert b"JAXLLM_CPU_ISA=avx2" in environment.split(b"\0")
+
+
 def test_a_child_that_fails_is_quoted(tmp_path: Path) -> None:
     with (
         process.child(["generate", "hi", "--port", "1"], EngineConfig(), stdout=-3) as (running, log),

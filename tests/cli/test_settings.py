@@ -34,6 +34,12 @@ def test_each_source_wins_over_the_next(cli, served, yaml_file, monkeypatch) -> 
     assert (served[0].port, served[0].max_num_seqs, served[0].seed, served[0].block_size) == (21, 12, 3, 16)
 
 
+def test_the_variable_that_forces_an_instruction_set_is_no_setting(cli, served, monkeypatch) -> None:
+    monkeypatch.setenv("JAXLLM_CPU_ISA", "avx2")
+    assert cli("serve").code == 0
+    assert served == [ServeConfig()]
+
+
 @pytest.mark.parametrize("model", [["org/model"], ["--model", "org/model"], ["--model=org/model"]])
 def test_the_model_is_a_bare_argument_or_a_flag(cli, served, model: list[str]) -> None:
     assert cli("serve", *model, "--tensor-parallel-size", "3").code == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import yaml
 
-from jaxllm.cli.settings import ENV_PREFIX
+from jaxllm.cli.settings import names_setting
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
@@ -32,7 +32,7 @@ def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[t
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as directory:
         settings, log = Path(directory, "config.yaml"), Path(directory, "stderr.log")
         settings.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        environment = {name: value for name, value in os.environ.items() if not names_setting(name)}
         command = [sys.executable, "-m", "jaxllm.cli.main", *arguments, "--config", str(settings)]
         with log.open("wb") as stderr:
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
