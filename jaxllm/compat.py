@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ import jax  # noqa: E402
 from jax._src import hardware_utils, xla_bridge  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 from jaxlib import xla_client  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 
 def lower_thread_priority() -> None:
@@ -68,6 +71,34 @@ def enable_compile_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+_UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
+_unknown_options: set[str] = set()
+"""Compiler options that this XLA has refused; each has been logged once."""
+
+
+def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compile, leaving out each option that this release of XLA does not know, with one line in the log for each.
+
+    XLA's options come and go between releases, and none of them changes what a program computes.
+    """
+    while True:
+        known = {name: value for name, value in (options or {}).items() if name not in _unknown_options}
+        try:
+            return lowered.compile(compiler_options=known or None)
+        except jax.errors.JaxRuntimeError as error:
+            refused = _UNKNOWN_OPTION.search(str(error))
+            if refused is None or refused[1] not in known:
+                raise
+            _unknown_options.add(refused[1])
+            logger.warning("the XLA of JAX %s has no compiler option %s: left out", jax.__version__, refused[1])
+
+
+def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that this XLA knows, found by compiling next to nothing with them."""
+    compile_lowered(jax.jit(lambda x: x).lower(0.0), options)
+    return {name: value for name, value in options.items() if name not in _unknown_options}
 
 
 class _Complaints(logging.Handler):

@@ -72,10 +72,6 @@ def own_compile_cache() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A module that looks at what XLA makes says `OPTIMIZED = True`; one that encodes weights, `LEVEL = 1`."""
-    with (
-        nullcontext()
-        if getattr(request.module, "OPTIMIZED", False)
-        else quick_compile(getattr(request.module, "LEVEL", 0))
-    ):
+    """A module that looks at what XLA makes says `OPTIMIZED = True`."""
+    with nullcontext() if getattr(request.module, "OPTIMIZED", False) else quick_compile():
         yield

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import jax
 import pytest
 from jax._src import compiler
 
+from jaxllm.compat import known_options
 from jaxllm.quantization import gguf_encode
 
 QUICK_COMPILE = {
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_use_fusion_emitters": False,  # gone in JAX 0.12
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 """The arithmetic is the same."""
@@ -47,19 +49,35 @@ def _quickly(lowered: jax.stages.Lowered, compiler_options: Any = None, **more: 
     return _compile(lowered, options | {AS_ALWAYS: True}, **more)
 
 
+@cache
+def _known_quick_compile() -> dict[str, Any]:
+    return known_options(QUICK_COMPILE)
+
+
+@cache
+def _encoders() -> dict[str, Any]:
+    """With the passes that fuse multiplications and additions, wherever they are called: ties depend on them."""
+    options = {"xla_backend_optimization_level": 1}
+    return {
+        name: jax.jit(encoder.__wrapped__, compiler_options=options) for name, encoder in gguf_encode.ENCODERS.items()
+    }
+
+
 @contextmanager
-def quick_compile(level: int = 0) -> Iterator[None]:
+def quick_compile() -> Iterator[None]:
     """Few passes for all that is called, and for steps of tiny models, which are compiled ahead of time."""
+    quick = _known_quick_compile()
 
     def options_quickly(*arguments: Any, env_options_overrides: dict[str, Any] | None = None, **more: Any) -> Any:
         """What JAX compiles with: what is only called is small, and called a few times."""
         options = dict(env_options_overrides or {})
         if not options.pop(AS_ALWAYS, False):
-            options = QUICK_COMPILE | {"xla_backend_optimization_level": level} | options
+            options = quick | {"xla_backend_optimization_level": 0} | options
         return _options(*arguments, env_options_overrides=options, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", _quickly)
         patch.setattr(compiler, "get_compile_options", options_quickly)
         patch.setattr(gguf_encode, "_CHUNK", ENCODED)
+        patch.setattr(gguf_encode, "ENCODERS", _encoders())
         yield

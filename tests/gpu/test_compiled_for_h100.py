@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+OPTIMIZED = True
+
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
 
 CONFIGS = Path(__file__).parents[1] / "reference" / "configs"

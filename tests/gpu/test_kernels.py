@@ -11,6 +11,8 @@ import pytest
 
 from tests.gpu.targets import TARGETS
 
+OPTIMIZED = True
+
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
 
 ATTENTION = {"turn_and_store", "paged_attention_decode", "paged_attention_combine", "paged_attention_prefill"}

@@ -27,8 +27,6 @@ from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 
-LEVEL = 1
-
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
 
 SHAPES = (

@@ -21,8 +21,6 @@ from jaxllm.weights.imatrix import read_imatrix
 from tests.reference.tiny import tiny_weights, write_checkpoint
 from tests.reference.tiny_gguf import write_gguf
 
-LEVEL = 1
-
 Sums = dict[str, tuple[np.ndarray, np.ndarray]]
 """Sums of squares `[matrices, i]`, and how many tokens each is of."""
 

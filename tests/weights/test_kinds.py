@@ -23,8 +23,6 @@ from jaxllm.weights.loader import ParamSpec, load_parameters
 from jaxllm.weights.names import expand
 from tests.quantization.blocks import gguf_dequantize
 
-LEVEL = 1
-
 FLOAT32 = np.dtype(np.float32)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
+from jaxllm.compat import compile_lowered
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kind, Variant
 from jaxllm.engine.device.step import StepFunctions
@@ -191,7 +192,7 @@ class Executables:
         lowered = function.lower(*args)  # type: ignore[attr-defined]
         if self._jobs.closed:
             raise CancelledError("the engine was shut down")
-        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(f.platform))
+        compiled = compile_lowered(lowered, COMPILER_OPTIONS.get(f.platform))
         seconds = time.perf_counter() - began
         with self._lock:
             self.compile_seconds += seconds

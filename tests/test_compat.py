@@ -1,0 +1,66 @@
+"""What is private to JAX, or differs between its releases, and that one file of ours is the only one to know it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from functools import reduce
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxllm import compat
+
+ROOT = Path(__file__).parents[1]
+
+PRIVATE = [
+    ("jax._src.hardware_utils", "has_visible_nvidia_gpu"),
+    ("jax._src.xla_bridge", "backends_are_initialized"),
+    ("jaxlib.xla_client", "register_custom_call_handler"),
+    ("jaxlib.xla_client", "_xla.register_custom_call_target"),
+    ("jax._src.compiler", "get_compile_options"),  # of the tests alone: tests/quick_compile.py
+]
+
+USERS = {"jaxllm/compat.py", "tests/quick_compile.py", "tests/test_compat.py"}
+"""Files that may name something private."""
+
+_NAMES_PRIVATE = re.compile(r"\bjax\._src\b|^\s*(?:from|import) jaxlib\b(?! *$)", re.MULTILINE)
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize(("module", "name"), PRIVATE, ids=lambda value: value)
+def test_a_private_name_is_where_it_was(module: str, name: str) -> None:
+    assert callable(reduce(getattr, name.split("."), importlib.import_module(module)))
+
+
+def test_nobody_else_names_anything_private() -> None:
+    sources = [
+        path for folder in ("jaxllm", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    users = {str(path.relative_to(ROOT)) for path in sources if _NAMES_PRIVATE.search(path.read_text(encoding="utf-8"))}
+    assert users <= USERS
+
+
+@pytest.mark.every_version
+def test_a_compiler_option_that_xla_does_not_know_is_left_out_and_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "_unknown_options", set())
+    options = {"xla_no_such_option": True, "xla_backend_optimization_level": 0, "xla_nor_this_one": 3}
+    with caplog.at_level(logging.WARNING):
+        for x in (1.0, 2.0):
+            assert compat.compile_lowered(jax.jit(lambda x: x + 1).lower(x), options)(x) == x + 1
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert all(
+        f"JAX {jax.__version__} has no compiler option {name}" in " ".join(said) for name in options if "_no" in name
+    )
+    assert compat.known_options(options) == {"xla_backend_optimization_level": 0}
+
+
+def test_a_value_that_xla_refuses_is_an_error() -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
+        compat.compile_lowered(lowered, {"xla_backend_optimization_level": "most"})
