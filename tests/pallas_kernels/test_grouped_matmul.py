@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from jaxllm.pallas_kernels import choose_kernels
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
@@ -67,6 +67,7 @@ EDGES: dict[str, tuple[int, list[int]]] = {
 }
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("backend", GROUPED_MATMUL)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(edge, backend):
@@ -121,6 +122,7 @@ def test_rows_are_not_expanded_over_groups_nor_weights_copied(rows, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * expert + in_and_out
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_lowers_for_every_platform(platform):
     chosen = choose_kernels("auto", platform).grouped_matmul
@@ -129,7 +131,8 @@ def test_lowers_for_every_platform(platform):
         jax.ShapeDtypeStruct((8, 256, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((8,), jnp.int32),
     ]
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H100 if platform == "cuda" else None)):
+    device = H100 if platform == "cuda" else None
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
         lowered = (
             jax.jit(lambda x, weight, sizes: chosen(x, Dense(weight), sizes))
             .trace(*shapes)
