@@ -1,6 +1,7 @@
 # `make serve` and `make test` set up everything they need; `make help` lists the rest.
 
-PYTHON ?= python3
+# The newest that we support and that is found here: what most who install jaxllm have.
+PYTHON ?= $(shell python3 tests/versions.py --newest-python)
 MODEL  ?= smollm2-135m
 ARGS   ?=
 
@@ -13,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-web web check check-web check-gpu check-tpu format bench clean
+.PHONY: help serve test test-slow test-versions test-web web check check-web check-gpu check-tpu format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -33,6 +34,11 @@ test-slow: $(VENV)/.installed-dev ## Run the tests that take hours: fuzzers, soa
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-versions: $(VENV)/.installed-dev ## Run a tenth of the tests on each Python found here, with the newest and the oldest versions
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/jaxllm pull gemma3-270m
+	$(BIN)/python tests/versions.py $(ARGS)
 
 test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes the pictures of docs/web.md
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) --editable '.[web-test]'
@@ -68,11 +74,11 @@ bench: $(VENV)/.installed ## Measure prefill and decode at 1, 4, 16 and 32 strea
 	$(BIN)/jaxllm bench throughput $(MODEL) --num-streams 1 4 16 32 $(ARGS)
 
 clean: ## Remove the virtual environment and caches; downloaded models stay in ~/.cache/jaxllm
-	rm -rf $(VENV) $(GPU) $(TPU) web/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU) $(TPU) .venv-versions web/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip

@@ -23,6 +23,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield llm, [g for g in load_model_goldens(request.param).values() if len(g.prompt_token_ids) < 400]
 
 
+@pytest.mark.every_version
 def test_prompts_are_as_likely_as_transformers_finds_them(case: Case) -> None:
     """Activations rounded to int8 and pages to bfloat16 move a token's log-probability by a few hundredths."""
     llm, goldens = case
@@ -39,11 +40,18 @@ def test_prompts_are_as_likely_as_transformers_finds_them(case: Case) -> None:
     assert abs(errors.mean()) < 0.02 and np.abs(errors).mean() < 0.12 and np.abs(errors).max() < 1.5
 
 
+@pytest.mark.every_version
 def test_a_greedy_token_is_the_same_with_and_without_scores(case: Case) -> None:
-    """Found by the kernel that keeps no scores, and by the one that does."""
+    """Found by the kernel that keeps no scores, and by the one that does.
+
+    One prompt at a time: how a batch is cut into chunks depends on when its requests arrive, and a chunk of a single
+    token is summed in another order, which decides a near tie of Gemma's.
+    """
     llm, goldens = case
-    prompts = [g.prompt_token_ids for g in goldens][:8]
     plain = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     scores = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=0)
-    found = [[o.outputs[0].token_ids for o in llm.generate(prompts, p, use_tqdm=False)] for p in (plain, scores)]
-    assert found[0] == found[1]
+    for golden in goldens[:8]:
+        found = [
+            llm.generate(golden.prompt_token_ids, p, use_tqdm=False)[0].outputs[0].token_ids for p in (plain, scores)
+        ]
+        assert found[0] == found[1]

@@ -80,6 +80,7 @@ def test_logprobs():
     assert straight < scrambled / 5
 
 
+@pytest.mark.every_version
 @pytest.mark.slow
 def test_openai_client(server_url: str):
     lines = run("examples/openai_client.py", server_url).splitlines()
@@ -135,6 +136,7 @@ def test_agents(our_python_first: None, monkeypatch: pytest.MonkeyPatch, request
     assert approved[0].startswith("  approved of multiply(") and "  the server ran multiply(" in "\n".join(approved)
 
 
+@pytest.mark.every_version
 @pytest.mark.slow
 def test_notebook():
     nbformat = pytest.importorskip("nbformat")

@@ -47,6 +47,7 @@ def llm(directory):
         yield llm
 
 
+@pytest.mark.every_version
 def test_one_prompt_and_many_and_dicts(llm):
     one = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
     many = llm.generate([[5, 6, 7], {"prompt_token_ids": [8]}], [GREEDY, GREEDY], use_tqdm=False)
@@ -140,6 +141,7 @@ def test_the_longest_context(llm):
     assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize(
     ("prompt", "params", "says"),
     [
@@ -157,6 +159,7 @@ def test_what_cannot_be_honoured_is_refused(llm, prompt, params, says):
     assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].finished  # and nobody else is hurt
 
 
+@pytest.mark.every_version
 def test_inside_a_running_event_loop(llm):
     async def notebook_cell():
         return llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
@@ -312,8 +315,9 @@ def test_a_step_that_fails_is_said_and_the_engine_can_be_started_again(directory
         assert llm.info.num_pages == pages
 
 
+@pytest.mark.every_version
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:os.fork")
+@pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process .* is multi-threaded, use of fork")
 def test_a_forked_process_is_told_that_the_engine_is_elsewhere(llm):
     expected = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     child = os.fork()

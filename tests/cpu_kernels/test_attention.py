@@ -60,6 +60,7 @@ def with_sinks(batch: RaggedBatch, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "sinks": jnp.linspace(-3.0, 3.0, batch.q.shape[1])} if options.get("sinks") else options
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_matches_oracle(case):
     """Rows that no query may see hold 1000, so that one stale or foreign row read shows."""

@@ -26,6 +26,7 @@ INTERPRETED = replace(
 )
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3"])
 def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     """Experts alone and with shared ones, behind a gate or not; latents of queries that have one of their own, or not.

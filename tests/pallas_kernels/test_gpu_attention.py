@@ -95,6 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_matches_oracle(case):
     """Whatever no query may see is NaN, so that one stale or foreign row read shows."""
@@ -260,6 +261,7 @@ PHI = {"heads": 32, "kv_heads": 32, "head_dim": 80, "page_size": 16, "dtype": jn
 FLOAT32 = {"heads": 6, "kv_heads": 2, "head_dim": 192, "page_size": 16, "dtype": jnp.float32}
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

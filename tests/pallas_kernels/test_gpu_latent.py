@@ -103,6 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_queries_are_absorbed_and_latents_stored(case):
     check(**CASES[case])
@@ -118,6 +119,7 @@ def test_half_precision(dtype, tolerance):
     check(**MIXED, dtype=dtype, tolerance=tolerance)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-5), (jnp.bfloat16, 2e-2)])
 @pytest.mark.parametrize("tokens", [1, 16, 77])
 @pytest.mark.parametrize("sizes", [(3, 40, 20), (2, 512, 128)], ids=str)

@@ -80,6 +80,7 @@ def check_grouped(weight: Weight, sizes: list[int], rows: int, *, dtype: Any = j
         np.testing.assert_allclose(out[row], matrices[group[row]] @ x[row // share], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_with_a_kernel_is_expanded_right(kind):
     """Outputs and inputs that no block divides, and a group that is empty."""
@@ -118,6 +119,7 @@ def test_many_rows_take_larger_tiles():
     check_grouped(Dense(jnp.asarray(values)), [411, 130], 600)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("rows", [1, 16, 130])
 @pytest.mark.parametrize("kind", ["fp8 blocks", "4 bits", "4 bits, levels"])
 def test_one_matrix(kind, rows):
@@ -144,6 +146,7 @@ def test_bfloat16_sums_in_float32():
     check_grouped(Dense(jnp.asarray(values, jnp.bfloat16)), [5, 9, 3], 17, dtype=jnp.bfloat16)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("kind", KINDS)
 def test_lowers_for_cuda_without_expanding_weights(kind):
     values = np.random.default_rng(0).standard_normal((4, 256, 192)).astype(np.float32)

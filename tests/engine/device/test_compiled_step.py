@@ -29,6 +29,7 @@ def functions(request, tmp_path_factory):
     return StepFunctions(blueprint.model, blueprint.params, build_mesh(1), sizes)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("step", ["decode", "sampled", "backbone"])
 def test_donated_pages_are_not_copied(functions, step):
     build = {

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import anthropic
 
 
+@pytest.mark.every_version
 @pytest.mark.covers("POST /v1/messages")
 @pytest.mark.covers("MessagesRequest", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k")
 @pytest.mark.covers("Metadata", "user_id")
