@@ -166,7 +166,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        s, e = self._scheduler, self._runner.executables
+        s, compiles = self._scheduler, self._runner.compiles
         return EngineStats(
             num_running=len(s.running),
             num_waiting=len(s.waiting),
@@ -187,16 +187,16 @@ class EngineCore:
             step_device_wait_seconds=self._wait_seconds,
             scheduled_tokens=dict(self._runner.scheduled_tokens),
             padded_tokens=dict(self._runner.padded_tokens),
-            compiles_foreseen=e.compiles_foreseen,
-            compiles_unforeseen=e.compiles_unforeseen,
-            compile_seconds=e.compile_seconds,
-            compiles_pending=e.compiles_pending,
+            compiles_foreseen=compiles.foreseen,
+            compiles_unforeseen=compiles.unforeseen,
+            compile_seconds=compiles.seconds,
+            compiles_pending=compiles.pending,
             ready=True,
         )
 
     def close(self) -> None:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
-        self._runner.executables.close()
+        self._runner.close()
         self._preparing.close()
         self._constraining.close()
 
@@ -205,7 +205,7 @@ class EngineCore:
 
         def prepare() -> Constraint | None:
             for key in missing:
-                self._runner.executables.get(key)
+                self._runner.compile(key)
             outputs = request.params.structured_outputs
             if outputs is None:
                 return None

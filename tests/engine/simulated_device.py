@@ -9,11 +9,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
 from jaxllm.engine.device.step import Sampled
 from jaxllm.engine.request import Request, Status
@@ -53,9 +53,7 @@ class SimulatedRunner:
     def __init__(self, num_pages: int, page_size: int):
         self.page_size = page_size
         self.vocab_size = VOCAB
-        self.executables = SimpleNamespace(
-            compiles_foreseen=0, compiles_unforeseen=0, compile_seconds=0.0, compiles_pending=0, close=lambda: None
-        )
+        self.compiles = Compiles(0, 0, 0, 0.0)
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
         self.batches: list[Batch] = []
@@ -69,6 +67,12 @@ class SimulatedRunner:
 
     def missing(self, request: Request) -> list[Any]:
         return []
+
+    def compile(self, key: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def dispatch(self, batch: Batch) -> SimulatedHandle:
         """Every chunk is written before anything is read, as in a layer."""

@@ -216,7 +216,6 @@ def test_requests_without_a_grammar_do_not_wait_for_slow_grammars():
     engine = Engine()
     may_end = threading.Event()
     engine.core._grammars.build = lambda outputs: may_end.wait(20)  # type: ignore[method-assign,union-attr]
-    engine.runner.executables.get = lambda key: None
     try:
         for name in "abcdefgh":
             engine.add(name, [1], max_tokens=2, structured_outputs=GRAMMAR)

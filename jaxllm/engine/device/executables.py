@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxllm.compat import compile_lowered
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
@@ -37,6 +37,18 @@ where it finds that better."""
 Compiled = Callable[..., Any]
 
 
+class Compiles(NamedTuple):
+    """How much has been compiled."""
+
+    foreseen: int
+    """Planned executables that are ready."""
+    unforeseen: int
+    """Executables that were compiled because a request needed them and nobody had planned them."""
+    pending: int
+    """Executables asked for and not ready."""
+    seconds: float
+
+
 class Executables:
     """Owns every compiled step function.
 
@@ -58,19 +70,15 @@ class Executables:
         self._jobs = Jobs("compile", urgent_threads=URGENT_THREADS, background_threads=1)
         self._compiles: dict[Key, Job[Compiled]] = {}
         self._lock = threading.Lock()
-        self.compiles_unforeseen = 0
-        self.compile_seconds = 0.0
+        self._unforeseen = 0
+        self._seconds = 0.0
         self._foreseen: set[Key] = set()
 
     @property
-    def compiles_foreseen(self) -> int:
-        """Planned executables that are ready."""
-        return sum(self._ready(key) for key in self._foreseen)
-
-    @property
-    def compiles_pending(self) -> int:
-        """Executables asked for and not ready."""
-        return sum(not job.done() for job in list(self._compiles.values()))
+    def compiles(self) -> Compiles:
+        """What has been compiled so far, and what has been asked for."""
+        pending = sum(not job.done() for job in list(self._compiles.values()))
+        return Compiles(sum(self._ready(key) for key in self._foreseen), self._unforeseen, pending, self._seconds)
 
     @property
     def most_rows(self) -> int:
@@ -128,17 +136,19 @@ class Executables:
         for job in list(self._compiles.values()):
             job.result()
 
-    def covering(self, kind: Kind, needed: int, variant: Variant = PLAIN) -> tuple[Key, Compiled]:
-        """The smallest ready executable for `needed` rows or tokens that covers `variant`."""
+    def covering(self, kind: Kind, needed: int, variant: Variant = PLAIN) -> Key:
+        """The smallest ready executable for `needed` rows or tokens that covers `variant`.
+
+        Where none is ready it is the one that fits best, which `get` then waits for.
+        """
         sizes = self._sizes[kind]
-        exact = Key(kind, smallest_covering(sizes, needed), variant)
         covering = [v for v in VARIANTS[kind] if v.covers(variant)]
         for size in sizes if not self._eager else ():
             for candidate in covering:
                 key = Key(kind, size, candidate)
                 if size >= needed and self._ready(key):
-                    return key, self._compiles[key].result()
-        return exact, self.get(exact)
+                    return key
+        return Key(kind, smallest_covering(sizes, needed), variant)
 
     def get(self, key: Key) -> Compiled:
         """One executable, compiled now if it has not been: before all that nobody waits for. Any thread may call this.
@@ -150,7 +160,7 @@ class Executables:
             job = self._compiles.get(key)
             if job is None:
                 if not self._eager and key not in self._foreseen:
-                    self.compiles_unforeseen += 1
+                    self._unforeseen += 1
                     logger.warning("compiling %s, which was not planned", key)
                 job = self._submit(key, urgent=True)
         if not job.done():
@@ -195,6 +205,6 @@ class Executables:
         compiled = compile_lowered(lowered, COMPILER_OPTIONS.get(f.platform))
         seconds = time.perf_counter() - began
         with self._lock:
-            self.compile_seconds += seconds
+            self._seconds += seconds
         logger.debug("compiled %s in %.2f s", key, seconds)
         return compiled

@@ -9,6 +9,32 @@ Kind = Literal["decode", "backbone", "head", "score", "score_all", "pool", "toke
 """The methods of StepFunctions."""
 
 
+class Uses(NamedTuple):
+    """What a step function has to do with what lives on the devices: weights, pages, slots and hidden states."""
+
+    takes: tuple[str, ...]
+    """Its first arguments; what the host sends follows."""
+    gives: tuple[str, ...] = ()
+    """Those of them that it gives back changed; each is donated."""
+    output: bool = True
+    """Whether something for the host follows those."""
+
+
+_READOUT = Uses(("weights", "hidden"))
+
+USES: dict[Kind, Uses] = {
+    "decode": Uses(("weights", "pages", "slots"), ("pages", "slots")),
+    "backbone": Uses(("weights", "pages", "slots", "hidden"), ("pages", "slots", "hidden"), output=False),
+    "head": Uses(("weights", "slots", "hidden"), ("slots",)),
+    "score": _READOUT,
+    "score_all": _READOUT,
+    "token_logits": _READOUT,
+    "pool": Uses(("hidden",)),
+    "admit": Uses(("slots",), ("slots",), output=False),
+    "adjust": Uses(("slots",), ("slots",), output=False),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What a step function is compiled to do besides the least it can; each field is one such ability."""

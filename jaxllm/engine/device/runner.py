@@ -1,49 +1,33 @@
-"""Owns the devices: packs a batch, enqueues its step, and hands back a handle at once."""
+"""Packs a batch for the Device, enqueues its step, and hands back a handle at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 from jaxllm.engine.device.admission import adjustments, admission, settings_of
-from jaxllm.engine.device.executables import Executables
-from jaxllm.engine.device.handle import Handle, Pooled, PooledRow, SampledRow, Score
+from jaxllm.engine.device.device import Device
+from jaxllm.engine.device.executables import Compiles
+from jaxllm.engine.device.handle import Handle, SampledRow, Score
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
-from jaxllm.engine.device.packing import (
-    backbone_packing,
-    decode_packing,
-    head_packing,
-    logits_packing,
-    pool_packing,
-    score_packing,
-)
+from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing
+from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.slots import mask_words
-from jaxllm.engine.device.step import DeviceState, Sampled, StepSizes
+from jaxllm.engine.device.step import Sampled, StepSizes
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Chunk
-from jaxllm.requests.pooling import MAX_TOKEN_IDS
 
 
 class Runner:
-    """The only owner of device state. What a slot was told is not sent again: a step carries only what changed."""
+    """What a slot was told is not sent again: a step carries only what changed."""
 
-    def __init__(
-        self,
-        executables: Executables,
-        weights: tuple[jax.Array, ...],
-        state: DeviceState,
-        sizes: StepSizes,
-        vocab_size: int,
-        eos_token_ids: list[int],
-    ):
-        self.executables = executables
-        self._weights = weights
+    def __init__(self, device: Device, sizes: StepSizes, vocab_size: int, eos_token_ids: list[int]):
+        self._device = device
         self._sizes = sizes
+        self._readout = Readout(device, sizes, vocab_size)
         self.vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._pages, self._slots, self._hidden = state
         self._nobody = sizes.max_num_seqs
         """The slot that padding reads and writes."""
         self._known_pages = [0] * sizes.max_num_seqs
@@ -58,14 +42,27 @@ class Runner:
     def missing(self, request: Request) -> list[Key]:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
         keys = []
-        size = self.executables.most_rows
+        size = self._device.most_rows
         if request.params.structured_outputs is not None or request.params.max_thinking_tokens is not None:
             keys.append(Key("head", size, MASKED))
         if request.params.prompt_logprobs is not None:
-            keys.append(_scoring_key(request, size))
+            keys.append(scoring_key(request, size))
         if request.pooling is not None:
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
-        return self.executables.missing(keys)
+        return self._device.missing(keys)
+
+    def compile(self, key: Key) -> None:
+        """Wait until a step can be run at once. Any thread may call this."""
+        self._device.compile(key)
+
+    @property
+    def compiles(self) -> Compiles:
+        """How much has been compiled, and how much is still to be."""
+        return self._device.compiles
+
+    def close(self) -> None:
+        """Compile nothing more. Any thread may call this."""
+        self._device.close()
 
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything."""
@@ -89,7 +86,7 @@ class Runner:
     def _decode(self, batch: Batch) -> Handle:
         rows = [SampledRow(chunk.request, i, chunk.start) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
-        key, step = self.executables.covering("decode", count, _variant(rows))
+        key = self._device.covering("decode", count, _variant(rows))
         packing = decode_packing(key.size)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
@@ -99,14 +96,14 @@ class Runner:
         x["slot"][:] = self._slot_rows(rows, key.size)
         x["new_page"][:count] = [self._new_page(chunk.request) for chunk in batch.chunks]
         self._count(key, count, batch.num_steps)
-        self._pages, self._slots, sampled = step(self._weights, self._pages, self._slots, ints)
+        sampled = self._device.run(key, ints)
         return Handle(rows, sampled, num_steps=batch.num_steps, stride=self._sizes.decode_steps)
 
     def _prefill(self, batch: Batch) -> Handle:
-        key, step = self.executables.covering("backbone", batch.num_tokens)
+        key = self._device.covering("backbone", batch.num_tokens)
         ints = self._pack_backbone(batch, key.size)
         self._count(key, batch.num_tokens)
-        self._pages, self._slots, self._hidden = step(self._weights, self._pages, self._slots, self._hidden, ints)
+        self._device.run(key, ints)
         rows: list[SampledRow] = []
         pooling: list[tuple[Chunk, int]] = []
         scores: list[Score] = []
@@ -118,9 +115,9 @@ class Runner:
                 last = range(chunk.length - chunk.num_sampled, chunk.length)
                 rows += [SampledRow(chunk.request, row + i, chunk.start + i) for i in last]
             if chunk.request.params.prompt_logprobs is not None:
-                scores += self._score(chunk, row)
+                scores += self._readout.score(chunk, row)
             row += chunk.length
-        handle = Handle(scores=scores, pooled=self._pool(pooling))
+        handle = Handle(scores=scores, pooled=self._readout.pool(pooling))
         if batch.masked:
             handle.waiting = rows
         elif rows:
@@ -148,7 +145,7 @@ class Runner:
 
     def _head(self, rows: list[SampledRow], fill: Callable[[list[Request], np.ndarray], None] | None = None) -> Sampled:
         count = len(rows)
-        key, step = self.executables.covering("head", count, _variant(rows) if fill is None else MASKED)
+        key = self._device.covering("head", count, _variant(rows) if fill is None else MASKED)
         packing = head_packing(key.size, mask_words(self.vocab_size) if key.variant.masked else 0)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
@@ -158,79 +155,8 @@ class Runner:
         if fill is not None:
             fill([row.request for row in rows], x["mask"][:count])
         self._count(key, count)
-        self._slots, sampled = step(self._weights, self._slots, self._hidden, ints)
+        sampled: Sampled = self._device.run(key, ints)
         return sampled
-
-    def _score(self, chunk: Chunk, row: int) -> list[Score]:
-        """Log-probabilities of the prompt tokens that follow a chunk's tokens."""
-        request = chunk.request
-        last = min(chunk.start + chunk.length, request.num_prompt - 1)
-        size = self.executables.most_rows
-        packing = score_packing(size)
-        scores = []
-        step = self.executables.get(_scoring_key(request, size))
-        for start in range(chunk.start, last, size):
-            positions = range(start + 1, min(start + size, last) + 1)
-            targets = request.token_ids[positions.start : positions.stop]
-            ints = np.zeros(packing.size, np.int32)
-            x = packing.views(ints)
-            first = row + start - chunk.start
-            x["hidden_row"][: len(targets)] = np.arange(first, first + len(targets))
-            x["target"][: len(targets)] = targets
-            result = step(self._weights, self._hidden, ints)
-            scores.append(Score(request, positions, targets, result))
-        return scores
-
-    def _pool(self, chunks: list[tuple[Chunk, int]]) -> list[Pooled]:
-        """What the requests that pool want of these chunks, each of which begins at a row of the hidden buffer."""
-        sums: list[tuple[PooledRow, slice]] = []
-        logits: list[tuple[Request, int]] = []
-        size = self._sizes.hidden_size
-        for chunk, row in chunks:
-            request, end = chunk.request, row + chunk.length
-            kind = request.pooling.kind  # type: ignore[union-attr]
-            if kind == "mean":
-                sums.append((PooledRow(request, size, chunk.start == 0, chunk.num_sampled > 0), slice(row, end)))
-            elif kind == "cls" and chunk.start == 0:
-                sums.append((PooledRow(request, size, True, True), slice(row, row + 1)))
-            elif kind == "last" and chunk.num_sampled:
-                sums.append((PooledRow(request, size, True, True), slice(end - 1, end)))
-            elif kind == "logits" and chunk.num_sampled:
-                logits.append((request, end - 1))
-        return [*self._sums(sums), *self._token_logits(logits)]
-
-    def _sums(self, wanted: list[tuple[PooledRow, slice]]) -> list[Pooled]:
-        if not wanted:
-            return []
-        packing = pool_packing(self._sizes.max_num_batched_tokens)
-        owner = np.full(packing.size, self._sizes.max_num_seqs, np.int32)
-        for index, (_, rows) in enumerate(wanted):
-            owner[rows] = index
-        result = self.executables.get(Key("pool"))(self._hidden, owner)
-        return [Pooled([row for row, _ in wanted], result)]
-
-    def _token_logits(self, wanted: list[tuple[Request, int]]) -> list[Pooled]:
-        """Each request takes as many rows as its token ids fill."""
-        size = self.executables.most_rows
-        pieces = [
-            (PooledRow(request, len(ids[start:end]), start == 0, end >= len(ids)), row, ids[start:end])
-            for request, row in wanted
-            for ids in [request.pooling.token_ids or range(self.vocab_size)]  # type: ignore[union-attr]
-            for start in range(0, len(ids), MAX_TOKEN_IDS)
-            for end in [start + MAX_TOKEN_IDS]
-        ]
-        found = []
-        for start in range(0, len(pieces), size):
-            part = pieces[start : start + size]
-            packing = logits_packing(size, MAX_TOKEN_IDS)
-            ints = np.zeros(packing.size, np.int32)
-            x = packing.views(ints)
-            for index, (_, row, ids) in enumerate(part):
-                x["hidden_row"][index] = row
-                x["token_ids"][index, : len(ids)] = ids
-            result = self.executables.get(Key("token_logits", size))(self._weights, self._hidden, ints)
-            found.append(Pooled([row for row, _, _ in part], result))
-        return found
 
     def _admit(self, request: Request) -> None:
         """Tell a slot all about its request; what adjusts logits goes to the device only where the sampler reads it."""
@@ -238,10 +164,9 @@ class Runner:
         settings = request.settings
         assert settings is not None, "prepare() comes before dispatch()"
         ints = admission(request, settings, self._sizes.pages_per_seq)
-        self._slots = self.executables.get(Key("admit"))(self._slots, ints, settings.floats)
+        self._device.run(Key("admit"), ints, settings.floats)
         if settings.adjustments is not None:
-            rows = adjustments(request, settings.adjustments, self._sizes.max_model_len)
-            self._slots = self.executables.get(Key("adjust"))(self._slots, rows)
+            self._device.run(Key("adjust"), *adjustments(request, settings.adjustments, self._sizes.max_model_len))
 
     def _new_pages(self, request: Request) -> list[tuple[int, int, int]]:
         """(slot, place, page) of the pages that a request has gained since its slot was last told."""
@@ -273,10 +198,6 @@ def _copy_to_host(handle: Handle) -> None:
 
 def _variant(rows: list[SampledRow]) -> Variant:
     return PLAIN if all(row.request.params.greedy for row in rows) else SAMPLED
-
-
-def _scoring_key(request: Request, size: int) -> Key:
-    return Key("score_all" if request.params.prompt_logprobs == -1 else "score", size)
 
 
 def _token_or_device(chunk: Chunk) -> int:

@@ -4,6 +4,8 @@ A decode-only step is one of them, `decode`. A step with prefill in it is `backb
 a buffer of fixed size, and then `head` for the rows that sample; so there are as many shapes as decode, prefill and
 head buckets together, not their product. Decode and head come in variants; a mask, which a grammar fills while the
 backbone runs, is the head's alone.
+
+Every one of them returns a tuple: what it changed of the device's own, as `keys.USES` says, then its output, if any.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch
-from jaxllm.engine.device.keys import Variant
+from jaxllm.engine.device.keys import USES, Kind, Variant
 from jaxllm.engine.device.packing import (
     SETTING_FLOATS,
     admit_packing,
@@ -216,11 +218,7 @@ class StepFunctions:
             pages, slots, sampled = lax.fori_loop(0, x["num_steps"], body, (pages, slots, nothing))
             return pages, slots, jax.tree.map(lambda a: a.reshape(rows * most, *a.shape[2:]), sampled)
 
-        state = self.abstract_state()
-        args = (self._weights, state.pages, state.slots, self._replicated((packing.size,), jnp.int32))
-        own = self._sizes.pages_spec
-        specs = (self._weight_specs, own, P(), P())
-        return self._jit(step, specs, (own, P(), P()), donate=(1, 2)), args
+        return self._build("decode", step, self._ints(packing.size))
 
     def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, pages, slots, hidden, ints) -> (pages, slots, hidden)`: `tokens` tokens up to the last norm."""
@@ -231,11 +229,7 @@ class StepFunctions:
             hidden, pages = self._model(weights)(ids, pages, meta)
             return pages, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
 
-        state = self.abstract_state()
-        args = (self._weights, state.pages, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
-        own = self._sizes.pages_spec
-        specs = (self._weight_specs, own, P(), P(), P())
-        return self._jit(step, specs, (own, P(), P()), donate=(1, 2, 3)), args
+        return self._build("backbone", step, self._ints(packing.size))
 
     def head(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, slots, hidden, ints) -> (slots, Sampled)`: a token for each of `rows` hidden states."""
@@ -245,71 +239,81 @@ class StepFunctions:
             x = packing.unpack(ints)
             return _choose(self._model(weights), hidden[x["hidden_row"]], x, slots, variant)
 
-        state = self.abstract_state()
-        args = (self._weights, state.slots, state.hidden, self._replicated((packing.size,), jnp.int32))
-        return self._jit(step, (self._weight_specs, P(), P(), P()), (P(), P()), donate=(1,)), args
+        return self._build("head", step, self._ints(packing.size))
 
     def score(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, hidden, ints) -> Logprobs` of given tokens."""
-        return self._scoring(rows, token_logprobs)
+        """`(weights, hidden, ints) -> (Logprobs,)` of given tokens."""
+        return self._scoring("score", rows, token_logprobs)
 
     def score_all(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, hidden, ints) -> [R, V]`: log-probabilities of the whole vocabulary."""
-        return self._scoring(rows, lambda logits, _: jax.nn.log_softmax(logits))
+        """`(weights, hidden, ints) -> ([R, V],)`: log-probabilities of the whole vocabulary."""
+        return self._scoring("score_all", rows, lambda logits, _: jax.nn.log_softmax(logits))
 
     def pool(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(hidden, ints) -> [max_num_seqs, E]` float32: the sums of the hidden states that belong together."""
+        """`(hidden, ints) -> ([max_num_seqs, E],)` float32: the sums of the hidden states that belong together."""
         sizes = self._sizes
         packing = pool_packing(sizes.max_num_batched_tokens)
 
         def step(hidden: jax.Array, ints: jax.Array) -> Any:
             owner = packing.unpack(ints)["owner"]
-            return jax.ops.segment_sum(hidden.astype(jnp.float32), owner, sizes.max_num_seqs + 1)[:-1]
+            return (jax.ops.segment_sum(hidden.astype(jnp.float32), owner, sizes.max_num_seqs + 1)[:-1],)
 
-        args = (self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
-        return self._jit(step, (P(), P()), P(), donate=()), args
+        return self._build("pool", step, self._ints(packing.size))
 
     def token_logits(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, hidden, ints) -> [R, n]`: the logits of given tokens, float32."""
+        """`(weights, hidden, ints) -> ([R, n],)`: the logits of given tokens, float32."""
         packing = logits_packing(rows, MAX_TOKEN_IDS)
 
         def step(weights: Any, hidden: jax.Array, ints: jax.Array) -> Any:
             x = packing.unpack(ints)
             logits = self._model(weights).logits(hidden[x["hidden_row"]])
-            return jnp.take_along_axis(logits, x["token_ids"], axis=1)
+            return (jnp.take_along_axis(logits, x["token_ids"], axis=1),)
 
-        args = (self._weights, self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
-        return self._jit(step, (self._weight_specs, P(), P()), P(), donate=()), args
+        return self._build("token_logits", step, self._ints(packing.size))
 
     def admit(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(slots, ints, floats) -> slots`: a request takes its slot."""
+        """`(slots, ints, floats) -> (slots,)`: a request takes its slot."""
         packing = admit_packing(self._sizes.pages_per_seq)
-        ints = self._replicated((packing.size,), jnp.int32)
         floats = self._replicated((SETTING_FLOATS.size,), jnp.float32)
-        return self._jit(admit, (P(), P(), P()), P(), donate=(0,)), (self.abstract_state().slots, ints, floats)
+        return self._build("admit", lambda *x: (admit(*x),), self._ints(packing.size), floats)
 
     def adjust(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(slots, Adjustments) -> slots`."""
+        """`(slots, *Adjustments) -> (slots,)`."""
         slots = self.abstract_state().slots
-        rows = {name: getattr(slots, name) for name in Adjustments._fields if name != "slot"}
-        update = Adjustments(
-            slot=self._replicated((), jnp.int32),
-            **{name: self._replicated(a.shape[1:], a.dtype) for name, a in rows.items()},
-        )
-        return self._jit(adjust, (P(), P()), P(), donate=(0,)), (slots, update)
+        names = [name for name in Adjustments._fields if name != "slot"]
+        rows = [self._replicated(getattr(slots, name).shape[1:], getattr(slots, name).dtype) for name in names]
 
-    def _scoring(self, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        def step(slots: Slots, *fields: jax.Array) -> tuple[Slots]:
+            return (adjust(slots, Adjustments(*fields)),)
+
+        return self._build("adjust", step, self._ints(), *rows)
+
+    def _scoring(self, kind: Kind, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         packing = score_packing(rows)
 
         def step(weights: Any, hidden: jax.Array, ints: jax.Array) -> Any:
             x = packing.unpack(ints)
-            return score(self._model(weights).logits(hidden[x["hidden_row"]]), x["target"])
+            return (score(self._model(weights).logits(hidden[x["hidden_row"]]), x["target"]),)
 
-        args = (self._weights, self.abstract_state().hidden, self._replicated((packing.size,), jnp.int32))
-        return self._jit(step, (self._weight_specs, P(), P()), P(), donate=()), args
+        return self._build(kind, step, self._ints(packing.size))
 
     def _model(self, weights: tuple[jax.Array, ...]) -> Decoder:
         return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, self._packing.unpack(weights)))
+
+    def _build(
+        self, kind: Kind, step: Callable[..., Any], *sent: jax.ShapeDtypeStruct
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`step` jitted, and its abstract arguments: what it takes of the device's, then what the host sends."""
+        uses, state = USES[kind], self.abstract_state()
+        parts = {"weights": self._weights, **state._asdict()}
+        specs = {"weights": self._weight_specs, "pages": self._sizes.pages_spec, "slots": P(), "hidden": P()}
+        inputs = (*(specs[name] for name in uses.takes), *(P() for _ in sent))
+        outputs = (*(specs[name] for name in uses.gives), *([P()] if uses.output else []))
+        donated = tuple(index for index, name in enumerate(uses.takes) if name in uses.gives)
+        return self._jit(step, inputs, outputs, donated), (*(parts[name] for name in uses.takes), *sent)
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._replicated(shape, jnp.int32)
 
     def _replicated(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P()))

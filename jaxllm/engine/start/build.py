@@ -16,6 +16,7 @@ from jaxllm import compat
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.step import StepFunctions
@@ -115,7 +116,7 @@ def _assemble(
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size
     outputs = blueprint.spec.config.num_outputs
-    runner = Runner(executables, weights, functions.new_state(), blueprint.sizes, outputs, eos)
+    runner = Runner(Device(executables, weights, functions.new_state()), blueprint.sizes, outputs, eos)
     if mesh.devices.flat[0].platform == "cpu":
         use_huge_pages(weights)
         clock.lap("memory")
@@ -147,7 +148,7 @@ def _assemble(
         default_sampling=_sampling_defaults(checkpoint),
     )
     checkpoint.close()
-    logger.info("started: %s; %d executables still compiling", clock, executables.compiles_pending)
+    logger.info("started: %s; %d executables still compiling", clock, executables.compiles.pending)
     return core, info
 
 

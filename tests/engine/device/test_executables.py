@@ -162,8 +162,8 @@ def test_the_rest_follows_in_the_order_of_the_plan(functions, executables):
     functions.finish_all()
     executables.wait()
     assert functions.begun[len(executables.covering_keys()) :] == executables.plan()[len(executables.covering_keys()) :]
-    assert executables.compiles_pending == 0
-    assert executables.compiles_foreseen == len(executables.plan())
+    assert executables.compiles.pending == 0
+    assert executables.compiles.foreseen == len(executables.plan())
 
 
 def test_what_is_waited_for_goes_first_and_holds_up_what_is_not(functions, executables, callers):
@@ -179,7 +179,7 @@ def test_what_is_waited_for_goes_first_and_holds_up_what_is_not(functions, execu
     functions.finish(*wanted)
     assert [answer.result(SOON) for answer in answers] == [f"compiled {key}" for key in wanted]
     assert functions.wait_for_begun(9)[8:] == [behind[1]]  # now the plan goes on
-    assert executables.compiles_unforeseen == 1
+    assert executables.compiles.unforeseen == 1
 
 
 def test_one_that_is_being_compiled_behind_is_not_compiled_twice(functions, executables, callers):
@@ -193,14 +193,14 @@ def test_one_that_is_being_compiled_behind_is_not_compiled_twice(functions, exec
 
 def test_a_step_takes_the_smallest_that_is_ready_and_covers_it(functions, executables):
     begin_and_cover(functions, executables)
-    assert executables.covering("decode", 1) == (Key("decode", 4), "compiled decode-4")
+    assert executables.covering("decode", 1) == Key("decode", 4)
     functions.finish(Key("decode", 2), Key("head", 4, MASKED))
     executables.get(Key("decode", 2))
     executables.get(Key("head", 4, MASKED))
-    assert executables.covering("decode", 1)[0] == Key("decode", 2)
-    assert executables.covering("decode", 3)[0] == Key("decode", 4)
-    assert executables.covering("head", 1, SAMPLED)[0] == Key("head", 4, MASKED)
-    assert executables.covering("head", 1, PLAIN)[0] == Key("head", 4, PLAIN)
+    assert executables.covering("decode", 1) == Key("decode", 2)
+    assert executables.covering("decode", 3) == Key("decode", 4)
+    assert executables.covering("head", 1, SAMPLED) == Key("head", 4, MASKED)
+    assert executables.covering("head", 1, PLAIN) == Key("head", 4, PLAIN)
 
 
 def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executables, monkeypatch):
