@@ -3,6 +3,8 @@
 git worktree add ../before COMMIT
 python benchmarks/before_after.py ../before [--rounds 5] [--num-streams 1 16] [-- --dtype float32 …]
 
+With `.` and `--before-python OTHER/bin/python` it is this checkout under two interpreters: what does another JAX cost?
+
 Each round runs `jaxllm bench throughput` in a process of its own, before, after, before, after …, so that a machine
 whose speed drifts is unfair to neither. The table has the medians, and the median of the ratios round by round.
 """
@@ -26,6 +28,7 @@ Measured = dict[tuple[int, str], float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="another checkout")
+    parser.add_argument("--before-python", default=sys.executable, help="an interpreter with other libraries")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-streams", nargs="+", default=["1", "16"])
@@ -33,18 +36,21 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="further flags of `jaxllm bench throughput`")
     given = parser.parse_args()
     command = [
-        sys.executable, "-m", "jaxllm.cli.main", "bench", "throughput", given.model, "--output-len", given.output_len,
+        "-m", "jaxllm.cli.main", "bench", "throughput", given.model, "--output-len", given.output_len,
         "--num-iters", "2", "--num-streams", *given.num_streams, *given.flags,
     ]  # fmt: skip
-    checkouts = {"before": given.before, "after": Path(__file__).parents[1]}
+    sides = {
+        "before": ([given.before_python, *command], given.before),
+        "after": ([sys.executable, *command], Path(__file__).parents[1]),
+    }
     rounds: list[dict[str, Measured]] = []
     for number in range(given.rounds):
-        rounds.append({name: measure(command, path.resolve()) for name, path in checkouts.items()})
+        rounds.append({name: measure(command, path.resolve()) for name, (command, path) in sides.items()})
         print(f"round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
     print("| streams | | before | after | after / before |")
     print("|---|---|---:|---:|---:|")
     for streams, figure in rounds[0]["before"]:
-        before, after = ([r[name][streams, figure] for r in rounds] for name in checkouts)
+        before, after = ([r[name][streams, figure] for r in rounds] for name in sides)
         ratio = statistics.median(b / a for a, b in zip(before, after, strict=True))
         cells = (
             streams,

@@ -29,8 +29,6 @@ from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 
 MAX_TILE_ROWS = 128
 BLOCK_OUT = 128
-BLOCK_BYTES = 128
-"""Of a row of the weight that is read at a time: a line of the cache."""
 MAX_STAGES = 4
 SHARED_BYTES = 96 * 1024
 """Of shared memory that a block of threads can have everywhere: 99 KiB on sm_86 and sm_89, 227 KiB on sm_90."""
@@ -77,7 +75,8 @@ def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
     inputs = tile_rows * step * matrix.planes * number
     weights = BLOCK_OUT * step * code
     expanded = 0 if matrix.scale is None else BLOCK_OUT * step * matrix.planes * number
-    return max(2, min(MAX_STAGES, (SHARED_BYTES - expanded) // (inputs + weights)))
+    most = MAX_STAGES - (matrix.planes > 1 and tile_rows > 64)  # what is loaded ahead takes registers for its addresses
+    return max(2, min(most, (SHARED_BYTES - expanded) // (inputs + weights)))
 
 
 def _multiply(
@@ -192,9 +191,9 @@ def _neighbours(x: Float[Array, "n o"]) -> tuple[Float[Array, "n o//2"], Float[A
 
 
 def block_stored(matrix: KernelMatrix) -> int:
-    """Stored numbers of a row that are expanded at a time: fewer where expanding them takes registers."""
+    """Stored numbers of a row that are multiplied at a time: fewer where expanding them takes registers, or they do."""
     itemsize = jnp.dtype(matrix.codes.dtype).itemsize
-    return BLOCK_BYTES // itemsize if itemsize > 1 else 64 // matrix.planes
+    return {1: 64 // matrix.planes, 2: 64, 4: 16}[itemsize]
 
 
 def _group_stored(matrix: KernelMatrix) -> int:

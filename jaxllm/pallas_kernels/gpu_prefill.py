@@ -35,10 +35,11 @@ TILE_BYTES = 32 * 1024
 def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
     """Rows of the query tile: as many as fit TILE_BYTES, and no more than the step has.
 
-    Half as many where keys are expanded from codes, which takes registers as well.
+    Half as many where keys are expanded from codes or filled up to a power of two, which takes registers as well.
     """
-    fitting = min(MAX_TILE_ROWS, TILE_BYTES // (spec.parts[0].padded * jnp.dtype(spec.dtype).itemsize))
-    wanted = min(fitting >> spec.quantized, pl.next_power_of_2(tokens * spec.tile_heads))
+    part = spec.parts[0]
+    fitting = min(MAX_TILE_ROWS, TILE_BYTES // (part.padded * jnp.dtype(spec.dtype).itemsize))
+    wanted = min(fitting >> (spec.quantized or part.size < part.padded), pl.next_power_of_2(tokens * spec.tile_heads))
     return max(16, pl.next_power_of_2(spec.tile_heads), wanted)
 
 

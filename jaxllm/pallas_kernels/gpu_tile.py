@@ -115,7 +115,8 @@ class AttentionSpec:
 
     @property
     def decode_warps(self) -> int:
-        return 8 if self.parts[0].padded > 256 else 4
+        """More of them where a block of keys and what becomes of its codes would not fit into registers."""
+        return 8 if self.parts[0].padded > 256 >> self.quantized else 4
 
     @property
     def block_k(self) -> int:

@@ -252,13 +252,14 @@ def draw(logits: Float[Array, "R V"], u: Float[Array, "R"]) -> Int[Array, "R"]:
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(num_rows, -1, DRAW_BLOCK)
     sums = blocks.sum(-1)
-    # Kept by itself: on a GPU it would be summed once more inside of what follows, which then spills registers.
+    # Running sums are kept by themselves: GPUs would sum them once more inside of what follows, which spills registers.
     ends = lax.optimization_barrier(jnp.cumsum(sums, axis=1))
     target = u * ends[:, -1]
     block = _first_past(ends, sums > 0, target)
     start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token = _first_past(jnp.cumsum(inside, axis=1), inside > 0, target - start)
+    within = lax.optimization_barrier(jnp.cumsum(inside, axis=1))
+    token = _first_past(within, inside > 0, target - start)
     return (block * DRAW_BLOCK + token).astype(jnp.int32)
 
 
