@@ -52,7 +52,7 @@ class PacedCore:
             self._requests.pop(request_id, None)
 
     def turn(self) -> list[Any]:
-        from jaxllm.engine.front.messages import TokenDelta
+        from jaxllm.engine.messages import TokenDelta
 
         self._next = max(self._next + self._pace, time.perf_counter() - self._pace)
         time.sleep(max(self._next - time.perf_counter(), 0))
@@ -68,7 +68,7 @@ class PacedCore:
         return deltas
 
     def stats(self) -> Any:
-        from jaxllm.engine.front.messages import EngineStats
+        from jaxllm.engine.messages import EngineStats
 
         return EngineStats(num_running=len(self._requests), ready=True)
 
@@ -76,7 +76,7 @@ class PacedCore:
 def paced_engine(pipe: Connection, config: Any, log_level: int) -> None:
     """The process of the stand-in; the pace travels in config.seed."""
     from jaxllm.engine.front.engine_process import FrontDoor, Started, run_loop
-    from jaxllm.engine.front.messages import EngineInfo
+    from jaxllm.engine.messages import EngineInfo
 
     info = EngineInfo(
         model_name=MODEL, vocab_size=49152, max_model_len=8192, eos_token_ids=[2], num_pages=1, page_size=16,

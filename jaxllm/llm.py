@@ -11,9 +11,9 @@ from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.front.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.front.limits import check_pooling, check_request
-from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.front.sequences import Collector, Prompt, failure, pooled_output, prompt_ids
 from jaxllm.engine.front.streams import Stream
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
 from jaxllm.requests.pooling import PoolingParams

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
 from jaxllm.engine.front.beams import BeamSearchParams
-from jaxllm.engine.front.messages import EngineRequest
+from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import InvalidRequestError
 from tests.reference.tiny import write_checkpoint
 

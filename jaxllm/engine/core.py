@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 import queue
 import random
 import time
@@ -15,21 +14,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.device.handle import Handle, Result, Score, on_host
+from jaxllm.engine.accept import Results, store_scores
+from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
-from jaxllm.engine.front.messages import STEP_TOKENS, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.jobs import Jobs
+from jaxllm.engine.masks import allow_only
+from jaxllm.engine.messages import STEP_TOKENS, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
-from jaxllm.engine.thinking import Thinking, allow_only
+from jaxllm.engine.thinking import Thinking
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.bad_words import spellings
 
 if TYPE_CHECKING:
@@ -39,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
 GRAMMAR_THREADS = 4
-
-TokenLogprobs = list[tuple[int, Logprob]]
 
 
 class EngineCore:
@@ -60,7 +56,7 @@ class EngineCore:
         self._pool = pool
         self._runner = runner
         self._tokenizer = tokenizer
-        self._eos = frozenset(eos_token_ids)
+        self._results = Results(tokenizer, eos_token_ids)
         self._grammars = grammars
         self._preparing = Jobs("prepare", urgent_threads=PREPARING_THREADS)
         self._constraining = Jobs("constrain", urgent_threads=GRAMMAR_THREADS)
@@ -71,7 +67,6 @@ class EngineCore:
         self._seeds = random.Random(seed)
         self._requests: dict[str, Request] = {}
         self._failed: list[TokenDelta] = []
-        self._detokenizers: dict[str, Detokenizer] = {}
         self._pending: Handle | None = None
         self._steps = 0
         self._prompt_tokens = 0
@@ -112,15 +107,7 @@ class EngineCore:
         request.prefix_node = request.cache_salt
         if self._tokenizer is not None and params.bad_words:
             request.bad_words = spellings(self._tokenizer, params.bad_words)
-        if self._tokenizer is not None and params.detokenize and request.pooling is None:
-            self._detokenizers[request.request_id] = Detokenizer(
-                self._tokenizer,
-                request.token_ids,
-                stop=params.stop,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                shown_special_token_ids=params.shown_special_token_ids,
-            )
+        self._results.begin(request)
         if self._tokenizer is not None:
             request.thinking = Thinking.of(params, self._tokenizer)
         if params.prompt_logprobs is not None:
@@ -245,7 +232,7 @@ class EngineCore:
     def _read(self, handle: Handle) -> list[TokenDelta]:
         for score in handle.scores:
             if score.request.status is not Status.FINISHED:
-                _store_scores(score)
+                store_scores(score)
         logprobs = handle.logprobs()
         deltas = self._read_pooled(handle)
         for result in handle.results():
@@ -303,119 +290,17 @@ class EngineCore:
     def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
-        delta = TokenDelta(request_id=request.request_id, token_ids=[])
         if request.num_output == 0:
             self._count_prompt(request)
-            delta.num_cached_tokens = max(request.num_cached, 0)
-            delta.prompt_logprobs = None if request.prompt_scores is None else request.prompt_scores.finish()
-            delta.first_scheduled_time = request.first_scheduled_time
-        num_sampled = len(result.tokens)
-        self._take(request, result.tokens, delta)
-        if request.params.logprobs is not None and logprobs is not None:
-            delta.logprobs = [
-                _row_logprobs(logprobs, row, token, request.params)
-                for row, token in enumerate(delta.token_ids, result.row)
-            ]
-        if request.thinking is not None:
-            self._follow_thinking(request, request.thinking, delta)
-        if request.constraint is not None and delta.finish_reason is None:
-            num_sampled += self._follow_grammar(request, request.constraint, delta)
-        self._scheduler.accept(request, delta.token_ids, num_sampled)
+        delta, settled = self._results.accept(result, logprobs, len(self._scheduler.running), self._pending)
+        self._scheduler.accept(request, delta.token_ids, settled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             delta.num_preemptions = request.num_preemptions
             self._forget(request)
         return delta
 
-    def _take(self, request: Request, tokens: Sequence[int], delta: TokenDelta) -> None:
-        """Add tokens and their text to `delta`, up to and with the one that ends the request."""
-        for token in tokens:
-            delta.token_ids.append(token)
-            self._detokenize_and_stop(request, token, len(request.token_ids) + len(delta.token_ids), delta)
-            if delta.finish_reason is not None:
-                return
-
-    def _follow_thinking(self, request: Request, thinking: Thinking, delta: TokenDelta) -> None:
-        """Count what was thought; once the reasoning is over the request is like any other."""
-        for token in delta.token_ids:
-            if not thinking.over:
-                thinking.accept(token)
-        if thinking.over:
-            request.thinking = None
-
-    def _follow_grammar(self, request: Request, constraint: Constraint, delta: TokenDelta) -> int:
-        """Move on in the grammar, over the tokens that it forces too; it may be complete then.
-
-        Returns how many rows of the step under way are not sampled for that.
-        """
-        for token in delta.token_ids:
-            constraint.accept(token)
-        forced = constraint.forced() if request.fast_forwards else []
-        if len(forced) <= len(self._scheduler.running):
-            forced = []  # a step with a chunk in it takes longer, for everyone: more than sampling these would
-        withdrawn = self._pending.withdraw(request) if forced and self._pending is not None else 0
-        for token in forced:
-            constraint.accept(token)
-        self._take(request, forced, delta)
-        if constraint.complete and delta.finish_reason is None:
-            detokenizer = self._detokenizers.get(request.request_id)
-            delta.finish_reason = "stop"
-            delta.text += detokenizer.flush() if detokenizer is not None else ""
-        return withdrawn
-
-    def _detokenize_and_stop(self, request: Request, token: int, length: int, delta: TokenDelta) -> None:
-        """`length` is that of prompt and tokens up to this one."""
-        params = request.params
-        detokenizer = self._detokenizers.get(request.request_id)
-        enough = length - request.num_prompt >= params.min_tokens
-        is_eos = token in self._eos and not params.ignore_eos
-        if enough and (is_eos or token in params.stop_token_ids):
-            delta.finish_reason = "stop"
-            delta.stop_reason = token if token in params.stop_token_ids else None
-            if detokenizer is not None:
-                shown = detokenizer.add(token, False)[0] if params.include_stop_str_in_output else ""
-                delta.text += shown + detokenizer.flush()
-            return
-        if detokenizer is not None:
-            text, stop = detokenizer.add(token, enough)
-            delta.text += text
-            if stop is not None:
-                delta.finish_reason, delta.stop_reason = "stop", stop
-                return
-        if length >= request.max_total:
-            delta.finish_reason = "length"
-            if detokenizer is not None:
-                delta.text += detokenizer.flush()
-
     def _forget(self, request: Request) -> None:
         self._scheduler.finish(request)
         del self._requests[request.request_id]
-        self._detokenizers.pop(request.request_id, None)
-
-
-def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> TokenLogprobs:
-    """The chosen token first, then the most likely, best first, or those that were asked for, in their order."""
-    chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
-    asked = len(params.logprob_token_ids)
-    count = asked or params.logprobs
-    ids = logprobs.top_ids[row, :count].tolist()
-    values = logprobs.top[row, :count].tolist()
-    pairs = [(i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf]  # a small vocabulary has fewer
-    ranked = [(i, Logprob(v, None if asked else rank)) for rank, (i, v) in enumerate(pairs, 1)]
-    return [chosen, *(entry for entry in ranked if entry[0] != token)]
-
-
-def _store_scores(score: Score) -> None:
-    """Rows i … of the scores are of the prompt's tokens i + 1 …"""
-    scores, positions = score.request.prompt_scores, score.positions
-    assert scores is not None
-    rows, count = slice(positions.start - 1, positions.stop - 1), len(positions)
-    if not isinstance(score.result, Logprobs):
-        scores.logprobs[rows] = np.asarray(score.result)[:count]
-        return
-    host = on_host(score.result)
-    others = scores.ids.shape[1] - 1
-    scores.ids[rows] = np.column_stack([score.targets, host.top_ids[:count, :others]])
-    scores.logprobs[rows] = np.column_stack([host.chosen[:count], host.top[:count, :others]])
-    scores.ranks[rows, 0] = host.rank[:count]
-    scores.ranks[rows, 1:] = np.arange(1, others + 1)
+        self._results.forget(request)

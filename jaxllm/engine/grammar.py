@@ -16,8 +16,8 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
-from jaxllm.engine.device.slots import MASK_BITS
 from jaxllm.engine.markers import MarkerSearch
+from jaxllm.engine.masks import ALL, allow
 from jaxllm.errors import InvalidRequestError, one_line
 from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar, new_matcher
@@ -101,14 +101,13 @@ class Grammars:
 
     def fill(self, constraints: Sequence[Constraint | None], mask: np.ndarray) -> None:
         """Set row i of `mask` [R, V/32] to the tokens that constraint i allows; rows of None allow all."""
-        mask[...] = -1
+        mask[...] = ALL
         active = [(c.matcher, i) for i, c in enumerate(constraints) if c is not None and c.active]
         if active:
             fill_next_token_bitmask_par(self._executor, active, mask)
         for row, constraint in zip(mask, constraints, strict=True):
             if constraint is not None and constraint.opening is not None:
-                word, bit = divmod(constraint.opening, MASK_BITS)
-                row.view(np.uint32)[word] |= np.uint32(1 << bit)
+                allow(row, constraint.opening)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.engine.front.messages import EngineRequest
+from jaxllm.engine.messages import EngineRequest
 from jaxllm.engine.page_pool import PrefixNode
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import ScoresInProgress
 from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.engine.device.admission import Settings
     from jaxllm.engine.grammar import Constraint
+    from jaxllm.engine.settings import Settings
     from jaxllm.engine.thinking import Thinking
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from jaxllm.engine.detokenizer import REPLACEMENT
-from jaxllm.engine.device.slots import MASK_BITS
 from jaxllm.engine.markers import MARKER_TOKENS, MarkerSearch, closing_tokens
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
@@ -92,10 +90,3 @@ class Thinking:
         if self._opened and self.left <= 0:
             begun = (n for n in range(len(self._closing) - 1, 0, -1) if self._tokens[-n:] == self._closing[:n])
             self._written = next(begun, 0)
-
-
-def allow_only(row: np.ndarray, token: int) -> None:
-    """Set a mask's row [V/32] to one token."""
-    word, bit = divmod(token, MASK_BITS)
-    row[:] = 0
-    row.view(np.uint32)[word] = np.uint32(1 << bit)

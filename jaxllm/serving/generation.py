@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jaxllm.engine.front.beams import BeamSearchParams
-from jaxllm.engine.front.messages import EngineRequest, TokenDelta
 from jaxllm.engine.front.streams import Gain, Stream
+from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores

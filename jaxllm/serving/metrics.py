@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.front.messages import STEP_TOKENS, EngineStats
+from jaxllm.engine.messages import STEP_TOKENS, EngineStats
 from jaxllm.serving.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.messages import TokenDelta
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Choice, Generation, Step, Usage

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
 
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.messages import TokenDelta
 
 _REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

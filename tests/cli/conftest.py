@@ -15,7 +15,7 @@ import pytest
 
 from jaxllm.cli.main import main
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.engine.front.messages import EngineInfo, EngineStats, TokenDelta
+from jaxllm.engine.messages import EngineInfo, EngineStats, TokenDelta
 from jaxllm.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.handle import Handle, SampledRow
 from jaxllm.engine.device.step import Sampled
-from jaxllm.engine.front.messages import EngineRequest, TokenDelta
+from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler

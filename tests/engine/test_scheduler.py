@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from jaxllm.engine.core import EngineCore
-from jaxllm.engine.front.messages import EngineRequest
+from jaxllm.engine.messages import EngineRequest
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler

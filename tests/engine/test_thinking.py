@@ -10,7 +10,8 @@ import pytest
 
 from jaxllm import SamplingParams
 from jaxllm.engine.front.beams import BeamSearchParams
-from jaxllm.engine.thinking import Thinking, allow_only
+from jaxllm.engine.masks import allow_only
+from jaxllm.engine.thinking import Thinking
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.requests.thinking import ThinkingMarkers

@@ -23,8 +23,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.front.async_llm import AsyncLLM
-from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.front.streams import Stream
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.config import ServeConfig
-from jaxllm.engine.front.messages import EngineStats
+from jaxllm.engine.messages import EngineStats
 from jaxllm.errors import ConfigError
 from jaxllm.serving.app import create_app
 from tests.serving.conftest import wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxllm.engine.front.messages import EngineRequest
+from jaxllm.engine.messages import EngineRequest
 from tests.serving.fake_engine import REPLY, FakeEngine, SaidToken
 
 MARKDOWN = """## Merging intervals

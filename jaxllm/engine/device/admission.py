@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
-from jaxllm.engine.device.slots import MASK_BITS, MAX_BLOCKED, Adjustments, mask_words
+from jaxllm.engine.device.slots import MAX_BLOCKED
+from jaxllm.engine.masks import ALL, mask_of, mask_words
 from jaxllm.engine.request import Request
+from jaxllm.engine.settings import Adjustments, Settings
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 
 _ALL = 2**30
 """More tokens than any context has."""
-
-
-class Settings(NamedTuple):
-    """A request's own, made when it is added: a value that does not fit fails there, and fails it alone."""
-
-    ints: np.ndarray
-    floats: np.ndarray
-    adjustments: Adjustments | None
-    """Only where the sampler reads them; without slot and history, which are known when the request takes its slot."""
 
 
 def settings_of(request: Request, vocab_size: int, eos_token_ids: Sequence[int]) -> Settings:
@@ -78,11 +70,9 @@ def _adjustments(request: Request, vocab_size: int, eos_token_ids: Sequence[int]
     blocked = np.full(MAX_BLOCKED, vocab_size, np.int32)
     stops = [*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)]
     blocked[: len(stops)] = stops
-    allowed = np.full(mask_words(vocab_size), -1, np.int32)
+    allowed = np.full(mask_words(vocab_size), ALL, np.int32)
     if p.allowed_token_ids is not None:
-        bits = np.zeros(allowed.size * MASK_BITS, bool)
-        bits[list(p.allowed_token_ids)] = True
-        allowed = np.packbits(bits, bitorder="little").view(np.int32)
+        allowed = mask_of(p.allowed_token_ids, vocab_size)
     bad_words = np.full((MAX_SPELLINGS, MAX_SPELLING_LENGTH), -1, np.int32)
     bad_words[:, -1] = vocab_size
     for row, tokens in zip(bad_words, request.bad_words, strict=False):

@@ -13,8 +13,8 @@ from jaxllm.engine.device.handle import Handle, SampledRow, Score
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing
 from jaxllm.engine.device.readout import Readout, scoring_key
-from jaxllm.engine.device.slots import mask_words
 from jaxllm.engine.device.step import Sampled, StepSizes
+from jaxllm.engine.masks import mask_words
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Chunk
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.engine.device.slots import MASK_BITS, Slots
+from jaxllm.engine.device.slots import Slots
+from jaxllm.engine.masks import allowed
 from jaxllm.requests.sampling import MAX_LOGPROBS
 
 GROUP = 64
@@ -122,9 +123,7 @@ def adjust_logits(logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots)
 
 def apply_mask(logits: Float[Array, "R V"], mask: Int[Array, "R -(-V//32)"]) -> Float[Array, "R V"]:
     """Minus infinity for every token whose bit is not set."""
-    token = jnp.arange(logits.shape[1])
-    bits = mask[:, token // MASK_BITS] >> (token % MASK_BITS) & 1
-    return jnp.where(bits == 1, logits, NEGATIVE)
+    return jnp.where(allowed(mask, logits.shape[1]), logits, NEGATIVE)
 
 
 def _bad_tokens(rows: SamplingRows, slots: Slots, vocab: int) -> Int[Array, "R W"]:

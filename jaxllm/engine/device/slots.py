@@ -10,18 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
+from jaxllm.engine.masks import mask_words
+from jaxllm.engine.settings import Adjustments
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 
 MAX_BLOCKED = MAX_STOP_TOKEN_IDS + 32
 """Stop token ids plus the model's own end-of-sequence ids."""
-MASK_BITS = 32
-"""Tokens in one word of a mask."""
-
-
-def mask_words(vocab_size: int) -> int:
-    """Words of a mask with one bit a token, lowest bit first."""
-    return -(-vocab_size // MASK_BITS)
 
 
 class Slots(NamedTuple):
@@ -50,18 +45,6 @@ class Slots(NamedTuple):
     bad_words: Int[Array, "slots W 16"]
     """Token sequences that may not be generated, ending at the last column, -1 before them; the last token of an unused
     row is the vocabulary's size."""
-
-
-class Adjustments(NamedTuple):
-    """One slot's rows that only some requests need: those whose logits are adjusted."""
-
-    slot: Int[Array, ""]
-    history: Int[Array, "L"]
-    bias_ids: Int[Array, "B"]
-    bias_values: Float[Array, "B"]
-    blocked_ids: Int[Array, "M"]
-    allowed: Int[Array, "words"]
-    bad_words: Int[Array, "W 16"]
 
 
 def slot_shapes(num_slots: int, max_model_len: int, pages_per_seq: int, vocab_size: int) -> Slots:

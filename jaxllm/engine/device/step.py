@@ -36,7 +36,9 @@ from jaxllm.engine.device.packing import (
     score_packing,
 )
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
-from jaxllm.engine.device.slots import Adjustments, Slots, adjust, admit, mask_words, settings, slot_shapes
+from jaxllm.engine.device.slots import Slots, adjust, admit, settings, slot_shapes
+from jaxllm.engine.masks import mask_words
+from jaxllm.engine.settings import Adjustments
 from jaxllm.models.decoder import Decoder
 from jaxllm.pallas_kernels.pages import PageLayout
 from jaxllm.requests.pooling import MAX_TOKEN_IDS

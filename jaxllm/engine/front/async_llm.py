@@ -12,11 +12,11 @@ from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
+from jaxllm.engine.front.launch import start_client, start_engine
 from jaxllm.engine.front.limits import check_pooling, check_request
-from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats
 from jaxllm.engine.front.sequences import Collector, Prompt, pooled_output, prompt_ids
 from jaxllm.engine.front.streams import Gain, Stream, Streams
-from jaxllm.engine.start.launch import start_client, start_engine
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats
 from jaxllm.requests.outputs import PooledOutput, RequestOutput
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams

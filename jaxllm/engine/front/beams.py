@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.front.messages import EngineRequest, TokenDelta
 from jaxllm.engine.front.streams import Gain, Stream, Streams
+from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams

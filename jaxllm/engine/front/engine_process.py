@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.front.thread_client import Inbox
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import JaxLLMError
 
 if TYPE_CHECKING:

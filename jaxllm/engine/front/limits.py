@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllm.engine.front.messages import EngineInfo
 from jaxllm.engine.front.thinking import check_thinking
+from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import MAX_ENTRIES

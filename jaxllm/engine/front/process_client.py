@@ -26,7 +26,7 @@ from jaxllm.engine.front.engine_process import (
     from_engine,
     to_engine,
 )
-from jaxllm.engine.front.messages import EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger(__name__)

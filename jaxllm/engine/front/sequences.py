@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from jaxllm.engine.front.messages import EngineRequest, TokenDelta
+from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.requests.outputs import (
     CompletionOutput,

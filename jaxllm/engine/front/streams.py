@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxllm.engine.front.messages import EngineClient, EngineRequest, TokenDelta
 from jaxllm.engine.front.sequences import name_tokens, split_request
 from jaxllm.engine.front.thinking import with_markers
+from jaxllm.engine.messages import EngineClient, EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, JaxLLMError, QueueFullError
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import msgspec
 
-from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.engine.markers import closing_tokens
+from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.thinking import ThinkingMarkers

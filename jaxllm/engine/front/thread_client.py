@@ -11,7 +11,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from jaxllm.engine.front.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError
 from jaxllm.threads import start_thread
 

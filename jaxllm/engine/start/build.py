@@ -20,7 +20,7 @@ from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.front.messages import EngineInfo
+from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET
 
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.messages import TokenDelta
 from jaxllm.serving.anthropic.blocks import BlockBuilder
 from jaxllm.serving.anthropic.errors import error_response
 from jaxllm.serving.anthropic.request import MessagesRequest, ThinkingAdaptive, ThinkingEnabled

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from jaxllm.config import ServeConfig
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.messages import TokenDelta
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.generation import Step

@@ -11,7 +11,8 @@ import pytest
 
 from jaxllm.engine.device import sampler
 from jaxllm.engine.device.sampler import SamplingRows
-from jaxllm.engine.device.slots import MAX_BLOCKED, Slots, mask_words, slot_shapes
+from jaxllm.engine.device.slots import MAX_BLOCKED, Slots, slot_shapes
+from jaxllm.engine.masks import mask_words
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS
 from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.front.engine_process import FrontDoor, Started, run_loop
-from jaxllm.engine.front.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 
 TOKEN, TEXT = 33, "!"
 STEP_SECONDS = 0.02

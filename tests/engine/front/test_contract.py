@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxllm import AsyncLLM, SamplingParams
 from jaxllm.engine.front.beams import BeamSearchParams
-from jaxllm.engine.front.messages import EngineRequest, TokenDelta
+from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxllm.requests.pooling import PoolingParams
 from tests.reference.tiny import write_checkpoint

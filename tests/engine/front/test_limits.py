@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxllm.engine.front.limits import check_request
-from jaxllm.engine.front.messages import EngineInfo
+from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.prompt_scores import MAX_ENTRIES
 from jaxllm.requests.sampling import SamplingParams

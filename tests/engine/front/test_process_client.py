@@ -21,9 +21,9 @@ import pytest
 
 from jaxllm import AsyncLLM, EngineConfig, SamplingParams
 from jaxllm.engine.front import process_client
-from jaxllm.engine.front.messages import EngineRequest
 from jaxllm.engine.front.process_client import ProcessClient
 from jaxllm.engine.front.streams import Stream, Streams
+from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from tests.engine.front import stand_in
 from tests.reference.tiny import write_checkpoint

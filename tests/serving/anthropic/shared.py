@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.engine.front.messages import TokenDelta
+from jaxllm.engine.messages import TokenDelta
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 
 CONTEXT = 4096

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.front.messages import EngineRequest
+from jaxllm.engine.messages import EngineRequest
 from jaxllm.serving.batches.caller import BATCH_PRIORITY
 from jaxllm.serving.http.openapi import RESPONSES
 from tests.serving.api_surface import BODIES, EveryTask, Route, addresses, described_app, make_app, models, routes

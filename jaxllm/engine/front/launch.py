@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.front.messages import EngineClient
+from jaxllm.engine.messages import EngineClient
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -1,0 +1,168 @@
+"""What becomes of a step's result: tokens and text up to a stop, log-probabilities, tokens that a grammar forces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from jaxllm.engine.detokenizer import Detokenizer
+from jaxllm.engine.device.handle import Handle, Result, Score, on_host
+from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.messages import TokenDelta
+from jaxllm.engine.request import Request
+from jaxllm.engine.thinking import Thinking
+from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.engine.grammar import Constraint
+
+TokenLogprobs = list[tuple[int, Logprob]]
+
+
+class Results:
+    """Turns what was sampled for a request into what its caller is told. It schedules nothing and counts nothing."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_token_ids)
+        self._detokenizers: dict[str, Detokenizer] = {}
+
+    def begin(self, request: Request) -> None:
+        """Get ready to write a request's text, where it is to be written here."""
+        params = request.params
+        if self._tokenizer is not None and params.detokenize and request.pooling is None:
+            self._detokenizers[request.request_id] = Detokenizer(
+                self._tokenizer,
+                request.token_ids,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                shown_special_token_ids=params.shown_special_token_ids,
+            )
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._detokenizers.pop(request.request_id, None)
+
+    def accept(
+        self, result: Result, logprobs: Logprobs | None, num_running: int, pending: Handle | None
+    ) -> tuple[TokenDelta, int]:
+        """What a step gave one request, and how many sampled rows that settles.
+
+        `pending` is the step under way: where a grammar forces more tokens than there are running requests, the
+        request's rows are withdrawn from it, and are settled too.
+        """
+        request = result.request
+        delta = TokenDelta(request_id=request.request_id, token_ids=[])
+        if request.num_output == 0:
+            delta.num_cached_tokens = max(request.num_cached, 0)
+            delta.prompt_logprobs = None if request.prompt_scores is None else request.prompt_scores.finish()
+            delta.first_scheduled_time = request.first_scheduled_time
+        settled = len(result.tokens)
+        self._take(request, result.tokens, delta)
+        if request.params.logprobs is not None and logprobs is not None:
+            delta.logprobs = [
+                _row_logprobs(logprobs, row, token, request.params)
+                for row, token in enumerate(delta.token_ids, result.row)
+            ]
+        if request.thinking is not None:
+            self._follow_thinking(request, request.thinking, delta)
+        if request.constraint is not None and delta.finish_reason is None:
+            settled += self._follow_grammar(request, request.constraint, delta, num_running, pending)
+        return delta, settled
+
+    def _take(self, request: Request, tokens: Sequence[int], delta: TokenDelta) -> None:
+        """Add tokens and their text to `delta`, up to and with the one that ends the request."""
+        for token in tokens:
+            delta.token_ids.append(token)
+            self._detokenize_and_stop(request, token, len(request.token_ids) + len(delta.token_ids), delta)
+            if delta.finish_reason is not None:
+                return
+
+    @staticmethod
+    def _follow_thinking(request: Request, thinking: Thinking, delta: TokenDelta) -> None:
+        """Count what was thought; once the reasoning is over the request is like any other."""
+        for token in delta.token_ids:
+            if not thinking.over:
+                thinking.accept(token)
+        if thinking.over:
+            request.thinking = None
+
+    def _follow_grammar(
+        self, request: Request, constraint: Constraint, delta: TokenDelta, num_running: int, pending: Handle | None
+    ) -> int:
+        """Move on in the grammar, over the tokens that it forces too; it may be complete then.
+
+        Returns how many rows of the step under way are not sampled for that.
+        """
+        for token in delta.token_ids:
+            constraint.accept(token)
+        forced = constraint.forced() if request.fast_forwards else []
+        if len(forced) <= num_running:
+            forced = []  # a step with a chunk in it takes longer, for everyone: more than sampling these would
+        withdrawn = pending.withdraw(request) if forced and pending is not None else 0
+        for token in forced:
+            constraint.accept(token)
+        self._take(request, forced, delta)
+        if constraint.complete and delta.finish_reason is None:
+            detokenizer = self._detokenizers.get(request.request_id)
+            delta.finish_reason = "stop"
+            delta.text += detokenizer.flush() if detokenizer is not None else ""
+        return withdrawn
+
+    def _detokenize_and_stop(self, request: Request, token: int, length: int, delta: TokenDelta) -> None:
+        """`length` is that of prompt and tokens up to this one."""
+        params = request.params
+        detokenizer = self._detokenizers.get(request.request_id)
+        enough = length - request.num_prompt >= params.min_tokens
+        is_eos = token in self._eos and not params.ignore_eos
+        if enough and (is_eos or token in params.stop_token_ids):
+            delta.finish_reason = "stop"
+            delta.stop_reason = token if token in params.stop_token_ids else None
+            if detokenizer is not None:
+                shown = detokenizer.add(token, False)[0] if params.include_stop_str_in_output else ""
+                delta.text += shown + detokenizer.flush()
+            return
+        if detokenizer is not None:
+            text, stop = detokenizer.add(token, enough)
+            delta.text += text
+            if stop is not None:
+                delta.finish_reason, delta.stop_reason = "stop", stop
+                return
+        if length >= request.max_total:
+            delta.finish_reason = "length"
+            if detokenizer is not None:
+                delta.text += detokenizer.flush()
+
+
+def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> TokenLogprobs:
+    """The chosen token first, then the most likely, best first, or those that were asked for, in their order."""
+    chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
+    asked = len(params.logprob_token_ids)
+    count = asked or params.logprobs
+    ids = logprobs.top_ids[row, :count].tolist()
+    values = logprobs.top[row, :count].tolist()
+    pairs = [(i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf]  # a small vocabulary has fewer
+    ranked = [(i, Logprob(v, None if asked else rank)) for rank, (i, v) in enumerate(pairs, 1)]
+    return [chosen, *(entry for entry in ranked if entry[0] != token)]
+
+
+def store_scores(score: Score) -> None:
+    """Keep a prompt's scores: rows i … of them are of its tokens i + 1 …"""
+    scores, positions = score.request.prompt_scores, score.positions
+    assert scores is not None
+    rows, count = slice(positions.start - 1, positions.stop - 1), len(positions)
+    if not isinstance(score.result, Logprobs):
+        scores.logprobs[rows] = np.asarray(score.result)[:count]
+        return
+    host = on_host(score.result)
+    others = scores.ids.shape[1] - 1
+    scores.ids[rows] = np.column_stack([score.targets, host.top_ids[:count, :others]])
+    scores.logprobs[rows] = np.column_stack([host.chosen[:count], host.top[:count, :others]])
+    scores.ranks[rows, 0] = host.rank[:count]
+    scores.ranks[rows, 1:] = np.arange(1, others + 1)
