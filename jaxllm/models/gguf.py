@@ -53,6 +53,7 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
     has `layers`.
     """
     get, tensors = Metadata(checkpoint), checkpoint.tensors
+    get("attention.causal", True)
     heads = get("attention.head_count")
     fields: dict[str, Any] = {
         "vocab_size": gguf_rows(checkpoint, "token_embd.weight"),

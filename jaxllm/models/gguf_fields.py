@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.models.hf_fields import CAP, COUNT, EPSILON, FACTOR, LAYERS, LENGTH, ORIGINAL_LENGTH, SIZE, THETA
+from jaxllm.models.hf_fields import CAP, CAUSAL, COUNT, EPSILON, FACTOR, LAYERS, LENGTH, ORIGINAL_LENGTH, SIZE, THETA
 from jaxllm.weights.fields import FLAG, TEXT, Kind, Kinds, either, many, real, whole
 
 
@@ -16,6 +16,7 @@ GGUF_FIELDS: Kinds = {
     "context_length": LENGTH,
     "embedding_length": SIZE,
     "feed_forward_length": SIZE,
+    "attention.causal": Kind(f"true, {CAUSAL}", lambda value: value is True),
     "attention.head_count": COUNT,
     "attention.head_count_kv": COUNT,
     "attention.key_length": or_zero(SIZE),

@@ -1,0 +1,50 @@
+"""Keys of checkpoints that change what a model computes: each is read, or named and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.errors import CheckpointError
+from jaxllm.models.config import DecoderConfig
+from jaxllm.models.registry import model_spec
+from jaxllm.weights import open_checkpoint
+from tests.reference.tiny import tiny_config
+from tests.reference.tiny_gguf import write_gguf
+
+
+def read(tmp_path: Path, name: str, **changes: Any) -> DecoderConfig:
+    """The tiny model `name` with these keys of its config.json changed."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(name) | changes))
+    return model_spec(open_checkpoint(tmp_path, "dummy")).config
+
+
+def gguf(tmp_path: Path, name: str, **keys: Any) -> DecoderConfig:
+    """The tiny model `name` as a GGUF file with these keys too."""
+    return model_spec(open_checkpoint(write_gguf(name, tmp_path / "model.gguf", also_keys=keys))).config
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma3_small", "gemma2", "qwen3"])
+def test_attention_that_sees_later_tokens_is_refused(name, tmp_path):
+    causal = read(tmp_path, name, use_bidirectional_attention=False, is_causal=True)
+    assert causal == read(tmp_path, name, use_bidirectional_attention=None, is_causal=None) == read(tmp_path, name)
+    with pytest.raises(
+        CheckpointError, match="use_bidirectional_attention is True; accepted is false or null, since enc"
+    ):
+        read(tmp_path, name, use_bidirectional_attention=True)
+    with pytest.raises(CheckpointError, match="is_causal is False; accepted is true or null, since encoders are not"):
+        read(tmp_path, name, is_causal=False)
+
+
+def test_attention_that_sees_later_tokens_is_refused_in_a_wrapper(tmp_path):
+    text = tiny_config("gemma3_conditional")["text_config"] | {"use_bidirectional_attention": True}
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention is True"):
+        read(tmp_path, "gemma3_conditional", text_config=text)
+
+
+def test_a_gguf_file_of_an_encoder_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"llama\.attention\.causal is False; accepted is true, since encoders"):
+        gguf(tmp_path, "llama_gqa", **{"llama.attention.causal": False})
