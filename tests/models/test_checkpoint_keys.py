@@ -48,3 +48,12 @@ def test_attention_that_sees_later_tokens_is_refused_in_a_wrapper(tmp_path):
 def test_a_gguf_file_of_an_encoder_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"llama\.attention\.causal is False; accepted is true, since encoders"):
         gguf(tmp_path, "llama_gqa", **{"llama.attention.causal": False})
+
+
+def test_a_cap_on_gemma_3s_attention_logits_is_refused(tmp_path):
+    """transformers 5.24 reads the key and caps nothing, so that nobody can say what such a model computes."""
+    assert read(tmp_path, "gemma3_small", attn_logit_softcapping=None) == read(tmp_path, "gemma3_small")
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping is 50\.0; accepted is null"):
+        read(tmp_path, "gemma3_small", attn_logit_softcapping=50.0)
+    with pytest.raises(CheckpointError, match=r"attn_logit_softcapping is 50\.0; accepted is null"):
+        gguf(tmp_path, "gemma3_small", **{"gemma3.attn_logit_softcapping": 50.0})

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_head_dim, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source, plus_one
 
 DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
@@ -49,6 +51,7 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
         "max_position_embeddings": 131_072,
     } | c  # fmt: skip
+    _refuse_attention_softcap(c.get("attn_logit_softcapping"))
     number = c["num_hidden_layers"]
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern", 6)
     kinds = c.get("layer_types") or [
@@ -62,7 +65,17 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         ),
         "sliding_attention": LayerKind(hf_rope(c, hf_head_dim(c), parameters=local), c["sliding_window"]),
     }
-    return DecoderConfig(**_later_fields(c, tuple(kind_of[kind] for kind in kinds)), qk_norm="rms")
+    return DecoderConfig(
+        **_later_fields(c, tuple(kind_of[kind] for kind in kinds)),
+        qk_norm="rms",
+        logit_softcap=c.get("final_logit_softcapping"),
+    )
+
+
+def _refuse_attention_softcap(cap: float | None) -> None:
+    """transformers and llama.cpp know the key for Gemma 3 and leave the attention logits uncapped all the same."""
+    if cap is not None:
+        raise CheckpointError(f"attn_logit_softcapping is {shown(cap)}; accepted is null, since Gemma 3 caps none")
 
 
 def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...]) -> dict[str, Any]:
@@ -100,6 +113,7 @@ def gemma2_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
 def gemma3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     """Which layers slide is not stored: five of six."""
     get = Metadata(checkpoint)
+    _refuse_attention_softcap(get("attn_logit_softcapping", None))
     window = get("attention.sliding_window", 0)
     rope = gguf_rope(checkpoint, theta=1e6)
     everywhere = LayerKind(rope)
