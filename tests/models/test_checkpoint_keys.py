@@ -57,3 +57,12 @@ def test_a_cap_on_gemma_3s_attention_logits_is_refused(tmp_path):
         read(tmp_path, "gemma3_small", attn_logit_softcapping=50.0)
     with pytest.raises(CheckpointError, match=r"attn_logit_softcapping is 50\.0; accepted is null"):
         gguf(tmp_path, "gemma3_small", **{"gemma3.attn_logit_softcapping": 50.0})
+
+
+def test_ministral_3s_query_scaling_says_from_which_length_on(tmp_path):
+    """transformers divides positions by the original length, which kinds of scaling other than YaRN may leave out."""
+    rope = {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.5}
+    config = read(tmp_path, "ministral3_text", rope_parameters=rope | {"original_max_position_embeddings": 32})
+    assert config.query_scaling is not None and config.query_scaling.original_length == 32
+    with pytest.raises(CheckpointError, match=r"llama_4_scaling_beta is 0\.5 without original_max_position_embeddings"):
+        read(tmp_path, "ministral3_text", rope_parameters=rope)
