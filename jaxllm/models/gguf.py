@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.gguf_fields import GGUF_FIELDS
-from jaxllm.models.hf import yarn_mscale
+from jaxllm.models.hf import scaled_length, yarn_mscale
 from jaxllm.models.hf_fields import FACTOR, SIZE
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
@@ -73,7 +73,10 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
         fields["norm_eps"] = get("attention.layer_norm_rms_epsilon")
     if "layers" not in differences:
         fields["layers"] = (LayerKind(gguf_rope(checkpoint)),) * get("block_count")
-    return fields | differences
+    fields |= differences
+    if "max_position_embeddings" not in differences:
+        fields["max_position_embeddings"] = scaled_length(fields["max_position_embeddings"], fields["layers"])
+    return fields
 
 
 def gguf_rows(checkpoint: Checkpoint, name: str) -> int:

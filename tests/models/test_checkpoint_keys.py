@@ -66,3 +66,35 @@ def test_ministral_3s_query_scaling_says_from_which_length_on(tmp_path):
     assert config.query_scaling is not None and config.query_scaling.original_length == 32
     with pytest.raises(CheckpointError, match=r"llama_4_scaling_beta is 0\.5 without original_max_position_embeddings"):
         read(tmp_path, "ministral3_text", rope_parameters=rope)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "longest"),
+    [
+        # What vLLM's _get_and_verify_max_len derives: the context that the scaling gives.
+        ("llama_gqa", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),
+        ("llama_gqa", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),
+        ("llama_gqa", {"rope_type": "yarn", "factor": 4.0}, 1024),
+        ("llama_gqa", {"type": "linear", "factor": 2.5}, 640),
+        ("llama_gqa", {"type": "dynamic", "factor": 3.0}, 768),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),
+        ("gemma2", {"type": "linear", "factor": 2.0}, 512),
+        # Here max_position_embeddings is the scaled one.
+        ("llama_gqa", LLAMA3 | {"original_max_position_embeddings": 64}, 256),
+        ("llama_gqa", LONGROPE | {"factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ("gemma3_small", {"rope_type": "linear", "factor": 8.0}, 256),
+        ("llama_gqa", None, 256),
+    ],
+)
+def test_the_longest_context_is_the_scaled_one(name, scaling, longest, tmp_path):
+    changes = {"max_position_embeddings": 256, "rope_scaling": scaling}
+    assert read(tmp_path, name, **changes).max_position_embeddings == longest
+
+
+def test_a_scaled_context_too_long_for_positions_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="the scaled context is 2560000000 tokens; accepted is an integer from 1"):
+        read(tmp_path, "llama_gqa", max_position_embeddings=2560, rope_scaling={"type": "linear", "factor": 1e6})

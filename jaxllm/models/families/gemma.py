@@ -46,7 +46,10 @@ def gemma2_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Five sliding layers to a global one, each kind with a rotary embedding of its own; a norm on queries and keys."""
+    """Five sliding layers to a global one, each kind with a rotary embedding of its own; a norm on queries and keys.
+
+    `max_position_embeddings` is the scaled length already, although the scaling is linear.
+    """
     c = DEFAULTS | {
         "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
         "max_position_embeddings": 131_072,
@@ -66,7 +69,9 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "sliding_attention": LayerKind(hf_rope(c, hf_head_dim(c), parameters=local), c["sliding_window"]),
     }
     return DecoderConfig(
-        **_later_fields(c, tuple(kind_of[kind] for kind in kinds)),
+        **_later_fields(
+            c, tuple(kind_of[kind] for kind in kinds), max_position_embeddings=c["max_position_embeddings"]
+        ),
         qk_norm="rms",
         logit_softcap=c.get("final_logit_softcapping"),
     )
@@ -78,7 +83,7 @@ def _refuse_attention_softcap(cap: float | None) -> None:
         raise CheckpointError(f"attn_logit_softcapping is {shown(cap)}; accepted is null, since Gemma 3 caps none")
 
 
-def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...]) -> dict[str, Any]:
+def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...], **differences: Any) -> dict[str, Any]:
     bias = c.get("attention_bias", False)
     return hf_fields(
         c,
@@ -89,6 +94,7 @@ def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...]) -> dict[str,
         attention_scale=c.get("query_pre_attn_scalar", 256) ** -0.5,
         qkv_bias=bias,
         output_bias=bias,
+        **differences,
     )
 
 
@@ -120,13 +126,15 @@ def gemma3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     sliding = LayerKind(RopeConfig(dim=rope.dim, theta=get("rope.freq_base_swa", 10_000.0)), window)
     layers = tuple(sliding if window and (i + 1) % 6 else everywhere for i in range(get("block_count")))
     return DecoderConfig(
-        **_later_gguf_fields(checkpoint, layers, LAYERS_OF_27B[3]),
+        **_later_gguf_fields(checkpoint, layers, LAYERS_OF_27B[3], max_position_embeddings=get("context_length")),
         qk_norm="rms",
         logit_softcap=get("final_logit_softcapping", None),
     )
 
 
-def _later_gguf_fields(checkpoint: Checkpoint, layers: tuple[LayerKind, ...], layers_of_27b: int) -> dict[str, Any]:
+def _later_gguf_fields(
+    checkpoint: Checkpoint, layers: tuple[LayerKind, ...], layers_of_27b: int, **differences: Any
+) -> dict[str, Any]:
     get = Metadata(checkpoint)
     size, heads, dim = get("embedding_length"), get("attention.head_count"), gguf_head_dim(checkpoint)
     return gguf_fields(
@@ -136,6 +144,7 @@ def _later_gguf_fields(checkpoint: Checkpoint, layers: tuple[LayerKind, ...], la
         post_norms=True,
         embedding_scale=math.sqrt(size),
         attention_scale=(size // heads if len(layers) == layers_of_27b else dim) ** -0.5,
+        **differences,
     )
 
 
