@@ -39,6 +39,8 @@ GGUF_FIELDS: Kinds = {
     "rope.scaling.factor": or_zero(FACTOR, real(0, 0)),
     "rope.scaling.attn_factor": FACTOR,
     "rope.scaling.original_context_length": ORIGINAL_LENGTH,
+    "rope.scaling.yarn_attn_factor": Kind("1", lambda value: value == 1 and not isinstance(value, bool)),
+    "rope.scaling.yarn_ext_factor": real(-1e6, 1e6),
     "rope.scaling.yarn_beta_fast": FACTOR,
     "rope.scaling.yarn_beta_slow": FACTOR,
     "rope.scaling.yarn_log_multiplier": real(0, 1e2),

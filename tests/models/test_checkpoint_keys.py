@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.registry import model_spec
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import tiny_config
-from tests.reference.tiny_gguf import write_gguf
+from tests.reference.tiny_gguf import gguf_architecture, write_gguf
 
 
 def read(tmp_path: Path, name: str, **changes: Any) -> DecoderConfig:
@@ -98,3 +99,36 @@ def test_the_longest_context_is_the_scaled_one(name, scaling, longest, tmp_path)
 def test_a_scaled_context_too_long_for_positions_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="the scaled context is 2560000000 tokens; accepted is an integer from 1"):
         read(tmp_path, "llama_gqa", max_position_embeddings=2560, rope_scaling={"type": "linear", "factor": 1e6})
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_linear_rope", "llama_yarn", "phi3", "gemma3_small"])
+def test_the_factor_on_cosine_and_sine_of_a_gguf_file(name, tmp_path):
+    """ggml's rope_yarn multiplies both by attn_factor, which is yarn_attn_factor times rope_attn_factor."""
+    architecture = gguf_architecture(name)
+    key, plain = f"{architecture}.rope.scaling.attn_factor", gguf(tmp_path, name)
+    scaled = gguf(tmp_path, name, **{key: 1.25})
+    for before, after in zip(plain.layers, scaled.layers, strict=True):
+        assert before.rope is not None and after.rope is not None
+        assert after.rope.attention_factor == pytest.approx(1.25 * before.rope.attention_factor)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "accepted"),
+    [
+        ("llama_yarn", "yarn_attn_factor", 1.5, "1"),
+        ("llama_yarn", "yarn_ext_factor", 0.5, "1, or a negative number"),
+        ("llama_yarn", "yarn_ext_factor", 0.0, "1, or a negative number"),
+        ("llama_gqa", "yarn_ext_factor", 1.0, "0, or a negative number"),
+        ("llama_yarn", "yarn_log_multiplier", 0.5, "0"),
+        ("deepseek_v2", "attn_factor", 1.5, "1"),
+    ],
+)
+def test_what_llama_cpp_reads_of_yarn_for_others_is_refused(name, key, value, accepted, tmp_path):
+    key = f"{gguf_architecture(name)}.rope.scaling.{key}"
+    with pytest.raises(CheckpointError, match=re.escape(f"{key.partition('.')[2]} is {value}; accepted is {accepted}")):
+        gguf(tmp_path, name, **{key: value})
+
+
+def test_yarn_keys_that_change_nothing_are_accepted(tmp_path):
+    keys = {"llama.rope.scaling.yarn_attn_factor": 1.0, "llama.rope.scaling.yarn_ext_factor": 1.0}
+    assert gguf(tmp_path, "llama_yarn", **keys) == gguf(tmp_path, "llama_yarn")

@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_head_dim, gguf_rope
+from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_head_dim, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
@@ -123,7 +123,12 @@ def gemma3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     window = get("attention.sliding_window", 0)
     rope = gguf_rope(checkpoint, theta=1e6)
     everywhere = LayerKind(rope)
-    sliding = LayerKind(RopeConfig(dim=rope.dim, theta=get("rope.freq_base_swa", 10_000.0)), window)
+    local = RopeConfig(
+        dim=rope.dim,
+        theta=get("rope.freq_base_swa", 10_000.0),
+        attention_factor=gguf_attention_factor(checkpoint),
+    )
+    sliding = LayerKind(local, window)
     layers = tuple(sliding if window and (i + 1) % 6 else everywhere for i in range(get("block_count")))
     return DecoderConfig(
         **_later_gguf_fields(checkpoint, layers, LAYERS_OF_27B[3], max_position_embeddings=get("context_length")),
