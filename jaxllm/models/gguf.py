@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.gguf_fields import GGUF_FIELDS
-from jaxllm.models.hf import yarn_mscale
+from jaxllm.models.hf import scaled_length, yarn_mscale
 from jaxllm.models.hf_fields import FACTOR, SIZE
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
@@ -53,6 +53,7 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
     has `layers`.
     """
     get, tensors = Metadata(checkpoint), checkpoint.tensors
+    get("attention.causal", True)
     heads = get("attention.head_count")
     fields: dict[str, Any] = {
         "vocab_size": gguf_rows(checkpoint, "token_embd.weight"),
@@ -72,7 +73,10 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
         fields["norm_eps"] = get("attention.layer_norm_rms_epsilon")
     if "layers" not in differences:
         fields["layers"] = (LayerKind(gguf_rope(checkpoint)),) * get("block_count")
-    return fields | differences
+    fields |= differences
+    if "max_position_embeddings" not in differences:
+        fields["max_position_embeddings"] = scaled_length(fields["max_position_embeddings"], fields["layers"])
+    return fields
 
 
 def gguf_rows(checkpoint: Checkpoint, name: str) -> int:
@@ -96,16 +100,17 @@ def gguf_rope(
     theta: float = 10_000.0,
     partial: float = 1.0,
     interleaved: bool = False,
-    mscale_all_dim: float = 0.0,
+    mscale_all_dim: float | None = None,
 ) -> RopeConfig:
     """The rotary embedding of a file.
 
     Args:
         theta, partial: where the file has no `rope.freq_base` or `rope.dimension_count`.
-        mscale_all_dim: the part of YaRN's factor that is on the logits and not on cosine and sine.
+        mscale_all_dim: the part of YaRN's factor that is on the logits and not on cosine and sine; None in families
+            whose files have no `yarn_log_multiplier`.
 
     Raises:
-        CheckpointError: the kind of scaling is unknown.
+        CheckpointError: the kind of scaling is unknown, or one of its keys has a value that is not supported.
     """
     get = Metadata(checkpoint)
     kind = get("rope.scaling.type", "linear")
@@ -119,17 +124,18 @@ def gguf_rope(
         kind = "longrope"
         fields |= {f"{n}_divisors": _vector(checkpoint, f"rope_factors_{n}.weight") for n in ("short", "long")}
         fields |= {"factor": longest / original, "original_length": original}
-        fields["attention_factor"] = float(get("rope.scaling.attn_factor", 1.0))
     elif kind == "longrope":
         raise CheckpointError("rope.scaling.type is 'longrope', but tensor 'rope_factors_long.weight' is missing")
     elif kind == "yarn":
         fields |= {"factor": factor, "original_length": original}
         fields |= {key: float(get(f"rope.scaling.yarn_{key}", value)) for key, value in YARN_BETAS.items()}
-        fields["attention_factor"] = yarn_mscale(factor) / yarn_mscale(factor, mscale_all_dim)
+        fields["attention_factor"] = yarn_mscale(factor) / yarn_mscale(factor, mscale_all_dim or 0.0)
     elif kind == "linear" and factor != 1:
         fields["factor"] = factor
     else:
         kind = "default"
+    _check_yarn(get, kind, mscale_all_dim)
+    fields["attention_factor"] = fields.get("attention_factor", 1.0) * gguf_attention_factor(checkpoint)
     if "rope_freqs.weight" in checkpoint.tensors:
         fields["divisors"] = _vector(checkpoint, "rope_freqs.weight")
     return RopeConfig(
@@ -139,6 +145,24 @@ def gguf_rope(
         kind=kind,
         **fields,
     )
+
+
+def gguf_attention_factor(checkpoint: Checkpoint) -> float:
+    """What multiplies cosine and sine of every layer, whatever the scaling (`rope_attn_factor` in llama.cpp)."""
+    return float(Metadata(checkpoint)("rope.scaling.attn_factor", 1.0))
+
+
+def _check_yarn(get: Metadata, kind: str, mscale_all_dim: float | None) -> None:
+    """Refuses what llama.cpp reads for other architectures: part of YaRN only, or with a factor of its own."""
+    get("rope.scaling.yarn_attn_factor", 1.0)
+    share, whole_share = get("rope.scaling.yarn_ext_factor", -1.0), int(kind == "yarn")
+    if share >= 0 and share != whole_share:
+        raise CheckpointError(
+            f"rope.scaling.yarn_ext_factor is {shown(share)}; accepted is {whole_share}, or a negative number"
+        )
+    multiplier = get("rope.scaling.yarn_log_multiplier", 0.0)
+    if mscale_all_dim is None and multiplier:
+        raise CheckpointError(f"rope.scaling.yarn_log_multiplier is {shown(multiplier)}; accepted is 0")
 
 
 SIZE_OF_VECTORS = 2**16

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.hf_fields import LENGTH
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern, Source
@@ -39,7 +40,27 @@ def hf_fields(c: dict[str, Any], **differences: Any) -> dict[str, Any]:
     if "layers" not in differences:
         fields["layers"] = (LayerKind(hf_rope(c, hf_head_dim(c))),) * c["num_hidden_layers"]
     fields |= differences
+    if "max_position_embeddings" not in differences:
+        fields["max_position_embeddings"] = scaled_length(fields["max_position_embeddings"], fields["layers"])
     return fields | {name: bool(fields[name]) for name in _FLAGS if name in fields}
+
+
+def scaled_length(stated: int, layers: tuple[LayerKind, ...]) -> int:
+    """The longest context of a model whose config states `max_position_embeddings`, as vLLM derives it.
+
+    YaRN's is `factor` times the original length, which is the stated one unless the config has another. Linear and
+    dynamic scaling's is `factor` times the stated one. The other kinds state the scaled length.
+
+    Raises:
+        CheckpointError: it is not a length.
+    """
+    rope = next((layer.rope for layer in layers if layer.rope is not None), None)
+    if rope is None or rope.kind not in ("linear", "dynamic", "yarn"):
+        return stated
+    longest = int(rope.factor * (rope.original_length if rope.kind == "yarn" else stated))
+    if not LENGTH.fits(longest):
+        raise CheckpointError(f"the scaled context is {longest} tokens; accepted is {LENGTH.accepted}")
+    return longest
 
 
 def hf_head_dim(c: dict[str, Any]) -> int:

@@ -23,6 +23,8 @@ THETA = real(1.001, 1e15)
 FACTOR = real(1e-3, 1e6)
 CAP = real(1e-3, 1e9)
 MAYBE_FLAG = either(FLAG, NULL)
+CAUSAL = "since encoders are not supported"
+"""Why attention that sees later tokens is refused."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -54,6 +56,8 @@ HF_FIELDS: Kinds = EOS_FIELDS | {
     "use_qkv_bias": MAYBE_FLAG,
     "qk_layernorm": MAYBE_FLAG,
     "use_parallel_residual": MAYBE_FLAG,
+    "is_causal": Kind(f"true or null, {CAUSAL}", lambda value: value is None or value is True),
+    "use_bidirectional_attention": Kind(f"false or null, {CAUSAL}", lambda value: value is None or value is False),
     "query_pre_attn_scalar": real(1e-6, 1e9),
     "attn_logit_softcapping": maybe(CAP),
     "final_logit_softcapping": maybe(CAP),

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError
+from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
 from jaxllm.text.backend import load_backend, rust_errors
 from jaxllm.text.template_process import TemplateProcess
 from jaxllm.weights.fields import FLAG, NULL, TEXT, Kind, Kinds, check_fields, either, many, shown
@@ -24,7 +25,7 @@ _NAMED_TEMPLATE = Kind(
     "an object with a name and a template",
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
 )
-_CONFIG_FIELDS: Kinds = {
+_CONFIG_FIELDS: Kinds = ADDED_TOKEN_FIELDS | {
     "add_bos_token": either(FLAG, NULL),
     "add_eos_token": either(FLAG, NULL),
     "chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL),
@@ -156,11 +157,11 @@ class Tokenizer:
             )
         template_kwargs = {"tools": None, "documents": None, **template_kwargs}
         return {
+            **self.special_tokens,
             "template": self._template(chat_template, with_tools=bool(template_kwargs["tools"])),
             "messages": messages,
             "continue_final_message": continue_final_message,
             "add_generation_prompt": add_generation_prompt,
-            **self.special_tokens,
             **template_kwargs,
         }
 
@@ -209,7 +210,11 @@ def _from_directory(path: Path) -> Tokenizer:
     backend = load_backend(path)
     config = _read(path, "tokenizer_config.json", _CONFIG_FIELDS)
     special_tokens = _special_tokens(_read(path, "special_tokens_map.json")) | _special_tokens(config)
+    special_tokens |= named_extras(config)
+    rows = _embedding_rows(path)
+    add_stated_tokens(path, backend, config, special_tokens, rows)
     _set_added_tokens(path, backend, config, special_tokens)
+    add_special_tokens(path, backend, config, special_tokens, rows)
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
@@ -219,10 +224,9 @@ def _from_directory(path: Path) -> Tokenizer:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """'eos_token': '</s>' or {'content': '</s>', …}, whichever way the file spells it."""
-    named = {key: value for key, value in config.items() if key.endswith("_token") and not key.startswith("add_")}
-    spelled = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-    return {key: value for key, value in spelled.items() if isinstance(value, str)}
+    """eos_token and others whose names end like it."""
+    named = {key: text_of(value) for key, value in config.items() if key.endswith("_token") and key[:4] != "add_"}
+    return {key: value for key, value in named.items() if value is not None}
 
 
 def _set_added_tokens(
@@ -273,6 +277,14 @@ def _generation_eos(path: Path) -> list[int]:
     else:
         eos = _read(path, "config.json", EOS_FIELDS).get("eos_token_id")
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def _embedding_rows(path: Path) -> int | None:
+    """The model's `vocab_size`, where config.json states it."""
+    config = _read(path, "config.json")
+    text = config.get("text_config")
+    rows = (text if isinstance(text, dict) else config).get("vocab_size")
+    return rows if type(rows) is int else None
 
 
 def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
+from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_linear, hf_rope, yarn_mscale
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
@@ -102,6 +102,8 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
         qk_rope_head_dim=rotary,
         v_head_dim=value,
     )
+    if (factor := gguf_attention_factor(checkpoint)) != 1:  # llama.cpp has it on the logits too
+        raise CheckpointError(f"rope.scaling.attn_factor is {shown(factor)}; accepted is 1")
     rope = gguf_rope(checkpoint, interleaved=True, mscale_all_dim=mscale)
     if mscale:
         rope = replace(rope, attention_factor=1.0)  # published models have mscale == mscale_all_dim

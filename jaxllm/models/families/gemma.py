@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_head_dim, gguf_rope
+from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_head_dim, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source, plus_one
 
 DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
@@ -44,11 +46,15 @@ def gemma2_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Five sliding layers to a global one, each kind with a rotary embedding of its own; a norm on queries and keys."""
+    """Five sliding layers to a global one, each kind with a rotary embedding of its own; a norm on queries and keys.
+
+    `max_position_embeddings` is the scaled length already, although the scaling is linear.
+    """
     c = DEFAULTS | {
         "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
         "max_position_embeddings": 131_072,
     } | c  # fmt: skip
+    _refuse_attention_softcap(c.get("attn_logit_softcapping"))
     number = c["num_hidden_layers"]
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern", 6)
     kinds = c.get("layer_types") or [
@@ -62,10 +68,22 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         ),
         "sliding_attention": LayerKind(hf_rope(c, hf_head_dim(c), parameters=local), c["sliding_window"]),
     }
-    return DecoderConfig(**_later_fields(c, tuple(kind_of[kind] for kind in kinds)), qk_norm="rms")
+    return DecoderConfig(
+        **_later_fields(
+            c, tuple(kind_of[kind] for kind in kinds), max_position_embeddings=c["max_position_embeddings"]
+        ),
+        qk_norm="rms",
+        logit_softcap=c.get("final_logit_softcapping"),
+    )
 
 
-def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...]) -> dict[str, Any]:
+def _refuse_attention_softcap(cap: float | None) -> None:
+    """transformers and llama.cpp know the key for Gemma 3 and leave the attention logits uncapped all the same."""
+    if cap is not None:
+        raise CheckpointError(f"attn_logit_softcapping is {shown(cap)}; accepted is null, since Gemma 3 caps none")
+
+
+def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...], **differences: Any) -> dict[str, Any]:
     bias = c.get("attention_bias", False)
     return hf_fields(
         c,
@@ -76,6 +94,7 @@ def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...]) -> dict[str,
         attention_scale=c.get("query_pre_attn_scalar", 256) ** -0.5,
         qkv_bias=bias,
         output_bias=bias,
+        **differences,
     )
 
 
@@ -100,19 +119,27 @@ def gemma2_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
 def gemma3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     """Which layers slide is not stored: five of six."""
     get = Metadata(checkpoint)
+    _refuse_attention_softcap(get("attn_logit_softcapping", None))
     window = get("attention.sliding_window", 0)
     rope = gguf_rope(checkpoint, theta=1e6)
     everywhere = LayerKind(rope)
-    sliding = LayerKind(RopeConfig(dim=rope.dim, theta=get("rope.freq_base_swa", 10_000.0)), window)
+    local = RopeConfig(
+        dim=rope.dim,
+        theta=get("rope.freq_base_swa", 10_000.0),
+        attention_factor=gguf_attention_factor(checkpoint),
+    )
+    sliding = LayerKind(local, window)
     layers = tuple(sliding if window and (i + 1) % 6 else everywhere for i in range(get("block_count")))
     return DecoderConfig(
-        **_later_gguf_fields(checkpoint, layers, LAYERS_OF_27B[3]),
+        **_later_gguf_fields(checkpoint, layers, LAYERS_OF_27B[3], max_position_embeddings=get("context_length")),
         qk_norm="rms",
         logit_softcap=get("final_logit_softcapping", None),
     )
 
 
-def _later_gguf_fields(checkpoint: Checkpoint, layers: tuple[LayerKind, ...], layers_of_27b: int) -> dict[str, Any]:
+def _later_gguf_fields(
+    checkpoint: Checkpoint, layers: tuple[LayerKind, ...], layers_of_27b: int, **differences: Any
+) -> dict[str, Any]:
     get = Metadata(checkpoint)
     size, heads, dim = get("embedding_length"), get("attention.head_count"), gguf_head_dim(checkpoint)
     return gguf_fields(
@@ -122,6 +149,7 @@ def _later_gguf_fields(checkpoint: Checkpoint, layers: tuple[LayerKind, ...], la
         post_norms=True,
         embedding_scale=math.sqrt(size),
         attention_scale=(size // heads if len(layers) == layers_of_27b else dim) ** -0.5,
+        **differences,
     )
 
 

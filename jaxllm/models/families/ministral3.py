@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, permuted_names
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
 
 ROPE: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
@@ -19,12 +21,18 @@ ROPE: dict[str, Any] = {
 
 
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The query scaling is part of `rope_parameters`."""
+    """The query scaling is part of `rope_parameters`, or of `rope_scaling` in older files."""
     c = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144} | c
-    parameters = c.get("rope_parameters") or ROPE
-    layer = LayerKind(hf_rope(c, hf_head_dim(c), parameters=parameters), c.get("sliding_window"))
-    beta = parameters.get("llama_4_scaling_beta")
-    scaling = QueryScaling(beta, layer.rope.original_length) if beta and layer.rope else None
+    parameters = c.get("rope_scaling") or c.get("rope_parameters") or ROPE
+    rope = hf_rope(c, hf_head_dim(c), parameters=parameters)
+    layer = LayerKind(rope, c.get("sliding_window"))
+    beta, original = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
+    original = original or rope.original_length
+    if beta and not original:
+        raise CheckpointError(
+            f"llama_4_scaling_beta is {shown(beta)} without original_max_position_embeddings; accepted are both or none"
+        )
+    scaling = QueryScaling(beta, original) if beta else None
     return DecoderConfig(**hf_fields(c, layers=(layer,) * c["num_hidden_layers"], query_scaling=scaling))
 
 

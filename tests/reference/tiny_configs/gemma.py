@@ -151,6 +151,16 @@ VARIANTS: dict[str, Variant] = {
         },
         prompt_length=80,
     ),
+    "gemma3_softcap": Variant(
+        "a cap on logits, which published Gemma 3 models do not have",
+        _GEMMA3
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "final_logit_softcapping": 2.0,
+        },
+        unlike=({"final_logit_softcapping": None},),
+    ),
     "gemma3_linear_rope": Variant(
         "linear rope scaling on the global layers only",
         _GEMMA3

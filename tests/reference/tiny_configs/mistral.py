@@ -147,6 +147,15 @@ VARIANTS: dict[str, Variant] = {
             {"sliding_window": None},
         ),
     ),
+    "ministral3_older_rope": Variant(
+        "yarn and the query scaling in the older spelling: rope_scaling, with rope_theta beside it",
+        without(_MINISTRAL3, "rope_parameters") | {"rope_scaling": without(_MSCALE, "rope_theta"), "rope_theta": 5e5},
+        unlike=(
+            {"rope_scaling": None},
+            {"rope_theta": 1e6},
+            {"rope_scaling": without(_MSCALE, "rope_theta") | {"factor": 4.0}},
+        ),
+    ),
     "mixtral": Variant(
         "two of eight experts, weights renormalised; theta is the family's default; divides over 8 devices",
         _MIXTRAL,
