@@ -6,7 +6,9 @@ They fill their masks together, on threads, while the device runs the step that 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,7 +19,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
 from jaxllm.engine.markers import MarkerSearch
-from jaxllm.engine.masks import ALL, allow
+from jaxllm.engine.masks import ALL, forbid
 from jaxllm.errors import InvalidRequestError, one_line
 from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar, new_matcher
@@ -33,19 +35,35 @@ class GrammarError(InvalidRequestError):
 
 
 class Constraint:
-    """One request's place in its grammar."""
+    """One request's place in its grammar.
 
-    def __init__(self, matcher: LLMatcher, outputs: StructuredOutputs, tokenizer: Tokenizer):
+    Before the grammar there may be a block of reasoning, whole. `opening` follows an answer that may still begin with
+    one, beside `matcher`, which follows the same answer without; both have a say in what comes next.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, outputs: StructuredOutputs, tokenizer: Tokenizer, opening: LLMatcher | None = None
+    ):
         self.matcher = matcher
-        self.opening = _only_token(tokenizer, outputs.opening)
-        """A token that may come first in place of the grammar, which then begins behind the marker; else None."""
-        self.active = outputs.after is None or self.opening is not None
+        self.opening = opening
+        self.active = outputs.after is None or opening is not None
+        """The grammar has a say; else the reasoning is open, which anything but the answer's end may continue."""
+        self._direct = True
+        """The grammar allows what there is of the answer, which may still begin with reasoning."""
+        self._opened = [MarkerSearch(tokenizer, text) for text in outputs.openings]
         self._after = MarkerSearch(tokenizer, outputs.after or "")
+
+    @property
+    def matchers(self) -> list[LLMatcher]:
+        """Each allows some of the tokens that may come next; all may if there are none."""
+        if not self.active:
+            return []
+        return [self.matcher] * self._direct + ([] if self.opening is None else [self.opening])
 
     @property
     def complete(self) -> bool:
         """The grammar is satisfied, and nothing can follow."""
-        return self.active and self.matcher.is_stopped()
+        return self.active and self._direct and self.opening is None and self.matcher.is_stopped()
 
     def accept(self, token: int) -> None:
         """Follow a generated token.
@@ -53,19 +71,31 @@ class Constraint:
         Raises:
             GrammarError: the grammar does not allow it, or its limits are exceeded.
         """
-        opened = token == self.opening
-        self.opening = None
-        if opened:
-            self.active = False
+        if self.opening is not None:
+            self._accept_first(token, self.opening)
         elif self.active:
             self.matcher.consume_token(token)
             self.check(" (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)")
         else:
             self.active = self._after.add(token)
 
+    def _accept_first(self, token: int, opening: LLMatcher) -> None:
+        """A token of an answer that may begin with reasoning until this one."""
+        ended = self._after.add(token)
+        opened = [search.add(token) for search in self._opened]
+        if opening.try_consume_tokens([token]) == 0:
+            self.opening = None
+            self.accept(token)
+        elif any(opened):
+            self.opening, self.active, self._direct = None, ended, True
+            self.matcher.reset()
+        else:
+            self._direct = self._direct and self.matcher.try_consume_tokens([token]) == 1
+
     def forced(self) -> list[int]:
         """Tokens that must follow: there is no choice, so they need no sampling."""
-        return self.matcher.compute_ff_tokens() if self.active and not self.matcher.is_stopped() else []
+        settled = self.active and self.opening is None
+        return self.matcher.compute_ff_tokens() if settled and not self.matcher.is_stopped() else []
 
     def check(self, hint: str = "") -> None:
         """Raises GrammarError where the matcher has failed: it says so nowhere else, and allows no token."""
@@ -95,19 +125,39 @@ class Grammars:
         self.prepare()
         grammar = compile_grammar(outputs)
         matcher = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: new_matcher(self._vocabulary, grammar))
-        constraint = Constraint(matcher, outputs, self._tokenizer)
+        constraint = Constraint(matcher, outputs, self._tokenizer, self._opening(outputs))
         constraint.check()
         return constraint
 
     def fill(self, constraints: Sequence[Constraint | None], mask: np.ndarray) -> None:
         """Set row i of `mask` [R, V/32] to the tokens that constraint i allows; rows of None allow all."""
         mask[...] = ALL
-        active = [(c.matcher, i) for i, c in enumerate(constraints) if c is not None and c.active]
-        if active:
-            fill_next_token_bitmask_par(self._executor, active, mask)
+        rows = [(matcher, i) for i, c in enumerate(constraints) if c is not None for matcher in c.matchers]
+        masks = np.zeros((len(rows), mask.shape[1]), mask.dtype)
+        if rows:
+            fill_next_token_bitmask_par(self._executor, [(matcher, at) for at, (matcher, _) in enumerate(rows)], masks)
+        for i in {i for _, i in rows}:
+            mask[i] = 0
+        for allowed, (_, i) in zip(masks, rows, strict=True):
+            mask[i] |= allowed
         for row, constraint in zip(mask, constraints, strict=True):
-            if constraint is not None and constraint.opening is not None:
-                allow(row, constraint.opening)
+            if constraint is not None and not constraint.active:
+                for token in self._eos:
+                    forbid(row, token)
+
+    def _opening(self, outputs: StructuredOutputs) -> LLMatcher | None:
+        """What follows an answer that begins with one of `outputs.openings` and goes on as it likes."""
+        if not outputs.openings:
+            return None
+        added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+        marks = "|".join(map(re.escape, sorted(filter(None, added), key=len, reverse=True)))
+        split = re.compile(f"({marks})" if marks else "(?!)")
+        texts = [
+            " ".join(f"<[{added[p]}]>" if p in added else json.dumps(p, ensure_ascii=False) for p in pieces if p)
+            for pieces in map(split.split, outputs.openings)
+        ]
+        grammar = LLMatcher.grammar_from_lark(f"start: ({' | '.join(texts)}) REST\nREST: /(.|\\n)*/")
+        return new_matcher(self._vocabulary, grammar)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
@@ -116,9 +166,3 @@ class Grammars:
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(num_threads=THREADS)
-
-
-def _only_token(tokenizer: Tokenizer, text: str | None) -> int | None:
-    """The one token that `text` is; None where it is several."""
-    ids = [] if text is None else tokenizer.encode(text, add_special_tokens=False).ids
-    return ids[0] if len(ids) == 1 else None

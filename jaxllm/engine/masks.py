@@ -33,6 +33,12 @@ def allow(mask: np.ndarray, token: int) -> None:
     mask.view(np.uint32)[word] |= np.uint32(1 << bit)
 
 
+def forbid(mask: np.ndarray, token: int) -> None:
+    """Let a mask [V/32] no longer allow a token."""
+    word, bit = divmod(token, MASK_BITS)
+    mask.view(np.uint32)[word] &= ~np.uint32(1 << bit)
+
+
 def allow_only(mask: np.ndarray, token: int) -> None:
     """Let a mask [V/32] allow one token and no other."""
     mask[:] = 0

@@ -41,11 +41,12 @@ class Thinking:
 
     @classmethod
     def of(cls, params: SamplingParams, tokenizer: Tokenizer) -> Thinking | None:
-        """The reasoning of a request that asks for a budget. A grammar says by itself what comes behind the marker."""
+        """The reasoning of a request that asks for a budget. A grammar says by itself what comes after its marker."""
         markers = params.thinking_markers
         if params.max_thinking_tokens is None or markers is None:
             return None
-        if params.structured_outputs is not None:
+        outputs = params.structured_outputs
+        if outputs is not None and not (outputs.after and markers.behind.endswith(outputs.after)):
             markers = replace(markers, behind="")
         return cls(params.max_thinking_tokens, markers, tokenizer)
 

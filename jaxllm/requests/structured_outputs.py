@@ -36,10 +36,10 @@ class StructuredOutputs:
         grammar: a context-free grammar, in llguidance's Lark dialect (`start: …`) or in GBNF (`root ::= …`).
         structural_tag: {"structures": [{"begin", "schema", "end"}, …], "triggers": [...]}, as a dict or JSON text: free
             text in which each trigger begins one of the structures.
-        after: the constraint begins behind this text, such as a reasoning block's end; anything may come before it.
-            None constrains from the first token.
-        opening: with `after`, a text such as a reasoning block's beginning: an answer that does not begin with it is
-            constrained from its first token. None waits for `after` in any case.
+        after: the constraint begins behind this text, such as a reasoning block's end; anything may come before it but
+            the answer's end. None constrains from the first token.
+        openings: with `after`, texts such as a reasoning block's beginning: an answer that does not begin with one is
+            constrained from its first token. Without any the constraint waits for `after` in any case.
 
     Raises:
         InvalidRequestError: none or several are set, or one is malformed; `param` names it.
@@ -52,7 +52,7 @@ class StructuredOutputs:
     grammar: str | None = None
     structural_tag: str | None = None
     after: str | None = None
-    opening: str | None = None
+    openings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the dataclass is frozen; normalising happens once, here

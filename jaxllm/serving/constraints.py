@@ -37,9 +37,7 @@ def answer_constraint(
     constraint = _constraint(conversation, formats, after, special_tokens)
     if constraint is None or constraint.after is None or in_reasoning or formats.reasoning is None:
         return constraint
-    if formats.reasoning.answer:
-        return constraint  # whatever comes before that is no text of the answer's
-    return replace(constraint, opening=formats.reasoning.open)
+    return replace(constraint, openings=formats.reasoning.openings)
 
 
 def _constraint(

@@ -16,7 +16,7 @@ from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.thinking import thinking_fields
+from jaxllm.serving.thinking import thinking_fields, with_room
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
 from jaxllm.text.reasoning import opens_reasoning
 
@@ -172,4 +172,5 @@ def _checked(
         **thinking,
     )
     prompt = fitted(model, rendered.token_ids, params, settings, Field("messages"))
-    return ConversationPrompt(prompt, formats, conversation, in_reasoning)
+    params = with_room(prompt.params, conversation, formats.reasoning, in_reasoning=in_reasoning)
+    return ConversationPrompt(dataclasses.replace(prompt, params=params), formats, conversation, in_reasoning)

@@ -42,6 +42,21 @@ def thinking_fields(
     return {"max_thinking_tokens": budget, "thinking_markers": markers}
 
 
+def with_room(
+    params: SamplingParams, conversation: Conversation, reasoning: ReasoningFormat | None, *, in_reasoning: bool
+) -> SamplingParams:
+    """The same parameters; reasoning that nobody bounds leaves half of max_tokens to an answer that is constrained."""
+    outputs = params.structured_outputs
+    waits = outputs is not None and outputs.after is not None
+    free = conversation.structured_outputs is None and conversation.tool_choice == "auto"
+    bounded = params.max_thinking_tokens is not None or params.max_tokens is None
+    if reasoning is None or not waits or free or bounded or params.allowed_token_ids is not None:
+        return params
+    assert params.max_tokens is not None
+    markers = reasoning.markers(opened=in_reasoning, text_follows=bool(reasoning.answer))
+    return replace(params, max_thinking_tokens=params.max_tokens // 2, thinking_markers=markers)
+
+
 def with_completion_markers(model: ServedModel, params: SamplingParams, prompt: list[int]) -> SamplingParams:
     """The parameters of a completion; its prompt was rendered by the caller. Raises InvalidRequestError."""
     if params.max_thinking_tokens is None:

@@ -45,6 +45,11 @@ class ReasoningFormat:
     around: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
 
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What an answer begins with that has reasoning, or whose text is marked."""
+        return tuple(filter(None, (self.open, self.answer)))
+
     def markers(self, *, opened: bool, text_follows: bool = False) -> ThinkingMarkers:
         """For a request whose prompt has `opened` the block, or has not; with `text_follows` nothing else can."""
         behind = self.behind + (self.answer if text_follows else "")

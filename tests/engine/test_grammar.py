@@ -15,6 +15,7 @@ from jaxllm import SamplingParams
 from jaxllm.engine.grammar import Grammars
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.engine.real_vocabulary import llm_with_real_vocabulary
 
 SCHEMA = {
@@ -110,7 +111,7 @@ def test_the_grammar_begins_behind_a_marker(llm):
 
 def test_an_answer_that_does_not_open_with_the_marker_is_constrained_from_its_first_token(llm):
     """The opening is one token here, which a bias keeps away in the first request and brings about in the second."""
-    outputs = StructuredOutputs(choice=("[yes]", "[no]"), opening="<|im_start|>", after="<|im_end|>")
+    outputs = StructuredOutputs(choice=("[yes]", "[no]"), openings=("<|im_start|>",), after="<|im_end|>")
     opening = llm.tokenizer.encode("<|im_start|>", False)[0]
     closing = llm.tokenizer.encode("<|im_end|>", False)[0]
     asked = params(structured_outputs=outputs, logit_bias={opening: -100})
@@ -122,6 +123,49 @@ def test_an_answer_that_does_not_open_with_the_marker_is_constrained_from_its_fi
     text = llm.generate(PROMPTS[0], asked, use_tqdm=False)[0].outputs[0].text
     assert text.startswith("<|im_start|>")
     assert "<|im_end|>" not in text or text.endswith(("[yes]", "[no]"))
+
+
+@pytest.mark.parametrize("known", REASONING_FORMATS, ids=lambda known: known.name)
+def test_a_model_that_does_not_reason_is_constrained_whatever_the_marks(llm, known):
+    """Most marks are several tokens of this vocabulary."""
+    after = known.answer or known.close
+    outputs = StructuredOutputs(json=SCHEMA, openings=known.openings, after=after)
+    first = llm.tokenizer.encode(known.open, False)[0]
+    asked = params(structured_outputs=outputs, logit_bias={first: -100})
+    jsonschema.validate(json.loads(texts(llm.generate(PROMPTS[0], asked, use_tqdm=False))[0]), SCHEMA)
+
+
+@pytest.mark.parametrize("known", REASONING_FORMATS, ids=lambda known: known.name)
+def test_reasoning_may_come_first_whole(llm, known):
+    """The grammar may share the beginning of the marks."""
+    backend = llm.tokenizer.backend
+    grammars = Grammars(backend, 49152, [0, 2])
+    after = known.answer or known.close
+    choices = (f"{known.open[:1]}yes", f"{known.open[:1]}no")
+    constraint = grammars.build(StructuredOutputs(choice=choices, openings=known.openings, after=after))
+    reasoning = known.open + "I think,\n" + known.close + known.answer
+    mask = np.empty((1, 49152 // 32), np.int32)
+
+    def allows(token):
+        grammars.fill([constraint], mask)
+        return bool(mask[0].view(np.uint32)[token // 32] >> np.uint32(token % 32) & 1)
+
+    for token in backend.encode(reasoning, add_special_tokens=False).ids:
+        assert allows(token) and not allows(0) and not allows(2), backend.decode([token])
+        constraint.accept(token)
+    assert not allows(backend.encode("a").ids[0])
+    for token in backend.encode(choices[1], add_special_tokens=False).ids:
+        assert not constraint.complete and allows(token)
+        constraint.accept(token)
+    assert constraint.complete
+
+
+def test_an_answer_cannot_end_inside_its_reasoning(llm):
+    """A model that would rather stop there thinks on, up to max_tokens, and says so."""
+    outputs = StructuredOutputs(choice=("[yes]", "[no]"), after="<|im_start|>")
+    closing = llm.tokenizer.encode("<|im_start|>", False)[0]
+    asked = params(structured_outputs=outputs, logit_bias={2: 100, closing: -100})
+    assert llm.generate(PROMPTS[0], asked, use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
 def test_stop_strings_and_min_tokens_go_with_a_grammar(llm):

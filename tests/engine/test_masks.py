@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 
-from jaxllm.engine.masks import ALL, allow, allow_only, allowed, mask_of, mask_words
+from jaxllm.engine.masks import ALL, allow, allow_only, allowed, forbid, mask_of, mask_words
 
 
 @given(vocab=st.integers(1, 200), data=st.data())
@@ -19,6 +19,8 @@ def test_a_mask_allows_the_tokens_that_it_was_made_of(vocab: int, data: st.DataO
     assert found(mask, vocab) == tokens
     allow(mask, more)
     assert found(mask, vocab) == tokens | {more}
+    forbid(mask, more)
+    assert found(mask, vocab) == tokens - {more}
     allow_only(mask, more)
     assert found(mask, vocab) == {more}
 

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.thinking import ThinkingMarkers
 from jaxllm.serving.thinking import EFFORT_BUDGETS
+from jaxllm.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 from tests.serving.mixed_requests import write_model
 from tests.serving.real_server import served
@@ -81,6 +82,49 @@ def test_what_the_engine_is_asked_for(
     assert params.thinking_markers == (None if budget is None else markers)
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+CONSTRAINED: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": SCHEMA}}], "tool_choice": "required"},
+    ],
+    "/v1/responses": [
+        {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}},
+        {"tools": [{"type": "function", "name": "x", "parameters": SCHEMA}], "tool_choice": "required"},
+    ],
+    "/v1/messages": [{"tools": [{"name": "x", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}],
+}
+
+
+@pytest.mark.parametrize("known", REASONING_FORMATS, ids=lambda known: known.name)
+@pytest.mark.parametrize(("path", "fields"), [(path, fields) for path, all in CONSTRAINED.items() for fields in all])
+def test_a_constraint_does_not_wait_for_reasoning_that_may_never_come(
+    make_client: Any, engine: FakeEngine, known: ReasoningFormat, path: str, fields: dict[str, Any]
+) -> None:
+    """Reasoning that the prompt has not opened must be opened first, and half of the tokens are left behind it."""
+    engine.info.max_model_len = 4096
+    client = make_client(engine, reasoning_parser=known.name, tool_call_parser="hermes")
+    params = asked(client, engine, path, **fields)
+    outputs = params.structured_outputs
+    assert outputs is not None and outputs.after in (known.answer, known.close)
+    assert outputs.openings == (() if known.always_open else known.openings)
+    assert params.max_thinking_tokens == params.max_tokens // 2
+    assert params.thinking_markers.opened == known.always_open
+
+
+@pytest.mark.parametrize(("path", "fields"), [(path, fields) for path, all in CONSTRAINED.items() for fields in all])
+def test_open_reasoning_leaves_room_for_a_constraint(
+    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> None:
+    engine.tokenizer = ByteTokenizer(OPENS)
+    engine.info.max_model_len = 4096
+    params = asked(client, engine, path, **fields)
+    assert params.max_thinking_tokens == params.max_tokens // 2 and params.thinking_markers.opened
+    if path == "/v1/chat/completions":
+        assert asked(client, engine, path, **fields, max_thinking_tokens=3).max_thinking_tokens == 3
+        assert asked(client, engine, path, **fields, thinking=False).max_thinking_tokens == 0
+
+
 def test_efforts_are_ordered() -> None:
     budgets = [float("inf") if budget is None else budget for budget in EFFORT_BUDGETS.values()]
     assert budgets == sorted(budgets) and budgets[0] == 0
@@ -132,7 +176,8 @@ class TestChannels:
     def test_constraints(self, client: TestClient, engine: FakeEngine) -> None:
         chat, json_object = "/v1/chat/completions", {"response_format": {"type": "json_object"}}
         outputs = asked(client, engine, chat, **json_object).structured_outputs
-        assert (outputs.after, outputs.opening) == ("<|channel|>final<|message|>", None)
+        assert outputs.after == "<|channel|>final<|message|>"
+        assert outputs.openings == ("<|channel|>analysis<|message|>", outputs.after)
         outputs = asked(client, engine, chat, tools=self.TOOLS, tool_choice="required").structured_outputs
         assert outputs.after is None and "analysis" in outputs.grammar
         response = client.post(chat, json=BODIES[chat] | json_object | {"tools": self.TOOLS})
