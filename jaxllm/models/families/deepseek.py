@@ -22,11 +22,16 @@ SHARED = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "k
 
 
 def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Softmax scores; greedy, or from the groups with the best expert. Published models never renormalise."""
+    """Softmax scores; greedy, or from the groups with the best expert.
+
+    Published models never renormalise; transformers ignores the key, and DeepSeek's own code honours it.
+    """
     c = SHARED | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407} | c
     method = c.get("topk_method", "greedy")
     if method not in V2_METHODS:
         raise CheckpointError(f"topk_method is {shown(method)}; supported are {', '.join(V2_METHODS)}")
+    if c.get("norm_topk_prob"):
+        raise CheckpointError(f"norm_topk_prob is {shown(c['norm_topk_prob'])}; accepted is false")
     limited = method == "group_limited_greedy"
     moe = MoEConfig(
         num_experts=c["n_routed_experts"],

@@ -26,8 +26,9 @@ LAYERS_OF_27B = {2: 46, 3: 62}
 
 def gemma1_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`hidden_act: gelu` always meant the approximation by tanh."""
-    bias = c.get("attention_bias", False)
-    c = DEFAULTS | {"num_key_value_heads": 16, "max_position_embeddings": 8192} | c | {"hidden_act": GELU}
+    bias, act = c.get("attention_bias", False), c.get("hidden_act") or GELU
+    act = GELU if act == "gelu" else act
+    c = DEFAULTS | {"num_key_value_heads": 16, "max_position_embeddings": 8192} | c | {"hidden_act": act}
     return DecoderConfig(**hf_fields(c, embedding_scale=math.sqrt(c["hidden_size"]), qkv_bias=bias, output_bias=bias))
 
 
