@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
+from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
 from jaxllm.requests.grammar_process import GrammarProcesses
 
@@ -166,6 +167,12 @@ def _check_length(kind: str, length: int) -> None:
 def _json_grammar(outputs: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
+    schema = json.loads(outputs.json or "")
+    narrow = closed(schema)
+    if narrow is not schema:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(narrow), JSON_OPTIONS)
+        if len(grammar) <= MAX_GRAMMAR_LENGTH and not LLMatcher.validate_grammar(grammar):
+            return grammar
     return LLMatcher.grammar_from_json_schema(outputs.json or "", JSON_OPTIONS)
 
 
@@ -231,7 +238,7 @@ def _structural_tag_grammar(outputs: StructuredOutputs) -> str:
         trigger = next((t for t in triggers if begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"the structure that begins with {begin!r} begins with none of the triggers {triggers!r}")
-        schema = {} if structure["schema"] is True else structure["schema"]
+        schema = {} if structure["schema"] is True else closed(structure["schema"])
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
     if not tags:
         raise ValueError("structures is empty")

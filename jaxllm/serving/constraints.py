@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
 from jaxllm.serving.conversation import Conversation, Tool, ToolChoice
 from jaxllm.serving.parsing.grammar import tool_constraint
@@ -100,7 +101,7 @@ def _either(calls: StructuredOutputs, answer: StructuredOutputs) -> StructuredOu
             schema = json.loads(answer.json) if answer.json is not None else {"type": "object"}
             if isinstance(schema, bool):
                 schema = {} if schema else {"not": {}}
-            text = "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+            text = "%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})
         case "choice":
             text = " | ".join(map(json.dumps, answer.choice or ()))
         case "regex":

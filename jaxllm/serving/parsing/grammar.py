@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.serving.parsing.notations import value_types
@@ -272,25 +273,7 @@ def _json_rule(schema: Any, strict: bool) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     options = {"whitespace_pattern": r"[ \n\t]{1,32}", "lenient": not strict}
-    return "%json " + json.dumps({**_closed(schema), "x-guidance": options})
-
-
-def _closed(schema: Any) -> Any:
-    """The schema without properties that it does not name: a model would go on inventing them until it is cut off."""
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    if isinstance(schema.get("properties"), dict):
-        closed["properties"] = {name: _closed(value) for name, value in schema["properties"].items()}
-        if schema.keys().isdisjoint(_OPENING):
-            closed["additionalProperties"] = False
-    if isinstance(schema.get("items"), dict):
-        closed["items"] = _closed(schema["items"])
-    return closed
-
-
-_OPENING = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
-"""Where a schema has one of these, it may mean properties that it does not name here."""
+    return "%json " + json.dumps({**closed(schema), "x-guidance": options})
 
 
 def _parameters(tool: Tool, any_object: bool) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Schemas are closed where they name properties: what is generated is valid, and nothing is invented."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import llguidance
+import pytest
+
+from jaxllm.requests.closed_schema import closed
+from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+KIND_A, KIND_B = (
+    {"type": "object", "properties": {"kind": {"const": kind}, kind: {"type": "integer"}}, "required": ["kind", kind]}
+    for kind in "ab"
+)
+PAIR = {"type": "object", "properties": {"p": A, "q": {"type": "integer"}}, "required": ["p"]}
+
+CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "plain": (A, [{"a": 1}], [{"a": 1, "x": 1}, {"x": 1}]),
+    "nested": (PAIR, [{"p": {"a": 1}}], [{"p": {"a": 1, "x": 1}}, {"p": {"a": 1}, "x": 1}]),
+    "items": ({"type": "array", "items": A}, [[{"a": 1}]], [[{"a": 1, "x": 1}]]),
+    "prefixItems": (
+        {"type": "array", "prefixItems": [A], "items": B}, [[{"a": 1}, {"b": 1}]],
+        [[{"a": 1, "x": 1}], [{"a": 1}, {"b": 1, "x": 1}]],
+    ),
+    "$ref": (
+        {"$defs": {"A": A}, "type": "object", "properties": {"p": {"$ref": "#/$defs/A"}}}, [{"p": {"a": 1}}],
+        [{"p": {"a": 1, "x": 1}}, {"x": 1}],
+    ),
+    "root $ref": ({"$ref": "#/$defs/A", "$defs": {"A": A}}, [{"a": 1}], [{"a": 1, "x": 1}]),
+    "recursive": (
+        {"type": "object", "properties": {"next": {"$ref": "#"}}}, [{}, {"next": {"next": {}}}], [{"next": {"x": 1}}],
+    ),
+    "anyOf": ({"anyOf": [A, B, {"type": "null"}]}, [{"a": 1}, {"b": 1}, None], [{"a": 1, "x": 1}]),
+    "anyOf $ref": (
+        {"$defs": {"A": A}, "type": "object",
+         "properties": {"p": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}}},
+        [{"p": {"a": 1}}, {"p": None}], [{"p": {"a": 1, "x": 1}}],
+    ),
+    "oneOf told apart": (
+        {"oneOf": [KIND_A, KIND_B]}, [{"kind": "a", "a": 1}, {"kind": "b", "b": 1}], [{"kind": "a", "a": 1, "x": 1}],
+    ),
+    "allOf of one": ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": A}}, [{"a": 1}], [{"a": 1, "x": 1}]),
+    "allOf": ({"allOf": [A, B]}, [{"a": 1, "b": 1}], [{"a": 1, "b": 1, "x": 1}]),
+    "allOf $ref": (
+        {"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}, B]}, [{"a": 1, "b": 1}], [{"a": 1, "b": 1, "x": 1}],
+    ),
+    "allOf beside properties": (
+        {"type": "object", "properties": {"c": A}, "allOf": [B]}, [{"c": {"a": 1}, "b": 1}],
+        [{"c": {"a": 1, "x": 1}, "b": 1}, {"b": 1, "x": 1}],
+    ),
+    "allOf of one property": (
+        {"allOf": [{"type": "object", "properties": {"p": A}}, {"type": "object", "properties": {"p": B}}]},
+        [{"p": {"a": 1, "b": 1}}], [{"p": {"a": 1, "b": 1}, "x": 1}],
+    ),
+    "a definition in both places": (
+        {"$defs": {"A": A}, "type": "object",
+         "properties": {"p": {"$ref": "#/$defs/A"}, "q": {"allOf": [{"$ref": "#/$defs/A"}, B]}}},
+        [{"p": {"a": 1}, "q": {"a": 1, "b": 1}}], [{"q": {"a": 1, "b": 1, "x": 1}}],
+    ),
+    "required, not declared": (
+        {"type": "object", "properties": {"a": {}}, "required": ["b"]}, [{"b": 1}, {"a": 1, "b": "x"}],
+        [{"b": 1, "x": 1}],
+    ),
+    "said": ({**A, "additionalProperties": True}, [{"a": 1, "x": 1}], []),
+    "a schema": ({**A, "additionalProperties": {"type": "integer"}}, [{"a": 1, "x": 1}], [{"a": 1, "x": "1"}]),
+    "patterns": ({**A, "patternProperties": {"^x": {"type": "integer"}}}, [{"a": 1, "x": 1}], []),
+    "none declared": ({"type": "object"}, [{"x": 1}], []),
+    "none": ({"type": "object", "properties": {}}, [{}], [{"x": 1}]),
+    "more asked for": ({"type": "object", "properties": {"a": {}}, "minProperties": 2}, [], []),
+    "under an open one": (
+        {"type": "object", "additionalProperties": A}, [{"x": {"a": 1}}], [{"x": {"a": 1, "x": 1}}],
+    ),
+}  # fmt: skip
+
+
+def accepts(grammar: str, text: str) -> bool:
+    vocabulary = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(vocabulary, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = list(text.encode())
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_is_declared(name: str) -> None:
+    schema, good, bad = CASES[name]
+    kept = json.dumps(schema)
+    grammar = compile_grammar(StructuredOutputs(json=schema)) if name != "more asked for" else ""
+    assert json.dumps(schema) == kept, "it is the caller's"
+    for value in good:
+        jsonschema.validate(value, schema)
+        jsonschema.validate(value, closed(schema))
+        assert accepts(grammar, json.dumps(value)), value
+    for value in bad:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(value, closed(schema))
+        assert not accepts(grammar, json.dumps(value)), value
+
+
+def test_what_would_match_nothing_stays_open() -> None:
+    for schema in (
+        CASES["more asked for"][0],
+        {"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "additionalProperties": True},
+        {"allOf": [{"$ref": "https://example.com/a"}, A]},
+    ):
+        assert closed(schema) == schema
+
+
+def test_one_of_several_stays_one() -> None:
+    """{"a": 1} matches both of these, so it is not valid; closed each by itself they would allow it."""
+    schema = {"oneOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"b": {}}}]}
+    for value in ({"a": 1}, {"b": 1}, {}):
+        for either in (schema, closed(schema)):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(value, either)
