@@ -44,7 +44,7 @@ def coded_blocks(data: np.ndarray, codes: Codes, type: str, origin: str) -> np.n
     with np.errstate(over="ignore"):
         halves = scale.astype(np.float16)
     if not np.isfinite(halves).all():
-        raise CheckpointError(f"{origin}: its largest scale, {scale.max():g}, is more than float16 holds")
+        raise CheckpointError(f"{origin}: its largest scale, {np.max(scale):g}, is more than float16 holds")
     return np.concatenate([halves[..., None].view(np.uint8), *_PACKERS[type](numbers)], axis=-1)
 
 

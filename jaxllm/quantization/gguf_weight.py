@@ -85,4 +85,4 @@ class GgufKind:
 def _finite_halves(blocks: np.ndarray, start: int) -> bool:
     """Whether the halves at byte `start` of every block are numbers: with the sign shifted out, infinity is 0xf800."""
     halves = blocks[..., start : start + 2].view(np.uint16)
-    return halves.size == 0 or bool((halves << 1).max() < 0xF800)
+    return halves.size == 0 or bool(np.max(halves << 1) < 0xF800)

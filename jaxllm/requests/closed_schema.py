@@ -61,7 +61,7 @@ class _Closing:
                 members = []
             together = part or not self._is_alone(node)
             todo += [(member, together) for member in members]
-            names = set() if self._is_alone(node) else self._declared(members)
+            names: dict[str, bool] | None = {} if self._is_alone(node) else self._declared(members)
             todo += [(v, part or names is None or name in names) for name, v in node.get("properties", {}).items()]
             todo += [(value, together) for value in _other_values(node)]
         closings = [(node, self._closing(node)) for key, node in self._found.items() if key not in self._parts]

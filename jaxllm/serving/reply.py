@@ -93,7 +93,8 @@ class Reply:
             if in_reasoning or parser.in_reasoning:
                 self._reasoning_tokens += len(delta.token_ids)
             if finish_reason is not None:
-                events += parser.finish()
+                held = parser.finish(cut=finish_reason == "length")
+                events += [event for event in held if not (self.must_call and isinstance(event, Content))]
             if finish_reason == "stop" and parser.num_tool_calls:
                 finish_reason = "tool_calls"
             events = [event for event in events if self._is_allowed(event)]

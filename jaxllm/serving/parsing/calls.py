@@ -20,6 +20,7 @@ from jaxllm.serving.parsing.source import (
     MalformedError,
     Scan,
     Source,
+    UnfinishedError,
     any_left,
     expect,
     literal,
@@ -93,7 +94,7 @@ def tool_name(source: Source, writer: CallWriter) -> Scan[str]:
         if not any(known.startswith(name) for known in writer.schemas):
             raise MalformedError
     if name not in writer.schemas:
-        raise MalformedError
+        raise MalformedError if source.at < len(source.text) else UnfinishedError
     return name
 
 

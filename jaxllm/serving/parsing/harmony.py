@@ -98,7 +98,7 @@ class Harmony:
             yield from closing(source, writer, *_ENDS)
             source.kept.clear()
         except UnfinishedError:
-            if writer.count > before:
+            if writer.count > before or source.cut:
                 source.kept.clear()
         except MalformedError:
             pass

@@ -20,6 +20,7 @@ from jaxllm.serving.parsing.source import (
     Scan,
     Source,
     UnfinishedError,
+    begun_marker,
     copy_until,
     possible_start,
     skip_space,
@@ -38,9 +39,10 @@ class OutputParser:
     apart. Whitespace at the beginning of an answer without either, and at its end, is kept.
 
     Calls: a call of an unknown tool, or one that is malformed or ends before its arguments begin, is content, markers
-    and all. Once the arguments have begun, the call has been sent: where they turn out malformed they end and what
-    follows is content, and where the answer ends they stay unfinished, as they do at OpenAI's. In both cases they are
-    not the JSON text of an object, so that no client runs a call that the model did not finish.
+    and all; one that max_tokens has cut before that is left out. Once the arguments have begun, the call has been
+    sent: where they turn out malformed they end and what follows is content, and where the answer ends they stay
+    unfinished, as they do at OpenAI's. In both cases they are not the JSON text of an object, so that no client runs a
+    call that the model did not finish.
     """
 
     def __init__(
@@ -88,9 +90,10 @@ class OutputParser:
         next(self._scan)
         return self._new_events()
 
-    def finish(self) -> list[Event]:
-        """What was held back; the answer is over."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What was held back; the answer is over. Where it was `cut`, a call's markup at its end is no content."""
         self._source.ended = True
+        self._source.cut = cut
         next(self._scan, None)
         return self._new_events()
 
@@ -134,6 +137,8 @@ class OutputParser:
         found = self._begins.search(source) if self._begins else None
         if found is None:
             held = possible_start(source, self._begins.markers) if self._begins else 0
+            if source.cut and self._begins:
+                self._drop_begun(self._begins.markers)
             self._content(source.take(len(source.text) - source.at - held))
             if not source.ended:
                 yield
@@ -148,6 +153,13 @@ class OutputParser:
         else:
             self._content(source.take(1))
 
+    def _drop_begun(self, markers: Sequence[str]) -> None:
+        """Leave out the beginning of a marker at the text's end, unless a word or one character is all there is."""
+        source = self._source
+        count = begun_marker(source, markers)
+        if count > 1 and not source.text[-count:].isalnum():
+            source.text = source.text[:-count]
+
     def _calls(self, syntax: CallSyntax) -> Scan[None]:
         """What `syntax` reads; what it could not is content."""
         source, writer = self._source, self._writer
@@ -157,14 +169,15 @@ class OutputParser:
         try:
             yield from syntax.scan(source, writer)
         except UnfinishedError:
-            if writer.count > calls_before:
+            if writer.count > calls_before or source.cut:
                 source.kept.clear()
+                self._after_block = True
         except MalformedError:
             pass
         if writer.count > calls_before:
             self._after_block = True
             self._line_is_blank = True
-        elif not source.kept:
+        elif not source.kept and not source.cut:
             source.take(1)
         self._content("".join(source.kept))
 

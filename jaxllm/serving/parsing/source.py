@@ -36,6 +36,8 @@ class Source:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.cut = False
+        """It ended where more would have come."""
         self.kept: list[str] = []
 
     def feed(self, text: str) -> None:
@@ -137,8 +139,13 @@ def copy_until(source: Source, stops: Sequence[str], emit: Emit) -> Scan[str]:
 
 
 def possible_start(source: Source, markers: Sequence[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a marker."""
-    if source.ended or not markers:
+    """How many characters at the end of the text may become a marker."""
+    return 0 if source.ended else begun_marker(source, markers)
+
+
+def begun_marker(source: Source, markers: Sequence[str]) -> int:
+    """How many characters at the end of the text are the beginning of a marker."""
+    if not markers:
         return 0
     longest = max(map(len, markers))
     tail = source.text[max(source.at, len(source.text) - longest + 1) :]

@@ -7,6 +7,7 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+import numpy as np
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
@@ -81,7 +82,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         created=run.created,
         model=name,
         data=[
-            Classification(index=index, label=labels[int(row.argmax())], probs=row.tolist(), num_classes=len(labels))
+            Classification(index=index, label=labels[int(np.argmax(row))], probs=row.tolist(), num_classes=len(labels))
             for index, row in enumerate(probs)
         ],
         usage=run.usage(),
