@@ -12,9 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxllm.config import EngineConfig
     from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.front.beams import BeamSearchParams
+    from jaxllm.errors import (
+        CheckpointError,
+        ConfigError,
+        ContextLengthError,
+        EngineDeadError,
+        InvalidRequestError,
+        JaxLLMError,
+        ModelNotFoundError,
+        QueueFullError,
+    )
     from jaxllm.llm import LLM, generate
     from jaxllm.requests.outputs import RequestOutput
+    from jaxllm.requests.pooling import PoolingParams
     from jaxllm.requests.sampling import SamplingParams
+    from jaxllm.requests.structured_outputs import StructuredOutputs
     from jaxllm.session.session import ResponsesSession
 
     __version__: str
@@ -25,12 +38,25 @@ _HOMES = {
     "AsyncLLM": "jaxllm.engine.front.async_llm",
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.requests.sampling",
+    "BeamSearchParams": "jaxllm.engine.front.beams",
+    "PoolingParams": "jaxllm.requests.pooling",
+    "StructuredOutputs": "jaxllm.requests.structured_outputs",
     "RequestOutput": "jaxllm.requests.outputs",
     "ResponsesSession": "jaxllm.session.session",
+    "JaxLLMError": "jaxllm.errors",
+    "CheckpointError": "jaxllm.errors",
+    "ConfigError": "jaxllm.errors",
+    "ContextLengthError": "jaxllm.errors",
+    "EngineDeadError": "jaxllm.errors",
+    "InvalidRequestError": "jaxllm.errors",
+    "ModelNotFoundError": "jaxllm.errors",
+    "QueueFullError": "jaxllm.errors",
 }
 
 __all__ = [
-    "LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "ResponsesSession", "SamplingParams", "__version__", "generate",
+    "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
+    "EngineDeadError", "InvalidRequestError", "JaxLLMError", "ModelNotFoundError", "PoolingParams", "QueueFullError",
+    "RequestOutput", "ResponsesSession", "SamplingParams", "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 
 
