@@ -45,7 +45,7 @@ def interpreters() -> dict[str, Path]:
 
 
 def _of_pyenv(version: str) -> list[Path]:
-    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    root = Path(os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv"))  # which needs no home directory
     return sorted(root.glob(f"versions/{version}.*/bin/python{version}"), reverse=True)
 
 
