@@ -10,6 +10,7 @@ those marked `every_version`. Any Python can run this file: it needs nothing but
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import subprocess
@@ -45,8 +46,9 @@ def interpreters() -> dict[str, Path]:
 
 
 def _of_pyenv(version: str) -> list[Path]:
-    root = Path(os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv"))  # which needs no home directory
-    return sorted(root.glob(f"versions/{version}.*/bin/python{version}"), reverse=True)
+    root = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")  # both work without a home directory
+    found = glob.glob(os.path.join(root, "versions", f"{version}.*", "bin", f"python{version}"))
+    return [Path(path) for path in sorted(found, reverse=True)]
 
 
 def _runs(path: Path, version: str) -> bool:
