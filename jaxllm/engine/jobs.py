@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from functools import partial
@@ -13,6 +15,8 @@ from jaxllm import compat
 from jaxllm.threads import start_thread
 
 T = TypeVar("T")
+
+_open: weakref.WeakSet[Jobs] = weakref.WeakSet()
 
 
 class Job(Future, Generic[T]):
@@ -38,6 +42,7 @@ class Jobs:
         self._waiting: list[Job] = []
         self._running: set[Job] = set()
         self.closed = False
+        _open.add(self)
         for number in range(urgent_threads):
             start_thread(f"{name}-{number}", partial(self._work, self._next_urgent))
         for number in range(background_threads):
@@ -112,6 +117,13 @@ class Jobs:
                     self._running.add(job)
                     return job
         return None
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads without work would keep alive a program whose engine was never shut down."""
+    for jobs in list(_open):
+        jobs.close()
 
 
 def _run(job: Job) -> None:
