@@ -18,7 +18,8 @@ from jaxllm.engine.device.executables import COMPILER_OPTIONS
 from jaxllm.engine.device.keys import PLAIN, SAMPLED, Variant
 from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, backbone_packing, decode_packing
 from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.start.plan import Platform, make_blueprint
+from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.platform import Platform
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint

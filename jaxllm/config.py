@@ -120,7 +120,9 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages, as 4GiB, up to 3% unused (default on CPU 2GiB, at most a quarter of what is free)."""
+    """Bytes for KV pages and states, as 4GiB, up to 3% unused (default on CPU 2GiB, at most a quarter of the free)."""
+    state_cache_memory: Annotated[Bytes, Field(ge=0)] | None = None
+    """Bytes of kv_cache_memory for states of cached prefixes, in models with recurrent layers (default an eighth)."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
     enable_prefix_caching: bool = True

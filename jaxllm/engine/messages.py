@@ -116,7 +116,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory: int | None = None
-    """With this in its config another engine has as many pages, whatever memory is free then."""
+    state_cache_memory: int | None = None
+    """With these in its config another engine has as many pages and states, whatever memory is free then."""
     hidden_size: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""

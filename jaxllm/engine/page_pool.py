@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 PrefixNode = int | str | tuple | None
 """A place in the tree of cached prefixes: a root (the cache salt, or a tuple with it) or a page's node."""
@@ -29,6 +29,8 @@ class PagePool:
         self._key_of: dict[int, tuple[PrefixNode, tuple[int, ...]]] = {}
         self._node_of: dict[int, int] = {}
         self._next_node = 0
+        self.on_forget: Callable[[PrefixNode], None] = lambda node: None
+        """Is told of each node whose page is given away."""
 
     @property
     def num_free(self) -> int:
@@ -53,6 +55,10 @@ class PagePool:
             self._references[page] = 1
             self._forget(page)
         return pages
+
+    def chain(self, pages: Sequence[int]) -> list[PrefixNode]:
+        """The nodes of pages that were found together: the prefixes that end with each of them."""
+        return [self._node_of[page] for page in pages]
 
     def acquire_prefix(self, tokens: Sequence[int], root: PrefixNode = None) -> tuple[list[int], PrefixNode]:
         """Hold the pages of the longest cached prefix of `tokens`, in whole pages; also the node it ends in."""
@@ -113,4 +119,4 @@ class PagePool:
         key = self._key_of.pop(page, None)
         if key is not None:
             del self._page_of[key]
-            del self._node_of[page]
+            self.on_forget(self._node_of.pop(page))

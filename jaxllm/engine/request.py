@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,14 @@ class Request:
     num_registered: int = 0
     """Leading pages that are in the prefix cache."""
     prefix_node: PrefixNode = None
+    state_row: int = 0
+    """Where its first chunk since it was last admitted finds the state of a cached prefix; 0 for nowhere."""
+    branches_at: int = 0
+    """Where its tokens part from other requests' although no state is kept there: tokens; 0 for nowhere."""
+    reserved_states: deque[tuple[int, int]] = field(default_factory=deque)
+    """(tokens, row) of states that scheduled steps keep of it, and whose tokens the host does not all know."""
+    answer_node: PrefixNode = None
+    """The longest prefix in its answer whose state is kept."""
     slot: int = -1
     first_scheduled_time: float | None = None
     num_preemptions: int = 0

@@ -11,6 +11,7 @@ from itertools import islice
 
 from jaxllm.engine.page_pool import PagePool, PrefixNode
 from jaxllm.engine.request import Request, Status
+from jaxllm.engine.state_cache import StateCache
 from jaxllm.models.config import LengthRule
 
 
@@ -25,6 +26,11 @@ class Chunk:
     start: int
     length: int
     num_sampled: int
+    state_read: int = 0
+    """The row of the state that it goes on from; 0 is its slot's."""
+    state_kept: int = 0
+    """The row that the state after its sequence's first `kept_tokens` tokens is kept in; 0 for none."""
+    kept_tokens: int = 0
 
 
 @dataclass
@@ -74,13 +80,18 @@ class Scheduler:
         max_model_len: int,
         length_rule: LengthRule | None = None,
         decode_steps: int = 1,
+        states: StateCache | None = None,
     ):
+        """`states` are kept for a model whose layers have some; without them no prefix of such a model is shared."""
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.length_rule = length_rule
         self.decode_steps = decode_steps
+        self.states = states
+        if states is not None:
+            pool.on_forget = states.forget
         self.waiting: deque[Request] = deque()
         """In order: preempted requests go back to their place."""
         self.running: list[Request] = []
@@ -111,6 +122,8 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Choose the next step's chunks and give them pages. Empty when there is nothing to run."""
+        if self.states is not None:
+            self.states.begin_step()
         batch = Batch(num_steps=self._num_steps())
         preemptions = self.stats.preemptions
         budget = self.max_num_batched_tokens
@@ -121,7 +134,7 @@ class Scheduler:
                 request.rotary_len = request.num_total
                 self._preempt(request)
                 continue
-            length = min(self._remaining(request), budget)
+            length = self._up_to_branch(request, min(self._remaining(request), budget), request.num_computed)
             if length and not self._make_room(request, length + batch.num_steps - 1):
                 break  # the request itself was preempted, and it was the last
             if length:
@@ -207,6 +220,11 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
         self._free_slots.append(request.slot)
+        if self.states is not None:
+            for _, row in request.reserved_states:
+                self.states.release(row)
+        request.reserved_states.clear()
+        request.answer_node = None
         request.pages = []
         request.num_computed = request.num_registered = 0
         request.prefix_node = None
@@ -218,9 +236,12 @@ class Scheduler:
             request = self.waiting[0]
             if request.num_inflight:
                 return  # preempted with a token under way, which it needs to be recomputed
-            cached, node = self._find_prefix(request)
+            found = self._find_prefix(request)
+            if found is None:
+                return
+            cached, node = found
             start = len(cached) * self.pool.page_size
-            length = min(len(request.token_ids) - start, budget)
+            length = self._up_to_branch(request, min(len(request.token_ids) - start, budget), start)
             pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
             if pages is None:
                 self.pool.release(cached)
@@ -241,22 +262,81 @@ class Scheduler:
             self._run(request, length, batch)
             budget -= length
 
-    def _find_prefix(self, request: Request) -> tuple[list[int], PrefixNode]:
-        """Cached pages for all but the last token, whose logits are needed; none where every logit is."""
+    def _find_prefix(self, request: Request) -> tuple[list[int], PrefixNode] | None:
+        """Cached pages for all but the last token, whose logits are needed; none where every logit is.
+
+        None where the request had better wait for a step that is under way.
+        """
+        root = self._prefix_root(request)
         if request.reads_prompt:
-            return [], self._prefix_root(request)
+            return [], root
         usable = list(islice(request.token_ids, len(request.token_ids) - 1))
-        return self.pool.acquire_prefix(usable, self._prefix_root(request))
+        pages, node = self.pool.acquire_prefix(usable, root)
+        return (pages, node) if self.states is None else self._find_state(request, pages, root, self.states)
+
+    def _find_state(
+        self, request: Request, pages: list[int], root: PrefixNode, states: StateCache
+    ) -> tuple[list[int], PrefixNode] | None:
+        """As many of the pages as lead to a state that is kept, the longest that one is kept for.
+
+        Where more pages are known, other requests begin as this one does: the state is kept there too when it comes by.
+        """
+        chain = self.pool.chain(pages)
+        found = states.find(chain)
+        used = 0 if found.awaited else found.depth
+        self.pool.release(pages[used:])
+        if found.awaited:
+            return None
+        request.branches_at = len(pages) * self.pool.page_size if len(pages) > used else 0
+        request.state_row = found.row
+        if used:
+            states.use(chain[used - 1])
+        return pages[:used], chain[used - 1] if used else root
+
+    def _up_to_branch(self, request: Request, length: int, start: int) -> int:
+        """Tokens of a chunk that begins at `start`, so that one ends where a state is wanted and none would be kept."""
+        branch = request.branches_at
+        kept_anyway = (request.num_total - 1) // self.pool.page_size * self.pool.page_size
+        return branch - start if start < branch < start + length and branch != kept_anyway else length
 
     def _run(self, request: Request, length: int, batch: Batch) -> None:
         start = request.num_computed
         num_sampled = batch.num_steps if start + length == request.num_total else 0
-        batch.chunks.append(Chunk(request, start, length, num_sampled))
+        chunk = Chunk(request, start, length, num_sampled)
+        batch.chunks.append(chunk)
+        if self.states is not None:
+            self._place_states(chunk, start + length + batch.num_steps - 1, self.states)
         request.num_computed += length + batch.num_steps - 1
         request.num_inflight += num_sampled
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
         self._register_full_pages(request)
+
+    def _place_states(self, chunk: Chunk, end: int, states: StateCache) -> None:
+        """Where the chunk's state comes from, and that it is kept at the last full page, if it reaches another one.
+
+        A prompt that comes again needs its last token's logits, so that of its pages the ones before it count.
+        """
+        request, size = chunk.request, self.pool.page_size
+        chunk.state_read, request.state_row = request.state_row, 0
+        longest = end if chunk.length == 1 else min(end, request.num_total - 1)
+        kept_tokens = longest // size * size
+        row = states.reserve() if kept_tokens > chunk.start else 0
+        if row:
+            chunk.state_kept, chunk.kept_tokens = row, kept_tokens
+            request.reserved_states.append((kept_tokens, row))
+
+    def _keep_state(self, request: Request, num_tokens: int, states: StateCache) -> None:
+        """The host knows the request's first `num_tokens` tokens, whose pages are full: others find a state there.
+
+        Of an answer only the last one is kept.
+        """
+        if not request.reserved_states or request.reserved_states[0][0] != num_tokens:
+            return
+        _, row = request.reserved_states.popleft()
+        if states.keep(request.prefix_node, row) and num_tokens > request.num_prompt:
+            states.discard(request.answer_node)
+            request.answer_node = request.prefix_node
 
     def _register_full_pages(self, request: Request) -> None:
         """Full pages whose tokens are known become findable; steps run in order, so they will be written by then."""
@@ -267,3 +347,5 @@ class Scheduler:
             tokens = request.token_ids[index * size : (index + 1) * size]
             request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
             request.num_registered += 1
+            if self.states is not None:
+                self._keep_state(request, request.num_registered * size, self.states)

@@ -21,6 +21,10 @@ def check_decoder(c: DecoderConfig) -> None:
         _refuse("the number of key-value heads", c.num_kv_heads, f"a divisor of {c.num_heads} heads")
     if c.mla and min(c.mla.qk_nope_head_dim, c.mla.qk_rope_head_dim, c.mla.v_head_dim) < 1:
         _refuse("one of the head sizes of latent attention", c.mla, "1 or more")
+    if c.conv is None and any(layer.mixer == "conv" for layer in c.layers):
+        _refuse("the number of tokens that a convolution sees", 0, "2 or more in a model with convolutions")
+    if c.conv is not None and c.conv.kernel < 2:
+        _refuse("the number of tokens that a convolution sees", c.conv.kernel, "2 or more")
     if c.moe is None and any(layer.sparse for layer in c.layers):
         _refuse("the number of experts", 0, "1 or more in a model with sparse layers")
     for rope in c.ropes:

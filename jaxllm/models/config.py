@@ -5,21 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from jaxllm.models.caches import CacheSpec, Paged, PerSlot
 from jaxllm.models.layers.attention import QKNorm, QueryScaling
+from jaxllm.models.layers.conv import ConvConfig
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
 
 NormKind = Literal["rms", "layer"]
+MixerKind = Literal["attention", "conv"]
+"""What lets a layer's tokens see those before them."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer does that its neighbours may not: rotation (None: no positions), sliding window, experts."""
+    """What one layer does that others may not: its mixer, rotation (None: no positions), sliding window, experts."""
 
     rope: RopeConfig | None
     window: int | None = None
     sparse: bool = False
+    mixer: MixerKind = "attention"
 
 
 class LengthRule(NamedTuple):
@@ -76,6 +81,7 @@ class DecoderConfig:
     query_scaling: QueryScaling | None = None
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    conv: ConvConfig | None = None
     num_labels: int = 0
 
     @property
@@ -99,11 +105,24 @@ class DecoderConfig:
         return LengthRule(found[0].original_length, found[0].kind == "longrope") if found else None
 
     @property
-    def page_heads(self) -> int:
-        """KV heads that a page holds: MLA caches its latent as one."""
-        return 1 if self.mla else self.num_kv_heads
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps of earlier tokens."""
+        return tuple(self._cache(layer) for layer in self.layers)
 
     @property
-    def page_dims(self) -> tuple[int, ...]:
-        """Channels of each buffer that a layer keeps: keys and values, or MLA's latent alone."""
-        return (self.mla.latent_dim,) if self.mla else (self.head_dim, self.head_dim)
+    def page_groups(self) -> tuple[Paged, ...]:
+        """The different pages of the layers that keep any; one page table serves them all."""
+        return tuple(dict.fromkeys(spec for spec in self.caches if isinstance(spec, Paged)))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state of each sequence."""
+        return any(isinstance(spec, PerSlot) for spec in self.caches)
+
+    def _cache(self, layer: LayerKind) -> CacheSpec:
+        if layer.mixer == "conv":
+            assert self.conv is not None
+            return self.conv.cache(self.hidden_size)
+        if self.mla:  # the latent is cached as one head
+            return Paged(1, (self.mla.latent_dim,), layer.window)
+        return Paged(self.num_kv_heads, (self.head_dim, self.head_dim), layer.window)

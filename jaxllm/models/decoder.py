@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models.caches import Cache, Shared
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.layers.attention import Attention
+from jaxllm.models.layers.conv import ShortConv
 from jaxllm.models.layers.embedding import VocabEmbedding
 from jaxllm.models.layers.mla import MLAttention
 from jaxllm.models.layers.mlp import MLP, GatedMLP
@@ -20,7 +22,7 @@ from jaxllm.models.layers.norm import LayerNorm, RMSNorm
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import Mixture, Pages, StepMetadata
+from jaxllm.pallas_kernels import Mixture, StepMetadata
 
 Late = Float[Array, "T E"] | Mixture
 """What is yet to be added to the residual stream."""
@@ -44,23 +46,24 @@ class Decoder(nnx.Module):
         )
 
     def __call__(
-        self, tokens: Int[Array, "T"], pages: tuple[Pages, ...], meta: StepMetadata
-    ) -> tuple[Float[Array, "T E"], tuple[Pages, ...]]:
-        """The last hidden states of `tokens`, and the pages with their keys and values in."""
+        self, tokens: Int[Array, "T"], caches: tuple[Cache, ...], meta: StepMetadata
+    ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
+        """The last hidden states of `tokens`, and each layer's cache with what it keeps of them in."""
         config = self.config
         x = self.embed(tokens)
         if config.embedding_scale != 1.0:
             x = (x * config.embedding_scale).astype(x.dtype)
         angles: dict[Any, Angles | None] = {None: None}
         angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
-        written, late = [], None
+        specs, written, late = config.caches, list(caches), None
         for index, layer in enumerate(self.layers):
             graph, weights = nnx.split(layer)
+            spec = specs[index]
+            owner = spec.layer if isinstance(spec, Shared) else index
             with jax.named_scope(f"layer_{index}"):
-                x, late, page = _run_layer(
-                    graph, weights, x, late, angles[config.layers[index].rope], pages[index], meta
+                x, late, written[owner] = _run_layer(
+                    graph, weights, x, late, angles[config.layers[index].rope], written[owner], meta
                 )
-            written.append(page)
         if self.kernels.add_norm is not None and late is not None:
             return self.kernels.add_norm(x, late, self.norm.traced)[1], tuple(written)
         return self.norm(x), tuple(written)
@@ -80,11 +83,16 @@ class Decoder(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`: in turn, or both from one norm; with norms behind, or not."""
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`: in turn, or both from one norm; with norms behind, or not.
+
+    The mixer, which lets tokens see those before them, is attention or a convolution.
+    """
 
     def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
         self.attention_norm = _norm(config)
-        self.attention = _attention(config, index, options)
+        attends = config.layers[index].mixer == "attention"
+        self.attention = _attention(config, index, options) if attends else None
+        self.conv = None if attends else _conv(config, options)
         self.mlp_norm = None if config.parallel_residual else _norm(config)
         self.mlp = _mlp(config, index, options)
         self.attention_post_norm = _norm(config) if config.post_norms else None
@@ -93,42 +101,48 @@ class DecoderLayer(nnx.Module):
         self.add_norm = options.kernels.add_norm if plain else None
 
     def __call__(
-        self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, pages: Pages,
+        self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
         meta: StepMetadata,
-    ) -> tuple[Float[Array, "T E"], Late | None, Pages]:  # fmt: skip
+    ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
         """The layer's output in two parts, the second of which is to be added; None where the first is all of it.
 
         A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
         """
         if self.add_norm is None or self.mlp_norm is None:
-            x, pages = self._whole(x, angles, pages, meta)
-            return x, None, pages
+            x, cache = self._whole(x, angles, cache, meta)
+            return x, None, cache
         norm = self.attention_norm.traced
         x, normed = (x, norm(x)) if late is None else self.add_norm(x, late, norm)
-        out, pages = self.attention(normed, angles, pages, meta)
+        out, cache = self._mixer(normed, angles, cache, meta)
         x, normed = self.add_norm(x, out, self.mlp_norm.traced)
         late = self.mlp.unsummed(normed, meta) if isinstance(self.mlp, MoE) else self.mlp(normed, meta)
-        return x, late, pages
+        return x, late, cache
+
+    @property
+    def _mixer(self) -> Attention | MLAttention | ShortConv:
+        mixer = self.attention or self.conv
+        assert mixer is not None
+        return mixer
 
     def _whole(
-        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata
-    ) -> tuple[Float[Array, "T E"], Pages]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata
+    ) -> tuple[Float[Array, "T E"], Cache]:
         before, post = x, self.attention_post_norm
-        x, pages = self.attention(
-            x, angles, pages, meta, norm=self.attention_norm.traced, residual=x if post is None else None
+        x, cache = self._mixer(
+            x, angles, cache, meta, norm=self.attention_norm.traced, residual=x if post is None else None
         )
         if post is not None:
             x = before + post(x)
         norm, out = (self.attention_norm, before) if self.mlp_norm is None else (self.mlp_norm, x)
         post = self.mlp_post_norm
         out = self.mlp(out, meta, norm=norm.traced, residual=x if post is None else None)
-        return out if post is None else x + post(out), pages
+        return out if post is None else x + post(out), cache
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: Any, weights: Any, x: Any, late: Any, angles: Any, pages: Pages, meta: StepMetadata) -> Any:
+def _run_layer(graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: Cache, meta: StepMetadata) -> Any:
     """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
-    return nnx.merge(graph, weights)(x, late, angles, pages, meta)
+    return nnx.merge(graph, weights)(x, late, angles, cache, meta)
 
 
 def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
@@ -162,6 +176,11 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
         norm_eps=config.norm_eps,
         query_scaling=config.query_scaling,
     )
+
+
+def _conv(config: DecoderConfig, options: BuildOptions) -> ShortConv:
+    assert config.conv is not None
+    return ShortConv(config.hidden_size, config.conv, options)
 
 
 def _mlp(config: DecoderConfig, index: int, options: BuildOptions) -> GatedMLP | MLP | MoE:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.options import BuildOptions
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
@@ -27,6 +28,7 @@ class Family:
         models: what people call the models that it serves.
         architectures: `architectures` in config.json.
         model_types: `model_type` in config.json.
+        layer_types: what the entries of `layer_types` in config.json may be.
         gguf_architectures: `general.architecture` in a GGUF file; empty where llama.cpp does not have the family. Where
             it makes one architecture of several families, one of them has `from_gguf` and reads the files of all.
         from_hf: config.json's content -> the config. KeyError: a key is missing.
@@ -40,6 +42,7 @@ class Family:
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     from_hf: Callable[[dict[str, Any]], DecoderConfig]
+    layer_types: tuple[str, ...] = LAYER_TYPES
     gguf_architectures: tuple[str, ...] = ()
     from_gguf: Callable[[Checkpoint], DecoderConfig] | None = None
     module: Callable[[DecoderConfig, BuildOptions], Decoder] = Decoder

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.gguf_fields import GGUF_FIELDS
+from jaxllm.models.gguf_fields import GGUF_FIELDS, or_zero
 from jaxllm.models.hf import scaled_length, yarn_mscale
 from jaxllm.models.hf_fields import FACTOR, SIZE
 from jaxllm.models.layers.rope import RopeConfig
@@ -45,6 +45,21 @@ class Metadata:
             check_fields({key: value}, {key: GGUF_FIELDS[key]}, f"{self._prefix}.")
         return value
 
+    def by_layer(self, key: str, count: int) -> list[Any]:
+        """A key's value in each of `count` layers, whether the file has one for all or one for each.
+
+        Raises:
+            CheckpointError: there are more or fewer, or one is not as `GGUF_FIELDS` has it.
+        """
+        name = f"{self._prefix}.{key}"
+        value = self._all[name]
+        values = value if isinstance(value, list) else [value] * count
+        if len(values) != count:
+            raise CheckpointError(f"{name} has {len(values)} entries; accepted is one for each of {count} layers")
+        for one in values:
+            check_fields({key: one}, {key: or_zero(GGUF_FIELDS[key])}, f"{self._prefix}.")
+        return values
+
 
 def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
     """DecoderConfig's fields from the keys that most architectures share, then the family's `differences`.
@@ -60,7 +75,6 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
         "hidden_size": get("embedding_length"),
         "intermediate_size": get("feed_forward_length"),
         "num_heads": heads,
-        "num_kv_heads": get("attention.head_count_kv", heads),
         "head_dim": gguf_head_dim(checkpoint),
         "max_position_embeddings": get("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -69,6 +83,8 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "head_bias": "output.bias" in tensors,
     }
+    if "num_kv_heads" not in differences:
+        fields["num_kv_heads"] = get("attention.head_count_kv", heads)
     if "norm_eps" not in differences:
         fields["norm_eps"] = get("attention.layer_norm_rms_epsilon")
     if "layers" not in differences:

@@ -55,6 +55,7 @@ GGUF_FIELDS: Kinds = {
     "expert_weights_norm": FLAG,
     "expert_weights_scale": real(-1e6, 1e6),
     "leading_dense_block_count": whole(0, 2**10),
+    "shortconv.l_cache": whole(2, 2**10),
     "pooling_type": whole(0, 2**10),
     "classifier.output_labels": many(TEXT, 2**16),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import CheckpointError
@@ -26,6 +27,7 @@ MAYBE_FLAG = either(FLAG, NULL)
 CAUSAL = "since encoders are not supported"
 """Why attention that sees later tokens is refused."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Of most families."""
 
 
 def maybe(kind: Kind) -> Kind:
@@ -46,6 +48,7 @@ HF_FIELDS: Kinds = EOS_FIELDS | {
     "hidden_activation": maybe(TEXT),
     "rms_norm_eps": EPSILON,
     "layer_norm_eps": EPSILON,
+    "norm_eps": EPSILON,
     # attention
     "num_attention_heads": COUNT,
     "num_key_value_heads": maybe(COUNT),
@@ -72,7 +75,7 @@ HF_FIELDS: Kinds = EOS_FIELDS | {
     "partial_rotary_factor": maybe(real(1e-3, 1)),
     "no_rope_layers": maybe(many(whole(0, 1), 2**10)),
     "no_rope_layer_interval": maybe(LAYERS),
-    "layer_types": maybe(many(one_of(*LAYER_TYPES), 2**10)),
+    "full_attn_idxs": maybe(many(whole(0, 2**10), 2**10)),
     "sliding_window": maybe(LENGTH),
     "use_sliding_window": MAYBE_FLAG,
     "sliding_window_pattern": maybe(LAYERS),
@@ -94,6 +97,16 @@ HF_FIELDS: Kinds = EOS_FIELDS | {
     "topk_method": TEXT,
     "routed_scaling_factor": real(-1e6, 1e6),
     "first_k_dense_replace": whole(0, 2**10),
+    "num_dense_layers": whole(0, 2**10),
+    "use_expert_bias": FLAG,
+    # convolutions
+    "conv_L_cache": whole(2, 2**10),
+    "conv_bias": MAYBE_FLAG,
+    "tie_embedding": MAYBE_FLAG,
+    "block_ff_dim": SIZE,
+    "block_auto_adjust_ff_dim": MAYBE_FLAG,
+    "block_multiple_of": SIZE,
+    "block_ffn_dim_multiplier": maybe(real(1e-3, 1e3)),
     # latent attention
     "kv_lora_rank": SIZE,
     "q_lora_rank": maybe(SIZE),
@@ -124,9 +137,12 @@ ROPE_FIELDS: Kinds = {
 """Of `rope_scaling` and `rope_parameters`, or of the entries that the latter has for each type of layer."""
 
 
-def check_hf(c: dict[str, Any]) -> None:
-    """Raises CheckpointError for the first value of a config.json (or its `text_config`) that cannot be meant."""
-    check_fields(c, HF_FIELDS)
+def check_hf(c: dict[str, Any], layer_types: Sequence[str] = LAYER_TYPES) -> None:
+    """Raises CheckpointError for the first value of a config.json (or its `text_config`) that cannot be meant.
+
+    `layer_types` are those of its family.
+    """
+    check_fields(c, HF_FIELDS | {"layer_types": maybe(many(one_of(*layer_types), 2**10))})
     for name in ("rope_scaling", "rope_parameters"):
         given = c.get(name) or {}
         check_fields(given, ROPE_FIELDS, f"{name}.")

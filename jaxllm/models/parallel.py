@@ -40,6 +40,8 @@ def check_parallel(config: DecoderConfig, tp: int, expert_parallel: bool = False
 
 def _divided(config: DecoderConfig, expert_parallel: bool) -> list[Divided]:
     found = [Divided(f"{config.num_heads} heads", config.num_heads)]
+    if config.conv:
+        found.append(Divided(f"{config.hidden_size} channels", config.hidden_size))
     if not config.mla:
         found.append(Divided(f"{config.num_kv_heads} KV heads", config.num_kv_heads, replicable=True))
     if not all(layer.sparse for layer in config.layers):

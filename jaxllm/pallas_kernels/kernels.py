@@ -189,19 +189,19 @@ def choose_kernels(
     kv_cache_dtype: str = "auto",
     dtype: Any = jnp.bfloat16,
     native: bool = False,
-    use: PageUse | None = None,
+    uses: Sequence[PageUse] = (),
 ) -> Kernels:
     """The kernels that `--attention-backend attention_backend` means on `platform`.
 
     With a `kv_cache_dtype` of "int8" or "fp8" pages are quantized. `native` says that the C++ kernels may be used on a
-    CPU: `auto` takes them then. `use` is what a model will ask for; what an accelerator's attention cannot do is left
-    to plain XLA, and the log says so.
+    CPU: `auto` takes them then. `uses` are what the layers of a model will ask for; what an accelerator's attention
+    cannot do is left to plain XLA, and the log says so.
 
     Raises:
         ConfigError: the backend is unknown, or cannot run there, or not this model.
     """
     kernels = _choose(attention_backend, platform, native)
-    lacks = _lacks(kernels, kv_cache_dtype, np.dtype(dtype), use)
+    lacks = _lacks(kernels, kv_cache_dtype, np.dtype(dtype), uses)
     if lacks is not None:
         said = f"{kernels.name.upper()}s have no attention kernel for {lacks.what}"
         if attention_backend == kernels.name:
@@ -216,12 +216,15 @@ def choose_kernels(
     return replace(kernels, page_dtype=lambda dtype: stored)
 
 
-def _lacks(kernels: Kernels, kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | None:
+def _lacks(kernels: Kernels, kv_cache_dtype: str, dtype: np.dtype, uses: Sequence[PageUse]) -> Lacks | None:
     """What the attention of an accelerator's `kernels` would be asked for and cannot do."""
     if kernels is GPU and kv_cache_dtype != "auto" and dtype == np.float32:
         # Codes expanded to floats of four bytes are more than registers hold.
         return Lacks(f"kv_cache_dtype {kv_cache_dtype!r} with dtype 'float32'", "a dtype of 16 bits")
-    return tpu_limits.lacks(kv_cache_dtype, dtype, use) if kernels is TPU else None
+    if kernels is not TPU:
+        return None
+    found = (tpu_limits.lacks(kv_cache_dtype, dtype, use) for use in uses or (None,))
+    return next((lacks for lacks in found if lacks is not None), None)
 
 
 def _choose(attention_backend: str, platform: str, native: bool) -> Kernels:

@@ -10,6 +10,23 @@ from jaxtyping import Array, Bool, Int
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class StateRows:
+    """Which rows of their buffers the layers that keep a state of each sequence read and write in one step.
+
+    A state that is kept is the one after the first `kept_tokens` tokens of its sequence, some of which run in this
+    step. Where nothing is to be kept, `kept` is the row that padding writes. All rows are read before any is written.
+    """
+
+    read: Int[Array, "S"]
+    begins: Bool[Array, "S"]
+    """The sequence begins in this step: its state is zero, whatever the row that is read holds."""
+    written: Int[Array, "S"]
+    kept: Int[Array, "S"]
+    kept_tokens: Int[Array, "S"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepMetadata:
     """One step's batch: `T` tokens of up to `S` sequences laid end to end, then padding.
 
@@ -42,6 +59,10 @@ class StepMetadata:
     """How long each token's rotary embedding takes its sequence to be; see `models.layers.rope.rope_angles`."""
     decode_only: bool = field(metadata={"static": True})
     """Static: T == S and every row is a decode (or padding)."""
+    slots: Int[Array, "S"] | None = None
+    """The slot of each sequence; the last one for padding. None where a model runs without an engine."""
+    states: StateRows | None = None
+    """None where no layer keeps a state of each sequence."""
 
     @property
     def live(self) -> Bool[Array, "T"]:

@@ -86,6 +86,11 @@ def plus_one(weight: np.ndarray) -> np.ndarray:
     return weight.astype(np.float32) + 1
 
 
+def without_middle_axis(weight: np.ndarray) -> np.ndarray:
+    """A depthwise convolution's taps, `[channels, 1, taps]` or already `[channels, taps]`, as `[channels, taps]`."""
+    return weight.reshape(weight.shape[0], -1)
+
+
 def unpermute_rope(head_dim: int) -> Transform:
     """Undo GGUF's order of rotary rows in llama-family Q and K: pairs lie side by side there, halves apart here.
 

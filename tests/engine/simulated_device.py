@@ -50,7 +50,7 @@ class SimulatedHandle(Handle):
 class SimulatedRunner:
     """Takes the place of Runner. `log` says in which order halves of steps were run."""
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, has_states: bool = False):
         self.page_size = page_size
         self.vocab_size = VOCAB
         self.compiles = Compiles(0, 0, 0, 0.0)
@@ -61,6 +61,8 @@ class SimulatedRunner:
         self._pages: list[list[tuple[int, int, str | None] | None]] = [[None] * page_size for _ in range(num_pages)]
         self._sampled: dict[tuple[int, int], int] = {}
         """(slot, position) -> token."""
+        self._states: dict[int, tuple[list[int], str | None]] | None = {} if has_states else None
+        """Row -> the tokens that a layer's state stands for."""
 
     def prepare(self, request: Request) -> None:
         pass
@@ -91,13 +93,41 @@ class SimulatedRunner:
             if chunk.num_sampled
         ]
         contexts = {row.row: self._read(row.request, row.position + 1) for row in rows}
+        begun = self._read_states(batch)
         handle = SimulatedHandle(contexts=contexts, num_steps=batch.num_steps, stride=batch.num_steps)
         if batch.masked:
             handle.waiting = rows
         else:
             self._sample(handle, rows)
             self._decode_on(handle, batch.num_steps - 1)
+        self._write_states(batch, begun)
         return handle
+
+    def _read_states(self, batch: Batch) -> list[list[int]]:
+        """The tokens that each chunk's state stands for, which must be those before the chunk."""
+        if self._states is None:
+            return []
+        begun = []
+        for chunk in batch.chunks:
+            request = chunk.request
+            row = chunk.state_read or request.slot
+            tokens, salt = self._states[row] if chunk.start else ([], request.cache_salt)
+            assert salt == request.cache_salt, "a foreign state was read"
+            assert tokens == self._read(request, chunk.start), "the state of other tokens was read"
+            begun.append(tokens)
+        return begun
+
+    def _write_states(self, batch: Batch, begun: list[list[int]]) -> None:
+        """What each slot holds after the step, and what is kept on the way; all rows have been read."""
+        if self._states is None:
+            return
+        for chunk in batch.chunks:
+            request, end = chunk.request, chunk.start + chunk.length + batch.num_steps - 1
+            after = self._read(request, end)
+            self._states[request.slot] = after, request.cache_salt
+            if chunk.state_kept:
+                assert chunk.start < chunk.kept_tokens <= end, "the step does not come by the state that it is to keep"
+                self._states[chunk.state_kept] = after[: chunk.kept_tokens], request.cache_salt
 
     def _decode_on(self, handle: SimulatedHandle, steps: int) -> None:
         """Each sampled token is run as well, and the one behind it sampled."""

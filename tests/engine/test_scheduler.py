@@ -11,6 +11,7 @@ from jaxllm.engine.messages import EngineRequest
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
+from jaxllm.engine.state_cache import StateCache
 from jaxllm.requests.sampling import SamplingParams
 from tests.engine.simulated_device import SimulatedRunner, alone
 
@@ -30,11 +31,16 @@ class Driver:
         caching: bool = True,
         stop: int | None = None,
         decode_steps: int = 1,
+        snapshots: int | None = None,
     ):
-        self.pool = PagePool(num_pages, page_size, caching)
+        """`snapshots` is the number of states that can be kept, of a model whose layers have some; None is another."""
+        self.states = StateCache(max_num_seqs + 1, snapshots) if snapshots and caching else None
+        self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
         self.max_model_len = (num_pages - 1) * page_size
-        self.scheduler = Scheduler(self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps)
-        self.runner = SimulatedRunner(num_pages, page_size)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps, states=self.states
+        )
+        self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
         self.core = EngineCore(self.scheduler, self.pool, self.runner, None, [] if stop is None else [stop])  # type: ignore[arg-type]
         self.stop = stop
         self.requests: list[Request] = []
@@ -91,6 +97,8 @@ class Driver:
             if delta.finish_reason is not None:
                 self.done[delta.request_id] = self.tokens[delta.request_id]
         self.pool.check([r.pages for r in self.scheduler.running])
+        if self.states is not None:
+            self.states.check([row for r in self.scheduler.running for _, row in r.reserved_states])
         return batches[0]
 
     def finish(self) -> None:
@@ -101,6 +109,8 @@ class Driver:
             turns += 1
             assert turns < 2000, "the scheduler makes no progress"
         self.pool.check([])
+        if self.states is not None:
+            self.states.check([])
         assert self.pool.num_free == self.pool.num_pages - 1
         assert sorted(self.scheduler._free_slots) == list(range(self.scheduler.max_num_seqs))
 
@@ -178,6 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         stop=st.sampled_from([None, 0]),
         decode_steps=st.integers(1, 4),
+        snapshots=st.sampled_from([None, 0, 1, 2, 4, 30]),
     )
     def start(self, **sizes) -> None:
         self.driver = Driver(**sizes)
@@ -212,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
 def test_a_small_pool_preempts_and_loses_nothing():
@@ -319,3 +330,58 @@ def test_an_aborted_request_frees_its_pages_at_once():
     driver.abort(waiting)
     assert driver.pool.num_free == 19 and driver.scheduler.num_unfinished == 0
     driver.finish()
+
+
+def test_states_of_sequences_are_found_again_with_their_prefix():
+    driver = Driver(num_pages=30, page_size=4, max_num_seqs=4, budget=64, snapshots=8)
+    driver.add(PREFIX[:10], max_tokens=1)
+    driver.finish()
+    again = driver.add(PREFIX[:10], max_tokens=1)
+    chunk = driver.step().chunks[0]
+    assert (chunk.start, chunk.length, again.num_cached) == (8, 2, 8)
+    assert chunk.state_read > driver.scheduler.max_num_seqs, "the row behind those of the slots"
+    driver.finish()
+    driver.check_tokens()
+
+
+def test_equal_prompts_wait_for_the_first_ones_state_and_share_it():
+    driver = Driver(num_pages=30, page_size=4, max_num_seqs=4, budget=64, snapshots=8)
+    for _ in range(3):
+        driver.add(PREFIX[:10], max_tokens=3)
+    assert [chunk.length for chunk in driver.step().chunks] == [10]
+    assert sorted(chunk.length for chunk in driver.step().chunks) == [1, 2, 2]
+    driver.finish()
+    driver.check_tokens()
+
+
+def test_a_state_is_kept_where_prompts_part():
+    """The second prompt shows where; the third begins there."""
+    driver = Driver(num_pages=40, page_size=2, max_num_seqs=4, budget=64, snapshots=8)
+    for own in ([0] * 5, [1] * 5, [2] * 5):
+        driver.add(PREFIX[:8] + own, max_tokens=1)
+        driver.finish()
+    assert [request.num_cached for request in driver.requests] == [0, 0, 8]
+    driver.check_tokens()
+
+
+def test_a_follow_up_goes_on_from_the_state_in_the_answer():
+    driver = Driver(num_pages=40, page_size=4, max_num_seqs=4, budget=64, snapshots=8)
+    driver.add(PREFIX[:6], max_tokens=12)
+    driver.finish()
+    assert driver.states is not None and driver.states.num_kept == 2, "the prompt's, and of the answer the last"
+    follow_up = driver.add([*driver.done["r0"], 1, 1, 1])
+    driver.finish()
+    assert follow_up.num_cached == 16, "17 of 18 tokens were run"
+    driver.check_tokens()
+
+
+def test_a_state_goes_with_the_pages_of_its_prefix():
+    driver = Driver(num_pages=7, page_size=2, max_num_seqs=1, budget=64, snapshots=8)
+    for prompt in (PREFIX[:9], PREFIX[3:12]):
+        driver.add(prompt, max_tokens=2)
+        driver.finish()
+    assert driver.states is not None and driver.states.num_kept < 4
+    again = driver.add(PREFIX[:9], max_tokens=1)
+    driver.finish()
+    assert again.num_cached < 8
+    driver.check_tokens()

@@ -46,7 +46,8 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     from jaxllm.engine.device.executables import COMPILER_OPTIONS
     from jaxllm.engine.device.keys import PLAIN, SAMPLED
     from jaxllm.engine.device.step import StepFunctions
-    from jaxllm.engine.start.plan import Platform, make_blueprint
+    from jaxllm.engine.start.plan import make_blueprint
+    from jaxllm.engine.start.platform import Platform
     from jaxllm.weights import open_checkpoint
 
     config = EngineConfig(

@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.models.abstract import abstract_model
+from jaxllm.models.caches import CacheLayout
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
-from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
+from jaxllm.pallas_kernels import REFERENCE, Kernels, StateRows, StepMetadata
 from jaxllm.quantization.weight import Kind
-from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, load_parameters
 
@@ -37,26 +38,36 @@ class Chunk(NamedTuple):
     end: int
 
 
-def metadata(*arrays: np.ndarray | np.int32, decode_only: bool) -> StepMetadata:
+def metadata(*arrays: np.ndarray | np.int32, decode_only: bool, states: StateRows | None = None) -> StepMetadata:
     """A step's metadata of what it holds in NumPy, in the order of its fields."""
-    return StepMetadata(*map(jnp.asarray, arrays), decode_only=decode_only)
+    return StepMetadata(*map(jnp.asarray, arrays), decode_only=decode_only, states=states)
+
+
+def state_rows(seqs: Sequence[int], starts: Sequence[int], rows: int) -> StateRows:
+    """Each sequence's state has the row of its number, padding that of SEQS, and nothing is kept."""
+    written = np.full(rows, SEQS, np.int32)
+    written[: len(seqs)] = seqs
+    begins = np.zeros(rows, bool)
+    begins[: len(starts)] = [start == 0 for start in starts]
+    fields = written, begins, written, np.full(rows, SEQS, np.int32), np.zeros(rows, np.int32)
+    return StateRows(*map(jnp.asarray, fields))
 
 
 @cache
-def _jitted(graph: Any, treedef: Any, mesh: Mesh, weight_specs: tuple[P, ...], page_spec: P) -> Any:
+def _jitted(graph: Any, treedef: Any, mesh: Mesh, weight_specs: tuple[P, ...], cache_specs: tuple[Any, ...]) -> Any:
     """One for all models that differ by nothing but their weights: what it is called with is traced once."""
 
-    def step(weights: Any, pages: Any, tokens: jax.Array, meta: StepMetadata) -> Any:
+    def step(weights: Any, caches: Any, tokens: jax.Array, meta: StepMetadata) -> Any:
         merged = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
-        hidden, pages = merged(tokens, pages, meta)
-        return merged.logits(hidden), pages
+        hidden, caches = merged(tokens, caches, meta)
+        return merged.logits(hidden), caches
 
     return jax.jit(
         jax.shard_map(
             step,
             mesh=mesh,
-            in_specs=(weight_specs, page_spec, P(), P()),
-            out_specs=(P(), page_spec),
+            in_specs=(weight_specs, cache_specs, P(), P()),
+            out_specs=(P(), cache_specs),
             check_vma=False,
         ),
         donate_argnums=1,
@@ -89,18 +100,17 @@ class Harness:
         checkpoint.close()
         graph, state = nnx.split(model)
         weight_specs = tuple(P(*axes) for p in params for _, axes in p.leaves())
-        page_spec = P(*[None] * kernels.page_layout.heads_axis, TENSOR)
-        self._step = _jitted(graph, jax.tree.structure(state), mesh, weight_specs, page_spec)
         self._columns = -(-max_len // PAGE)
         count = SEQS * self._columns
         self._table = 1 + np.random.default_rng(0).permutation(count).reshape(SEQS, self._columns).astype(np.int32)
-        heads = max(self.config.page_heads, tp)
-        shapes = kernels.page_layout.shapes(count + 1, PAGE, heads, self.config.page_dims)
-        sharding, page_dtype = NamedSharding(mesh, page_spec), kernels.page_dtype(dtype)
-        self._pages = tuple(
-            tuple(jax.device_put(np.zeros(shape, page_dtype), sharding) for shape in shapes)
-            for _ in range(self.config.num_layers)
+        layout = CacheLayout(kernels.page_dtype(dtype), PAGE, tp, kernels.page_layout)
+        buffers = [layout.buffers(spec, count + 1, SEQS + 1) for spec in self.config.caches]
+        self._caches = tuple(
+            tuple(jax.device_put(np.zeros(b.shape, b.dtype), NamedSharding(mesh, P(*b.axes))) for b in layer)
+            for layer in buffers
         )
+        cache_specs = tuple(tuple(P(*b.axes) for b in layer) for layer in buffers)
+        self._step = _jitted(graph, jax.tree.structure(state), mesh, weight_specs, cache_specs)
 
     def run(self, tokens: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """One mixed step of at most `TOKENS` tokens, one-token chunks first: each chunk's logits `[n, V]`."""
@@ -122,7 +132,9 @@ class Harness:
             query_start[index + 1 :] = row
         decodes = next((i for i, c in enumerate(chunks) if c.end - c.start > 1), len(chunks))
         counts = np.int32(decodes), np.int32(len(chunks))
-        meta = metadata(positions, seq_ids, context_len, query_start, table, *counts, lengths, decode_only=False)
+        states = state_rows([c.seq for c in chunks], [c.start for c in chunks], SEQS)
+        fields = positions, seq_ids, context_len, query_start, table, *counts, lengths
+        meta = metadata(*fields, decode_only=False, states=states)
         logits = self._call(ids, meta)
         return [logits[a:b] for a, b in pairwise(query_start[: len(chunks) + 1])]
 
@@ -142,9 +154,10 @@ class Harness:
             np.int32(1),
             np.array([max(length, position + 1), 1], np.int32),
             decode_only=True,
+            states=state_rows([seq], [position], 2),
         )
         return self._call(np.array([token, 0], np.int32), meta)[0]
 
     def _call(self, tokens: np.ndarray, meta: Any) -> np.ndarray:
-        logits, self._pages = self._step(self._weights, self._pages, tokens, meta)
+        logits, self._caches = self._step(self._weights, self._caches, tokens, meta)
         return np.asarray(logits)

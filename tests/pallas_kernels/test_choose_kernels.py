@@ -86,15 +86,15 @@ FITS = PageUse(heads=8, dims=(128, 128), sequences=256, pages_per_seq=896)
 )
 def test_what_the_tpus_kernel_does_not_take_is_left_to_the_compiler(kind, dtype, use, what, caplog):
     """As libtpu says where it compiles them: see tests/tpu/test_compiled_for_v5e.py."""
-    assert choose_kernels("auto", "tpu", dtype=jnp.bfloat16, use=FITS).name == "tpu"
+    assert choose_kernels("auto", "tpu", dtype=jnp.bfloat16, uses=[FITS]).name == "tpu"
     assert not caplog.records
-    chosen = choose_kernels("auto", "tpu", kv_cache_dtype=kind, dtype=dtype, use=use)
+    chosen = choose_kernels("auto", "tpu", kv_cache_dtype=kind, dtype=dtype, uses=[] if use is None else [use])
     assert chosen.name == "reference" and chosen.grouped_matmul is ragged_dot
     assert len(chosen.page_layout.shapes(4, 16, 2, (128, 128))) == 2
     (record,) = caplog.records
     assert what in record.message and "plain XLA" in record.message and "\n" not in record.message
     with pytest.raises(ConfigError, match="accepted are attention_backend 'auto' or 'reference'"):
-        choose_kernels("tpu", "tpu", kv_cache_dtype=kind, dtype=dtype, use=use)
+        choose_kernels("tpu", "tpu", kv_cache_dtype=kind, dtype=dtype, uses=[] if use is None else [use])
 
 
 def test_pages_and_values_must_agree():

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.keys import PLAIN
 from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
+from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.platform import Platform
 from jaxllm.weights import open_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "reference" / "configs"

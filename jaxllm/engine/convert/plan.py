@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import DTYPES, check_imatrix
+from jaxllm.engine.start.options import DTYPES, check_imatrix
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec, model_spec

@@ -15,7 +15,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.convert.files import copy_tokenizer
 from jaxllm.engine.convert.plan import plan_conversion
 from jaxllm.engine.start.build import eos_token_ids
-from jaxllm.engine.start.plan import DTYPES
+from jaxllm.engine.start.options import DTYPES
 from jaxllm.engine.start.progress import Progress
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxllm.engine.device.slots import Slots, settings
-from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.pallas_kernels import StateRows, StepMetadata
 
 Fields = dict[str, Any]
 """A step's input, unpacked; see packing.py."""
@@ -45,6 +45,8 @@ def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S
         num_seqs=x["num_decodes"],
         rotary_lengths=jnp.maximum(settings(slots, slot)["rotary_len"], position + 1),
         decode_only=True,
+        slots=slot,
+        states=_state_rows(x, slot, nobody, position, position + 1),
     )
     after = slots.position.at[slot].set(jnp.where(live, position + 1, 0))
     return tokens, meta, slots._replace(position=after, page_table=table)
@@ -73,9 +75,28 @@ def mixed_batch(x: Fields, slots: Slots) -> tuple[Int[Array, "T"], StepMetadata,
         num_seqs=x["num_seqs"],
         rotary_lengths=jnp.maximum(settings(slots, slot)["rotary_len"][seq], positions + 1),
         decode_only=False,
+        slots=slot,
+        states=_state_rows(x, slot, slots.position.shape[0] - 1, begin, end),
     )
     after = slots.position.at[slot].set(jnp.where(live, end, 0))
     return tokens, meta, slots._replace(position=after, page_table=table)
+
+
+def _state_rows(x: Fields, slot: jax.Array, nobody: int, begin: jax.Array, end: jax.Array) -> StateRows | None:
+    """Rows of the sequences' states: a slot's own has its number; those that are kept come after the last slot's.
+
+    A state is kept by the step that runs the token it comes after, where the host has named one of several.
+    """
+    if "state_read" not in x:
+        return None
+    keeps = (x["state_kept"] > 0) & (begin < x["kept_tokens"]) & (x["kept_tokens"] <= end)
+    return StateRows(
+        read=jnp.where(x["state_read"] > 0, x["state_read"], slot),
+        begins=begin == 0,
+        written=slot,
+        kept=jnp.where(keeps, x["state_kept"], nobody),
+        kept_tokens=x["kept_tokens"],
+    )
 
 
 def known_or_sampled(tokens: jax.Array, slots: Slots, slot: jax.Array, position: jax.Array) -> jax.Array:

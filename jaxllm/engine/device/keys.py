@@ -10,7 +10,7 @@ Kind = Literal["decode", "backbone", "head", "score", "score_all", "pool", "toke
 
 
 class Uses(NamedTuple):
-    """What a step function has to do with what lives on the devices: weights, pages, slots and hidden states."""
+    """What a step function has to do with what lives on the devices: weights, caches, slots and hidden states."""
 
     takes: tuple[str, ...]
     """Its first arguments; what the host sends follows."""
@@ -23,8 +23,8 @@ class Uses(NamedTuple):
 _READOUT = Uses(("weights", "hidden"))
 
 USES: dict[Kind, Uses] = {
-    "decode": Uses(("weights", "pages", "slots"), ("pages", "slots")),
-    "backbone": Uses(("weights", "pages", "slots", "hidden"), ("pages", "slots", "hidden"), output=False),
+    "decode": Uses(("weights", "caches", "slots"), ("caches", "slots")),
+    "backbone": Uses(("weights", "caches", "slots", "hidden"), ("caches", "slots", "hidden"), output=False),
     "head": Uses(("weights", "slots", "hidden"), ("slots",)),
     "score": _READOUT,
     "score_all": _READOUT,

@@ -69,17 +69,24 @@ def admit_packing(pages_per_seq: int) -> Packing:
     return Packing(slot=(), position=(), page_table=(pages_per_seq,), settings=(SETTING_INTS.size,))
 
 
+def _state_fields(sequences: int, has_states: bool) -> dict[str, tuple[int, ...]]:
+    """Where a model keeps a state of each sequence: the row that it is resumed from, the one that another state is kept
+    in, and the number of tokens after which that is; 0 says the slot's own row, and none."""
+    return dict.fromkeys(("state_read", "state_kept", "kept_tokens"), (sequences,)) if has_states else {}
+
+
 @cache
-def decode_packing(rows: int) -> Packing:
+def decode_packing(rows: int, has_states: bool = False) -> Packing:
     """`rows` sequences of one token each, and how many tokens each gets. A token of -1 is in the slot's history.
 
     `new_page` is the page that a sequence goes on in once it has filled those that its slot knows; 0 for none.
     """
-    return Packing(num_decodes=(), num_steps=(), tokens=(rows,), slot=(rows,), new_page=(rows,))
+    states = _state_fields(rows, has_states)
+    return Packing(num_decodes=(), num_steps=(), tokens=(rows,), slot=(rows,), new_page=(rows,), **states)
 
 
 @cache
-def backbone_packing(tokens: int, max_num_seqs: int, page_size: int) -> Packing:
+def backbone_packing(tokens: int, max_num_seqs: int, page_size: int, has_states: bool = False) -> Packing:
     """`tokens` tokens of up to `min(tokens, max_num_seqs)` sequences.
 
     `new_pages` are (slot, place in its page table, page) of what sequences have gained since their last step; what is
@@ -88,7 +95,7 @@ def backbone_packing(tokens: int, max_num_seqs: int, page_size: int) -> Packing:
     seqs = min(tokens, max_num_seqs)
     return Packing(
         num_decodes=(), num_seqs=(), tokens=(tokens,), query_start=(seqs + 1,), slot=(seqs,),
-        new_pages=(seqs + tokens // page_size, 3),
+        new_pages=(seqs + tokens // page_size, 3), **_state_fields(seqs, has_states),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.handle import Pooled, PooledRow, Score
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.packing import logits_packing, pool_packing, score_packing
-from jaxllm.engine.device.step import StepSizes
+from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.request import Request
 from jaxllm.engine.scheduler import Chunk
 from jaxllm.requests.pooling import MAX_TOKEN_IDS

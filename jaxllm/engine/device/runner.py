@@ -13,7 +13,8 @@ from jaxllm.engine.device.handle import Handle, SampledRow, Score
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing
 from jaxllm.engine.device.readout import Readout, scoring_key
-from jaxllm.engine.device.step import Sampled, StepSizes
+from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.engine.device.step import Sampled
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Chunk
@@ -87,7 +88,7 @@ class Runner:
         rows = [SampledRow(chunk.request, i, chunk.start) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
         key = self._device.covering("decode", count, _variant(rows))
-        packing = decode_packing(key.size)
+        packing = decode_packing(key.size, self._sizes.has_states)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         x["num_decodes"][...] = count
@@ -95,6 +96,7 @@ class Runner:
         x["tokens"][:count] = [_token_or_device(chunk) for chunk in batch.chunks]
         x["slot"][:] = self._slot_rows(rows, key.size)
         x["new_page"][:count] = [self._new_page(chunk.request) for chunk in batch.chunks]
+        _pack_states(x, batch.chunks)
         self._count(key, count, batch.num_steps)
         sampled = self._device.run(key, ints)
         return Handle(rows, sampled, num_steps=batch.num_steps, stride=self._sizes.decode_steps)
@@ -125,7 +127,8 @@ class Runner:
         return handle
 
     def _pack_backbone(self, batch: Batch, size: int) -> np.ndarray:
-        packing = backbone_packing(size, self._sizes.max_num_seqs, self._sizes.page_size)
+        sizes = self._sizes
+        packing = backbone_packing(size, sizes.max_num_seqs, sizes.page_size, sizes.has_states)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         x["num_decodes"][...] = batch.num_decodes
@@ -134,6 +137,7 @@ class Runner:
         gained = [page for chunk in batch.chunks for page in self._new_pages(chunk.request)]
         x["new_pages"][:, 0] = self._nobody
         x["new_pages"][: len(gained)] = np.reshape(gained, (-1, 3))
+        _pack_states(x, batch.chunks)
         row = 0
         for index, chunk in enumerate(batch.chunks):
             end = row + chunk.length
@@ -198,6 +202,14 @@ def _copy_to_host(handle: Handle) -> None:
 
 def _variant(rows: list[SampledRow]) -> Variant:
     return PLAIN if all(row.request.params.greedy for row in rows) else SAMPLED
+
+
+def _pack_states(x: dict[str, np.ndarray], chunks: Sequence[Chunk]) -> None:
+    """Which states the chunks are resumed from, and which of theirs are kept."""
+    if "state_read" in x:
+        x["state_read"][: len(chunks)] = [chunk.state_read for chunk in chunks]
+        x["state_kept"][: len(chunks)] = [chunk.state_kept for chunk in chunks]
+        x["kept_tokens"][: len(chunks)] = [chunk.kept_tokens for chunk in chunks]
 
 
 def _token_or_device(chunk: Chunk) -> int:

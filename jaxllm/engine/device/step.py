@@ -11,7 +11,6 @@ Every one of them returns a tuple: what it changed of the device's own, as `keys
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,61 +35,28 @@ from jaxllm.engine.device.packing import (
     score_packing,
 )
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
+from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.device.slots import Slots, adjust, admit, settings, slot_shapes
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.settings import Adjustments
+from jaxllm.models.caches import Buffer, Cache
 from jaxllm.models.decoder import Decoder
-from jaxllm.pallas_kernels.pages import PageLayout
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
-from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec, Value
+
+_AFTER_FIRST = {"tokens": -1, "new_page": 0, "state_read": 0}
+"""What a decode of several tokens is told for those after the first: each is in the history, in a page that is known,
+and goes on from the state in its slot."""
 
 GRAPHED = ("gpu", "cuda")
 """Platforms where a step is one CUDA graph, whose arguments cost little."""
 
 
-@dataclass(frozen=True)
-class StepSizes:
-    """The sizes that every step shares."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    decode_steps: int
-    """Most tokens that a decode gives each of its rows."""
-    max_model_len: int
-    page_size: int
-    num_pages: int
-    num_layers: int
-    page_heads: int
-    """KV heads in a page over all devices, replicas counted."""
-    page_dims: tuple[int, ...]
-    """Channels of a key and a value, or of a latent."""
-    hidden_size: int
-    vocab_size: int
-    dtype: Any
-    page_dtype: Any
-    """What pages keep floats of `dtype` as."""
-    page_layout: PageLayout
-
-    @property
-    def pages_per_seq(self) -> int:
-        return -(-self.max_model_len // self.page_size)
-
-    @property
-    def page_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a layer's buffers, over all devices."""
-        return self.page_layout.shapes(self.num_pages, self.page_size, self.page_heads, self.page_dims)
-
-    @property
-    def pages_spec(self) -> P:
-        """Every device has its own heads of each page."""
-        return P(*[None] * self.page_layout.heads_axis, TENSOR)
-
-
 class DeviceState(NamedTuple):
     """What lives on the devices between steps; all of it is donated to the step that changes it."""
 
-    pages: tuple[tuple[Any, ...], ...]
+    caches: tuple[Cache, ...]
+    """What each layer keeps of earlier tokens, in pages or by slot."""
     slots: Slots
     hidden: Any
     """[max_num_batched_tokens, E]: the backbone's last output."""
@@ -170,66 +136,67 @@ class StepFunctions:
     def abstract_state(self) -> DeviceState:
         """Shapes and shardings of the device state."""
         s = self._sizes
-        sharding = NamedSharding(self._mesh, s.pages_spec)
-        layer = tuple(jax.ShapeDtypeStruct(shape, s.page_dtype, sharding=sharding) for shape in s.page_shapes)
+        caches = tuple(tuple(self._cache(buffer) for buffer in layer) for layer in s.buffers)
         shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.pages_per_seq, s.vocab_size)
         slots = Slots(*(self._replicated(a.shape, a.dtype) for a in shapes))
         hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
-        return DeviceState((layer,) * s.num_layers, slots, hidden)
+        return DeviceState(caches, slots, hidden)
 
     def new_state(self) -> DeviceState:
         """The device state of an engine that has no requests, on the devices."""
         state = self.abstract_state()
 
         def make() -> DeviceState:
-            zeros = self._sizes.page_layout.zeros
-            pages = jax.tree.map(lambda a: zeros(a.sharding.shard_shape(a.shape), a.dtype), state.pages)
-            rest = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state._replace(pages=()))
-            return rest._replace(pages=pages)
+            zeros = self._sizes.cache_layout.page_layout.zeros
+            caches = jax.tree.map(lambda a: zeros(a.sharding.shard_shape(a.shape), a.dtype), state.caches)
+            rest = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state._replace(caches=()))
+            return rest._replace(caches=caches)
 
-        return self._jit(make, (), jax.tree.map(lambda a: a.sharding.spec, state), donate=())()
+        return self._jit(make, (), _specs(state), donate=())()
 
     def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, pages, slots, ints) -> (pages, slots, Sampled)`: up to `decode_steps` tokens for `rows` rows each.
+        """`(weights, caches, slots, ints) -> (caches, slots, Sampled)`: up to `decode_steps` tokens for each of `rows`.
 
         What is sampled has `decode_steps` rows for each sequence in turn, of which the first `num_steps` are filled.
         """
-        packing, page_size, most = decode_packing(rows), self._sizes.page_size, self._sizes.decode_steps
+        packing = decode_packing(rows, self._sizes.has_states)
+        page_size, most = self._sizes.page_size, self._sizes.decode_steps
 
-        def one(weights: Any, pages: Any, slots: Slots, x: Fields) -> Any:
+        def one(weights: Any, caches: Any, slots: Slots, x: Fields) -> Any:
             model = self._model(weights)
             tokens, meta, slots = decode_batch(x, slots, page_size)
-            hidden, pages = model(tokens, pages, meta)
+            hidden, caches = model(tokens, caches, meta)
             slots, out = _choose(model, hidden, x | {"position": meta.positions}, slots, variant)
-            return pages, slots, out
+            return caches, slots, out
 
-        def step(weights: Any, pages: Any, slots: Slots, ints: jax.Array) -> Any:
+        def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
             x = packing.unpack(ints)
             if most == 1:
-                return one(weights, pages, slots, x)
-            further = x | {"tokens": jnp.full_like(x["tokens"], -1), "new_page": jnp.zeros_like(x["new_page"])}
+                return one(weights, caches, slots, x)
+            further = x | {name: jnp.full_like(x[name], value) for name, value in _AFTER_FIRST.items() if name in x}
 
             def body(index: jax.Array, carry: Any) -> Any:
-                pages, slots, sampled = carry
+                caches, slots, sampled = carry
                 fields = jax.tree.map(partial(jnp.where, index == 0), x, further)
-                pages, slots, out = one(weights, pages, slots, fields)
-                return pages, slots, jax.tree.map(lambda all, new: all.at[:, index].set(new), sampled, out)
+                caches, slots, out = one(weights, caches, slots, fields)
+                return caches, slots, jax.tree.map(lambda all, new: all.at[:, index].set(new), sampled, out)
 
-            shapes = jax.eval_shape(one, weights, pages, slots, x)[2]
+            shapes = jax.eval_shape(one, weights, caches, slots, x)[2]
             nothing = jax.tree.map(lambda a: jnp.zeros((rows, most, *a.shape[1:]), a.dtype), shapes)
-            pages, slots, sampled = lax.fori_loop(0, x["num_steps"], body, (pages, slots, nothing))
-            return pages, slots, jax.tree.map(lambda a: a.reshape(rows * most, *a.shape[2:]), sampled)
+            caches, slots, sampled = lax.fori_loop(0, x["num_steps"], body, (caches, slots, nothing))
+            return caches, slots, jax.tree.map(lambda a: a.reshape(rows * most, *a.shape[2:]), sampled)
 
         return self._build("decode", step, self._ints(packing.size))
 
     def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, pages, slots, hidden, ints) -> (pages, slots, hidden)`: `tokens` tokens up to the last norm."""
-        packing = backbone_packing(tokens, self._sizes.max_num_seqs, self._sizes.page_size)
+        """`(weights, caches, slots, hidden, ints) -> (caches, slots, hidden)`: `tokens` tokens up to the last norm."""
+        sizes = self._sizes
+        packing = backbone_packing(tokens, sizes.max_num_seqs, sizes.page_size, sizes.has_states)
 
-        def step(weights: Any, pages: Any, slots: Slots, buffer: jax.Array, ints: jax.Array) -> Any:
+        def step(weights: Any, caches: Any, slots: Slots, buffer: jax.Array, ints: jax.Array) -> Any:
             ids, meta, slots = mixed_batch(packing.unpack(ints), slots)
-            hidden, pages = self._model(weights)(ids, pages, meta)
-            return pages, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
+            hidden, caches = self._model(weights)(ids, caches, meta)
+            return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
 
         return self._build("backbone", step, self._ints(packing.size))
 
@@ -308,11 +275,14 @@ class StepFunctions:
         """`step` jitted, and its abstract arguments: what it takes of the device's, then what the host sends."""
         uses, state = USES[kind], self.abstract_state()
         parts = {"weights": self._weights, **state._asdict()}
-        specs = {"weights": self._weight_specs, "pages": self._sizes.pages_spec, "slots": P(), "hidden": P()}
+        specs = {"weights": self._weight_specs, "caches": _specs(state.caches), "slots": P(), "hidden": P()}
         inputs = (*(specs[name] for name in uses.takes), *(P() for _ in sent))
         outputs = (*(specs[name] for name in uses.gives), *([P()] if uses.output else []))
         donated = tuple(index for index, name in enumerate(uses.takes) if name in uses.gives)
         return self._jit(step, inputs, outputs, donated), (*(parts[name] for name in uses.takes), *sent)
+
+    def _cache(self, buffer: Buffer) -> Any:
+        return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=NamedSharding(self._mesh, P(*buffer.axes)))
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._replicated(shape, jnp.int32)
@@ -323,6 +293,11 @@ class StepFunctions:
     def _jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:
         mapped = jax.shard_map(step, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         return jax.jit(mapped, donate_argnums=donate)
+
+
+def _specs(state: Any) -> Any:
+    """How each array of a part of the device state lies on the mesh."""
+    return jax.tree.map(lambda a: a.sharding.spec, state)
 
 
 def _choose(model: Decoder, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:

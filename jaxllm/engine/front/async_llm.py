@@ -182,5 +182,7 @@ def open_streams(config: EngineConfig) -> Streams:
         ConfigError, ModelNotFoundError, CheckpointError: it could not start.
     """
     client, tokenizer = start_engine(config)
-    same = config.model_copy(update={"kv_cache_memory": client.info.kv_cache_memory})  # not what is free at that time
+    info = client.info  # not what is free at the time of the next start
+    sizes = {"kv_cache_memory": info.kv_cache_memory, "state_cache_memory": info.state_cache_memory}
+    same = config.model_copy(update=sizes)
     return Streams(client, tokenizer, start=partial(start_client, same), revived=bool(config.engine_process))

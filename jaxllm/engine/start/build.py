@@ -23,9 +23,11 @@ from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
+from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
+from jaxllm.engine.state_cache import StateCache
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
@@ -123,7 +125,9 @@ def _assemble(
     executables.wait_until_covered()
     clock.lap("compile")
     plan = blueprint.plan
-    pool = PagePool(plan.num_pages, plan.page_size, config.enable_prefix_caching)
+    states = StateCache(plan.num_states - plan.num_snapshots, plan.num_snapshots) if plan.num_snapshots else None
+    shares = config.enable_prefix_caching and (states is not None or not blueprint.sizes.has_states)
+    pool = PagePool(plan.num_pages, plan.page_size, shares)
     scheduler = Scheduler(
         pool,
         plan.max_num_seqs,
@@ -131,6 +135,7 @@ def _assemble(
         plan.max_model_len,
         blueprint.spec.config.length_rule,
         plan.decode_steps,
+        states,
     )
     core = EngineCore(scheduler, pool, runner, tokenizer.backend if tokenizer else None, eos, config.seed, grammars)
     info = EngineInfo(
@@ -143,6 +148,7 @@ def _assemble(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         kv_cache_memory=plan.kv_bytes,
+        state_cache_memory=plan.state_cache_bytes,
         hidden_size=blueprint.spec.config.hidden_size,
         tasks=read_tasks(checkpoint),
         default_sampling=_sampling_defaults(checkpoint),

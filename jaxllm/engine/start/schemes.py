@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.cpu_kernels.library import physical_cores
-from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
+from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Weight

@@ -8,7 +8,8 @@ import pytest
 from jaxllm import EngineConfig
 from jaxllm.engine.device.keys import PLAIN, SAMPLED
 from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.start.plan import Platform, make_blueprint
+from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.platform import Platform
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
@@ -39,7 +40,7 @@ def test_donated_pages_are_not_copied(functions, step):
     }
     function, args = build[step]()
     memory = function.lower(*args).compile().memory_analysis()
-    pages = functions.abstract_state().pages
+    pages = functions.abstract_state().caches
     one_buffer = np.prod(pages[0][0].shape) * pages[0][0].dtype.itemsize
     every_page = 2 * len(pages) * one_buffer
     assert memory.alias_size_in_bytes >= every_page  # outputs share the inputs' memory

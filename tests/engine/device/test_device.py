@@ -95,8 +95,8 @@ class Echo(Executables):
 
 
 def test_what_a_step_gives_back_takes_the_place_of_what_it_took() -> None:
-    names = ("weights", "pages", "slots", "hidden")
-    device = Device(Echo(), (), DeviceState("pages", "slots", "hidden"))  # type: ignore[arg-type]
+    names = ("weights", "caches", "slots", "hidden")
+    device = Device(Echo(), (), DeviceState("caches", "slots", "hidden"))  # type: ignore[arg-type]
     device._parts["weights"] = "weights"
     for kind, uses in USES.items():
         assert set(uses.gives) <= set(uses.takes)

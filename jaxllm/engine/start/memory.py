@@ -1,0 +1,150 @@
+"""How much memory an engine's parts take of a device, and how many pages and states fit into what is left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.engine.start.platform import Platform
+from jaxllm.errors import ConfigError
+from jaxllm.models.abstract import abstract_model
+from jaxllm.models.config import DecoderConfig
+from jaxllm.models.options import BuildOptions
+from jaxllm.models.registry import ModelSpec
+from jaxllm.weights.loader import ParamSpec
+
+CPU_KV_BYTES = 2 * 2**30
+COUNT_BITS = 6
+"""A number of pages or states has so many significant bits: at most 1/32 of the memory is left out for it."""
+STATE_SHARE = 8
+"""One part in so many of the caches' memory goes to states that others can go on from, where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Caches:
+    """How many pages and kept states there are, and the longest context that fits."""
+
+    num_pages: int
+    num_snapshots: int
+    max_model_len: int
+    notes: tuple[str, ...] = ()
+
+
+def plan_caches(
+    config: EngineConfig,
+    budget: int,
+    weights: int,
+    page_bytes: int,
+    state_bytes: int,
+    wanted: int,
+    max_num_seqs: int,
+) -> Caches:
+    """Share out `budget` bytes of a device: states of running sequences, then kept ones, then pages.
+
+    Args:
+        weights: bytes of the device that its weights take.
+        page_bytes: what a page takes in all layers; 0 where no layer has pages.
+        state_bytes: what the states of one sequence take in all layers.
+        wanted: the context's length in tokens, if it fits.
+
+    Raises:
+        ConfigError: not even a page fits, or not the states of the running sequences.
+    """
+    page, notes = config.block_size, []
+    slots = (max_num_seqs + 1) * state_bytes
+    if state_bytes and slots > budget:
+        raise ConfigError(
+            f"KV memory of {format_bytes(max(budget, 0))} a device does not hold the states of {max_num_seqs} "
+            f"sequences ({format_bytes(state_bytes)} each); raise kv_cache_memory or lower max_num_seqs"
+        )
+    num_snapshots = 0
+    if state_bytes and config.enable_prefix_caching:
+        asked = budget // STATE_SHARE if config.state_cache_memory is None else config.state_cache_memory
+        num_snapshots = min(asked, budget - slots) // state_bytes
+        num_snapshots = _rounded(num_snapshots) if config.state_cache_memory is None else num_snapshots
+        if not num_snapshots:
+            notes.append(
+                f"no prefix is shared: {format_bytes(asked)} for states (state_cache_memory) do not hold one of "
+                f"{format_bytes(state_bytes)}"
+            )
+    left = budget - slots - num_snapshots * state_bytes
+    pages_per_seq = math.ceil(wanted / page)
+    fit = left // page_bytes if page_bytes else max_num_seqs * pages_per_seq + 1
+    num_pages = _page_count(fit, pages_per_seq, max_num_seqs)
+    capacity = (num_pages - 1) * page
+    if capacity < page:
+        raise ConfigError(
+            f"KV memory of {format_bytes(max(left, 0))} a device holds no page of {page} tokens "
+            f"({format_bytes(page_bytes)}) besides the weights ({format_bytes(weights)}); "
+            "raise kv_cache_memory or gpu_memory_utilization, or lower max_num_batched_tokens"
+        )
+    if capacity < wanted:
+        notes.append(
+            f"max_model_len shrunk from {wanted} to {capacity}: KV memory of {format_bytes(left)} "
+            f"holds no longer context"
+        )
+    return Caches(num_pages, min(num_snapshots, num_pages - 1), min(wanted, capacity), tuple(notes))
+
+
+def _page_count(fit: int, a_sequence: int, max_num_seqs: int) -> int:
+    """Pages to make where `fit` fit and a sequence at full length takes `a_sequence`; page 0 is nobody's.
+
+    The count is rounded down, but not below one full sequence. More than all sequences can use would never be touched.
+    """
+    most, one = max_num_seqs * a_sequence + 1, a_sequence + 1
+    if fit >= most:
+        return most
+    return max(_rounded(fit), one) if fit >= one else _rounded(fit)
+
+
+def _rounded(count: int) -> int:
+    """A count that is a shape of every compiled step, rounded down to COUNT_BITS significant bits.
+
+    So memory that differs by little makes the same count. Worked example: 4,000 and 4,030 (111110100000b,
+    111110111110b) both make 3,968 (111110000000b).
+    """
+    low_bits = max(count.bit_length() - COUNT_BITS, 0)
+    return count >> low_bits << low_bits
+
+
+def count_parameters(spec: ModelSpec, params: list[ParamSpec] | None = None) -> int:
+    """Parameters as published: without padding or replication. `params` saves work where they are of one device."""
+    if params is None:
+        _, params = abstract_model(spec, BuildOptions())
+    padding = (p for p in params if p.layout is not None and p.layout.pad_to)
+    extra = sum((p.shape[0] - p.layout.segments[0].rows) * math.prod(p.shape[1:]) for p in padding if p.layout)
+    return sum(math.prod(p.shape) for p in params) - extra
+
+
+def weight_bytes(params: list[ParamSpec], tp: int) -> int:
+    """What one of `tp` devices holds of the weights."""
+    leaves = [leaf for param in params for leaf in param.leaves()]
+    return sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in leaves)
+
+
+def workspace_bytes(c: DecoderConfig, options: BuildOptions, max_num_seqs: int, tokens: int) -> int:
+    """An upper estimate of a step's temporaries: one layer's activations and the sampler's rows of logits."""
+    tp, itemsize = options.tp, jnp.dtype(options.dtype).itemsize
+    attention = (
+        c.num_heads // tp * (group.dims[0] + c.head_dim) + 2 * max(group.heads, tp) // tp * group.dims[0]
+        for group in c.page_groups
+    )
+    mixer = max([*attention, 3 * c.hidden_size // tp if c.conv else 0])
+    # A token has a row for each expert that it uses.
+    width = max(c.intermediate_size, c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0)
+    layer = tokens * (4 * c.hidden_size + 3 * width // tp + 2 * mixer) * 4
+    logits = max(max_num_seqs, 2) * c.vocab_size * 4 * 4
+    return layer + logits + tokens * c.hidden_size * itemsize
+
+
+def cache_budget(config: EngineConfig, platform: Platform, weights: int, workspace: int) -> int:
+    """Bytes of a device that pages and states may take together; negative where the weights leave nothing."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if platform.memory_limit is None:
+        return min(CPU_KV_BYTES, (platform.free_host_memory - weights) // 4)
+    wanted = int((platform.memory or platform.memory_limit) * config.gpu_memory_utilization)
+    return min(wanted, platform.memory_limit) - weights - workspace

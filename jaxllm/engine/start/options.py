@@ -1,0 +1,100 @@
+"""What a model's layers run with and what its weights are kept as: dtype, kernels, kinds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import cpu_kernels
+from jaxllm.config import EngineConfig
+from jaxllm.engine.start.platform import Platform
+from jaxllm.errors import ConfigError
+from jaxllm.models.config import DecoderConfig
+from jaxllm.models.options import BuildOptions
+from jaxllm.models.registry import ModelSpec
+from jaxllm.pallas_kernels import Kernels, choose_kernels
+from jaxllm.pallas_kernels.pages import PageUse
+from jaxllm.quantization.gguf_encode import IMPORTANCE
+from jaxllm.quantization.schemes import BLOCKS
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.kinds import KindChooser
+from jaxllm.weights.saved import SavedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"auto": jnp.bfloat16, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+
+
+def build_options(
+    config: EngineConfig, model: DecoderConfig, platform: Platform, max_num_seqs: int, pages_per_seq: int
+) -> BuildOptions:
+    """The dtype and the kernels that `config` means for this model on this platform.
+
+    Raises:
+        ConfigError: the attention backend cannot run there, or not this model.
+    """
+    dtype, tp = DTYPES[config.dtype], config.tensor_parallel_size
+    uses = [PageUse(max(g.heads, tp) // tp, g.dims, max_num_seqs, pages_per_seq) for g in model.page_groups]
+    kernels = choose_kernels(
+        config.attention_backend,
+        platform.name,
+        kv_cache_dtype=config.kv_cache_dtype,
+        dtype=dtype,
+        native=platform.name == "cpu" and _runs_cpu_kernels(config, dtype),
+        uses=uses,
+    )
+    return BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
+
+
+def choose_kinds(
+    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, options: BuildOptions, platform: Platform
+) -> KindChooser:
+    """What each weight is kept as in memory."""
+    kernels = options.kernels
+    packed = keeps_packed(config, checkpoint, kernels, platform)
+    requantized = config.isq, config.isq_map or {}
+    return KindChooser(checkpoint, spec.names, options.tp, packed, *requantized, tiles=kernels.tiles)
+
+
+def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, platform: Platform) -> bool:
+    """Whether blocks of a quantized checkpoint stay as they are in memory, or are expanded to the model's type.
+
+    Plain XLA on a CPU decodes four times faster from expanded weights; everywhere else packed ones are the better deal.
+    """
+    if config.dequantize is None and (config.isq or config.isq_map):
+        return True  # whoever asks for another kind must say that these are to be expanded first
+    if config.dequantize is None and isinstance(checkpoint, SavedCheckpoint) and checkpoint.is_requantized:
+        return True  # as with the flags that it was converted with
+    return not config.dequantize if config.dequantize is not None else kernels.tiles or platform.name != "cpu"
+
+
+def check_imatrix(config: EngineConfig) -> None:
+    """Raises ConfigError where an importance matrix would be ignored."""
+    if config.imatrix is None:
+        return
+    asked = {config.isq, *(config.isq_map or {}).values()} - {None}
+    weighed = [name for name, kind in BLOCKS.items() if kind.type in IMPORTANCE]
+    if config.load_format == "dummy" or not asked & set(weighed):
+        what = (
+            "weights are random" if config.load_format == "dummy" else "no weight is quantized to a kind it counts for"
+        )
+        raise ConfigError(
+            f"imatrix is {str(config.imatrix)!r}, but {what}; accepted with isq or isq_map of {', '.join(weighed)}"
+        )
+
+
+def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:
+    """Whether the C++ kernels are wanted, and could be compiled; the log says what prevents them.
+
+    They serve bfloat16. float32 is for those who want nothing rounded and tokens that no batch-mate can change in their
+    last bit: plain XLA gives that.
+    """
+    if config.cpu_kernels == "off" or config.attention_backend != "auto" or np.dtype(dtype) != jnp.bfloat16:
+        return False
+    if not cpu_kernels.available():
+        logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
+        return False
+    return True

@@ -1,0 +1,40 @@
+"""The machine that an engine is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import psutil
+
+from jaxllm import compat
+from jaxllm.sharding.devices import find_devices
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The machine as far as planning goes; bytes are a device's."""
+
+    name: str
+    num_devices: int
+    memory_limit: int | None
+    """What one device lets this process use; None on CPU, where free memory of the host decides."""
+    free_host_memory: int
+    memory: int | None = None
+    """What one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
+    device: str = ""
+    """What its maker calls it."""
+
+    @classmethod
+    def current(cls, utilization: float) -> Platform:
+        """JAX's platform in this process, of whose memory an accelerator's share is asked for if it has not started."""
+        compat.share_device_memory(utilization)
+        return cls.of(find_devices()[0])
+
+    @classmethod
+    def of(cls, device: jax.Device) -> Platform:
+        """The machine that a mesh's device is one of."""
+        memory = compat.device_memory(device)
+        limit, total = memory or (None, None)
+        host = psutil.virtual_memory().available
+        return cls(device.platform, device.client.device_count(), limit, host, total, device.device_kind)

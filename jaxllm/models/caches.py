@@ -1,0 +1,116 @@
+"""What a model's layers remember of earlier tokens, as each layer says it, and the buffers which that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.pallas_kernels.pages import BY_HEAD, QUANTIZED, SCALE_BYTES, PageLayout
+from jaxllm.sharding.mesh import TENSOR, Axes
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Keys and values of every token, in pages that all paged layers find through one page table.
+
+    Attributes:
+        heads: KV heads.
+        dims: channels of a key and a value, or of a latent alone.
+        window: how many tokens back a token sees; None is all of them.
+    """
+
+    heads: int
+    dims: tuple[int, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class PerSlot:
+    """A state of fixed size for each sequence, in float32: the last inputs of a convolution, or a recurrence's.
+
+    Attributes:
+        shapes: of one sequence's arrays, over all devices.
+        sharded: the axis of each array that devices share; None where every device has all of it.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    sharded: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Nothing of its own: the layer reads what an earlier one keeps."""
+
+    layer: int
+
+
+CacheSpec = Paged | PerSlot | Shared | None
+"""What one layer keeps; None is nothing."""
+
+Cache = tuple[Any, ...]
+"""One layer's buffers, as the layer finds them in a step."""
+
+
+class Buffer(NamedTuple):
+    """An array on the devices: its shape over all of them, and which mesh axis divides which of its axes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: Axes
+
+    def bytes_per_device(self, tp: int) -> int:
+        """What one of `tp` devices holds of it."""
+        return math.prod(self.shape) * self.dtype.itemsize // (tp if any(self.axes) else 1)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How the caches of one engine lie on its devices.
+
+    Attributes:
+        page_dtype: what pages keep numbers as; quantized ones have a scale behind each row.
+        page_size: tokens in one page.
+        tp: devices that share each layer; KV heads are replicated where there are more devices than heads.
+    """
+
+    page_dtype: np.dtype
+    page_size: int
+    tp: int = 1
+    page_layout: PageLayout = BY_HEAD
+
+    def buffers(self, spec: CacheSpec, num_pages: int, num_states: int) -> tuple[Buffer, ...]:
+        """What a layer keeps for `num_pages` pages and the states of `num_states` sequences."""
+        if isinstance(spec, Paged):
+            scale = SCALE_BYTES if self.page_dtype in QUANTIZED.values() else 0
+            heads, dims = max(spec.heads, self.tp), [dim + scale for dim in spec.dims]
+            axes = (*[None] * self.page_layout.heads_axis, TENSOR)
+            shapes = self.page_layout.shapes(num_pages, self.page_size, heads, dims)
+            return tuple(Buffer(shape, self.page_dtype, axes) for shape in shapes)
+        if isinstance(spec, PerSlot):
+            return tuple(
+                Buffer((num_states, *shape), np.dtype(jnp.float32), _sharded(len(shape), axis))
+                for shape, axis in zip(spec.shapes, spec.sharded, strict=True)
+            )
+        return ()
+
+    def page_bytes(self, specs: Sequence[CacheSpec]) -> int:
+        """What one page takes in all layers of a device."""
+        return self._bytes(specs, 1, 0)
+
+    def state_bytes(self, specs: Sequence[CacheSpec]) -> int:
+        """What the states of one sequence take in all layers of a device."""
+        return self._bytes(specs, 0, 1)
+
+    def _bytes(self, specs: Sequence[CacheSpec], num_pages: int, num_states: int) -> int:
+        found = (buffer for spec in specs for buffer in self.buffers(spec, num_pages, num_states))
+        return sum(buffer.bytes_per_device(self.tp) for buffer in found)
+
+
+def _sharded(rank: int, axis: int | None) -> Axes:
+    """Mesh axes of a buffer with one row for each sequence, whose rows are divided along `axis`."""
+    return (None, *(TENSOR if axis == i else None for i in range(rank)))
