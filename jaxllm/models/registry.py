@@ -17,6 +17,7 @@ from jaxllm.models.families import (
     deepseek,
     gemma,
     glm,
+    lfm2,
     llama,
     ministral3,
     mistral,
@@ -61,6 +62,8 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.V3,
     glm.GLM,
     glm.GLM4,
+    lfm2.LFM2,
+    lfm2.LFM2_MOE,
 )
 
 WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text"}
@@ -142,7 +145,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     try:
-        check_hf(c)
+        check_hf(c, family.layer_types)
         config = family.from_hf(c)
         check_decoder(config)
         labels = class_labels(checkpoint)

@@ -58,9 +58,11 @@ OTHERS: dict[str, list[Any]] = {
     "decoder_sparse_step": [2],
     "final_logit_softcapping": [3.0],
     "first_k_dense_replace": [2],
+    "full_attn_idxs": [[1]],
     "head_dim": [16],
     "hidden_act": ["relu", "gelu_new"],
     "hidden_activation": ["relu", "gelu_new"],
+    "intermediate_size": [200],
     "max_window_layers": [0],
     "mlp_only_layers": [[0]],
     "no_rope_layer_interval": [2],
@@ -104,13 +106,17 @@ def other_value(key: str, value: Any, layers: int) -> Any:
     """What `key` is changed to from `value`."""
     if key in OTHERS:
         return next(other for other in OTHERS[key] if other != value)
-    if key == "layer_types":
-        return ["full_attention", *["sliding_attention"] * (layers - 1)]
     if key == "no_rope_layers":
         return [0] * layers
     if isinstance(value, bool) or value is None:
         return not value
     return value + 1 if isinstance(value, int) else value / 2
+
+
+def other_layer(model_type: str) -> str:
+    """A type of layer that the family has besides full attention."""
+    family = next(family for family in FAMILIES if model_type in family.model_types)
+    return next(kind for kind in family.layer_types if kind != "full_attention")
 
 
 def read(directory: Path, config: dict[str, Any]) -> DecoderConfig | str:
@@ -129,11 +135,13 @@ def test_a_key_is_read_or_refused(model_type, key, tmp_path):
     if "use_sliding_window" in keys_of(model_type):
         config |= WINDOWS
     if key == "layer_types":
-        config["layer_types"] = ["sliding_attention", *["full_attention"] * (config["num_hidden_layers"] - 1)]
+        config["layer_types"] = [other_layer(model_type), *["full_attention"] * (config["num_hidden_layers"] - 1)]
     if key == "rope_parameters":  # the older spelling goes before it
         config.pop("rope_scaling", None)
     default = next(field.default for field in dataclasses.fields(kind) if field.name == key)
     before = read(tmp_path, config)
     assert isinstance(before, DecoderConfig), before
-    value = other_value(key, config.get(key, default), config["num_hidden_layers"])
+    layers = config["num_hidden_layers"]
+    turned_round = ["full_attention", *[other_layer(model_type)] * (layers - 1)]
+    value = turned_round if key == "layer_types" else other_value(key, config.get(key, default), layers)
     assert read(tmp_path, config | {key: value}) != before

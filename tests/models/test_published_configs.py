@@ -12,7 +12,9 @@ import pytest
 from jaxllm import EngineConfig
 from jaxllm.engine.device.keys import PLAIN
 from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.start.plan import Blueprint, Platform, make_blueprint
+from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.platform import Platform
+from jaxllm.models.caches import Paged
 from jaxllm.models.registry import FAMILIES, model_spec
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
@@ -63,9 +65,10 @@ def test_steps_have_the_shapes_of_the_model(blueprint):
     config, sizes = blueprint.spec.config, blueprint.sizes
     functions = StepFunctions(blueprint.model, blueprint.params, build_mesh(1), sizes)
     prefill, prefill_args = functions.backbone(8)
-    pages, _, hidden = jax.eval_shape(prefill, *prefill_args)
+    caches, _, hidden = jax.eval_shape(prefill, *prefill_args)
     assert hidden.shape == (sizes.max_num_batched_tokens, config.hidden_size)
-    assert [len(layer) for layer in pages] == [len(config.page_dims)] * config.num_layers
+    kept = [len(spec.dims) if isinstance(spec, Paged) else len(spec.shapes) for spec in config.caches]
+    assert [len(layer) for layer in caches] == kept and len(kept) == config.num_layers
     decode, decode_args = functions.decode(2, PLAIN)
     _, _, sampled = jax.eval_shape(decode, *decode_args)
     assert sampled.tokens.shape == (2 * sizes.decode_steps,)
@@ -79,13 +82,13 @@ def test_settings_are_those_that_transformers_reads(published, blueprint):
 
     config = {key: value for key, value in published["config"].items() if key != "quantization_config"}
     theirs, ours = AutoConfig.for_model(**config).get_text_config(), blueprint.spec.config
-    act = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
-    eps = getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_eps
-    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size) == (
-        theirs.vocab_size,
-        theirs.hidden_size,
-        theirs.intermediate_size,
+    act = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
+    eps = next(
+        getattr(theirs, f"{norm}_eps") for norm in ("rms_norm", "layer_norm", "norm") if hasattr(theirs, f"{norm}_eps")
     )
+    assert (ours.vocab_size, ours.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
+    if not getattr(theirs, "block_auto_adjust_ff_dim", False):  # two thirds of the size that is stated
+        assert ours.intermediate_size == theirs.intermediate_size
     assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
     assert (ours.norm_eps, ours.hidden_act) == (eps, act)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings

@@ -30,9 +30,9 @@ LAYOUTS = {
 }
 DENSE = (
     "smollm3", "mistral_nemo", "ministral3_text", "phi", "phi3", "qwen2", "qwen3", "stablelm_qk_layernorm", "gemma",
-    "gemma2", "gemma3_small", "glm", "glm4",
+    "gemma2", "gemma3_small", "glm", "glm4", "lfm2", "lfm2_bias",
 )  # fmt: skip
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "lfm2_moe")
 GROUPS = {
     "layouts": tuple(LAYOUTS),
     "dense": tuple(f"{name}:4" for name in DENSE),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 WITHOUT_PARAMETERS = ("quantization_config", "rope_scaling")
 """Keys that count for nothing here, some in spellings that transformers no longer reads."""
 
@@ -26,7 +27,7 @@ def count(config: dict[str, Any]) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(full)
     model.tie_weights()
-    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTIONS)]
     return sum(p.numel() for p in model.parameters()) + sum(buffer.numel() for buffer in corrections)
 
 

@@ -170,5 +170,26 @@ def deepseek2(c: Config) -> Config:
     }
 
 
+def lfm2(c: Config) -> Config:
+    """KV heads in the layers that attend, none in those that convolve; the size of the MLP as it is."""
+    layers = [c["num_key_value_heads"] if kind == "full_attention" else 0 for kind in c["layer_types"]]
+    size = c["intermediate_size"]
+    if c.get("block_auto_adjust_ff_dim"):
+        unit = c["block_multiple_of"]
+        size = -(-int(c["block_ffn_dim_multiplier"] * int(2 * size / 3)) // unit) * unit
+    keys = shared(c | {"rms_norm_eps": c["norm_eps"], "intermediate_size": size}) | {
+        "attention.head_count_kv": layers,
+        "vocab_size": c["vocab_size"],
+        "shortconv.l_cache": c["conv_L_cache"],
+    }
+    if "num_experts" not in c:
+        return keys
+    return keys | {
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "leading_dense_block_count": c["num_dense_layers"],
+        "expert_gating_func": 2,
+    }
+
+
 def glm4(c: Config) -> Config:
     return shared(c) | {"rope.dimension_count": int(c["head_dim"] * _partial(c))}

@@ -53,6 +53,8 @@ def _stack(tensors: Tensors, pattern: str, stacked: Callable[[re.Match[str]], st
 def _stacked_name(block: str, matrix: str) -> str:
     if block.endswith("block_sparse_moe"):  # Mixtral
         return block.replace("model.", "").replace("block_sparse_moe", f"feed_forward.experts.{matrix}.weight")
+    if block.endswith("feed_forward"):  # LFM2
+        return f"{block.removeprefix('model.')}.experts.{matrix}.weight"
     return f"{block}.experts.{matrix}.weight"
 
 
@@ -95,6 +97,12 @@ def with_split_kv_b(c: Config, tensors: Tensors) -> Tensors:
         else:
             split[name] = weight
     return split
+
+
+def with_flat_convolutions(c: Config, tensors: Tensors) -> Tensors:
+    """The taps of each channel as a row of a matrix."""
+    tensors = {name.replace("expert_bias", "expert_bias.bias"): weight for name, weight in tensors.items()}
+    return {name: weight[:, 0] if name.endswith("conv.conv.weight") else weight for name, weight in tensors.items()}
 
 
 def llama3_divisors(c: Config) -> Iterator[tuple[str, np.ndarray]]:

@@ -34,7 +34,7 @@ GEMMA = ("gemma", "gemma2", "gemma3", "gemma3_text")
 ATTENTION_GAIN = 1.5
 ATTENTION = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight")
 ROUTER_GAIN = 2.5
-ROUTER = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
+ROUTER = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight")
 
 
 def tiny_config(name: str) -> dict[str, Any]:

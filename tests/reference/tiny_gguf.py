@@ -92,6 +92,9 @@ GGUF_MODELS: dict[str, Config] = {
     "deepseek_v3_plain": {"rope_interleave": True},  # pairs are neighbours
     "glm4": {},
     "glm4_no_bias": {},
+    "lfm2": {},
+    "lfm2_bias": {},
+    "lfm2_moe": {},
 }
 """The variants that llama.cpp has an architecture for, and what of their config to change for what GGUF cannot say."""
 
@@ -218,6 +221,8 @@ _ARCHITECTURES = {
     "deepseek_v2": _DEEPSEEK2,
     "deepseek_v3": _DEEPSEEK2,
     "glm4": _Architecture("glm4", keys_of.glm4),
+    "lfm2": _Architecture("lfm2", keys_of.lfm2, tensors_of.with_flat_convolutions),
+    "lfm2_moe": _Architecture("lfm2moe", keys_of.lfm2, tensors_of.with_flat_convolutions),
 }
 """By `model_type`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.reference.tiny_configs import classifier, deepseek, gemma, glm, llama, mistral, phi, qwen, stablelm
+from tests.reference.tiny_configs import classifier, deepseek, gemma, glm, lfm2, llama, mistral, phi, qwen, stablelm
 from tests.reference.tiny_configs.variant import Variant
 
 VARIANTS: dict[str, Variant] = {
@@ -14,6 +14,7 @@ VARIANTS: dict[str, Variant] = {
     **gemma.VARIANTS,
     **deepseek.VARIANTS,
     **glm.VARIANTS,
+    **lfm2.VARIANTS,
 }
 
 CLASSIFIERS: dict[str, Variant] = classifier.VARIANTS
