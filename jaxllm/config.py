@@ -120,7 +120,7 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
     kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes for KV pages and states, as 4GiB; 3% may stay unused (CPU default 2GiB, at most a quarter of what is free)."""
+    """Bytes for KV pages and states, as 4GiB; 3% may stay unused (on CPU 2GiB, at most a quarter of what is free)."""
     state_cache_memory: Annotated[Bytes, Field(ge=0)] | None = None
     """Bytes of kv_cache_memory for states of cached prefixes, in models with recurrent layers (default an eighth)."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
