@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+import math
 import os
 import re
 import sys
@@ -32,7 +34,9 @@ import jaxllm.threads  # noqa: E402, F401  before jax, so that what it does at e
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it tells of every platform that is not there
 
 import jax  # noqa: E402
-from jax._src import hardware_utils, xla_bridge  # noqa: E402
+from jax._src import compiler, hardware_utils, xla_bridge  # noqa: E402
+from jax._src.config import persistent_cache_min_compile_time_secs as _least_seconds_to_keep  # noqa: E402
+from jax.experimental import serialize_executable  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 from jaxlib import xla_client  # noqa: E402
 
@@ -71,6 +75,52 @@ def enable_compile_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compile_cache() -> Path | None:
+    """Where compiled executables are kept, if anywhere."""
+    directory = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return Path(directory) if directory else None
+
+
+def compile_options_digest(num_devices: int) -> str:
+    """Of what XLA is told by flags, variables and JAX's configuration."""
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=num_devices)
+    return hashlib.sha256(options.SerializeAsString()).hexdigest()[:16]
+
+
+def save_executable(compiled: jax.stages.Compiled) -> tuple[bytes, Any]:
+    """An executable as bytes, and the tree of what it returns. The bytes are code to whoever loads them."""
+    payload, _, out_tree = serialize_executable.serialize(compiled)
+    return payload, out_tree
+
+
+def load_executable(payload: bytes, in_tree: Any, out_tree: Any, devices: list[jax.Device]) -> Any:
+    """What `save_executable` made bytes of, ready to be called on these devices."""
+    load = serialize_executable.deserialize_and_load
+    return load(payload, in_tree, out_tree, backend=devices[0].client, execution_devices=devices)
+
+
+_of_thread = threading.local()
+
+
+def _note_event(event: str, **details: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _of_thread.from_cache = True
+
+
+jax.monitoring.register_event_listener(_note_event)
+
+
+def compile_to_save(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> tuple[Any, bool]:
+    """`compile_lowered`, and whether the result can be saved by `save_executable`.
+
+    XLA keeps none of it in its own cache, and one from there cannot be saved: it lacks the code of a CPU's functions.
+    """
+    _of_thread.from_cache = False
+    with _least_seconds_to_keep(math.inf):
+        compiled = compile_lowered(lowered, options)
+    return compiled, not _of_thread.from_cache
 
 
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")

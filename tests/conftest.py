@@ -65,6 +65,7 @@ def own_compile_cache() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "enable_compile_cache", redirected)
+        patch.setattr(compat, "compile_cache", lambda: None)  # whole executables are of the sources of a moment
         for name, value in KEPT_BY_CHILDREN.items():
             patch.setenv(name, value)
         yield

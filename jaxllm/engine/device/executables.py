@@ -10,9 +10,10 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, NamedTuple
 
-from jaxllm.compat import compile_lowered
+from jaxllm.compat import compile_lowered, compile_to_save
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kind, Variant
+from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.jobs import Job, Jobs
 
@@ -57,8 +58,19 @@ class Executables:
     unforeseen.
     """
 
-    def __init__(self, functions: StepFunctions, buckets: Buckets, *, eager: bool = False):
-        """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed."""
+    def __init__(
+        self,
+        functions: StepFunctions,
+        buckets: Buckets,
+        *,
+        eager: bool = False,
+        saved: SavedExecutables | None = None,
+    ):
+        """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed.
+
+        What `saved` has is loaded, and what is compiled is saved in it.
+        """
+        self._saved = saved
         self._functions = functions
         self._sizes: dict[Kind, tuple[int, ...]] = {
             "decode": buckets.decode,
@@ -199,12 +211,22 @@ class Executables:
             "adjust": f.adjust,
         }
         function, args = builders[key.kind]()
+        found = self._saved.load(key, args) if self._saved is not None else None
+        if found is not None:
+            logger.debug("loaded %s in %.2f s", key, time.perf_counter() - began)
+            return found
         lowered = function.lower(*args)  # type: ignore[attr-defined]
         if self._jobs.closed:
             raise CancelledError("the engine was shut down")
-        compiled = compile_lowered(lowered, COMPILER_OPTIONS.get(f.platform))
+        options = COMPILER_OPTIONS.get(f.platform)
+        if self._saved is None:
+            compiled, can_be_saved = compile_lowered(lowered, options), False
+        else:
+            compiled, can_be_saved = compile_to_save(lowered, options)
         seconds = time.perf_counter() - began
         with self._lock:
             self._seconds += seconds
         logger.debug("compiled %s in %.2f s", key, seconds)
+        if self._saved is not None and can_be_saved:
+            self._saved.save(key, compiled)
         return compiled

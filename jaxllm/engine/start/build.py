@@ -19,10 +19,12 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.runner import Runner
+from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.progress import Progress, load_bar
@@ -75,7 +77,8 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
     for note in blueprint.plan.notes:
         logger.warning(note)
     functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
-    executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager)
+    saved = _saved_executables(blueprint, mesh)
+    executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager, saved=saved)
     clock.lap("plan")
     executables.begin()
     try:
@@ -85,6 +88,16 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise ConfigError(no_room(blueprint.plan.planned_bytes, config.gpu_memory_utilization)) from error
         raise
+
+
+def _saved_executables(blueprint: Blueprint, mesh: Mesh) -> SavedExecutables | None:
+    """Those of earlier starts with all the same, beside XLA's own cache; none where that is off."""
+    cache = compat.compile_cache()
+    if cache is None:
+        return None
+    saved = SavedExecutables(cache / "executables", step_manifest(blueprint, mesh), mesh.devices.flatten().tolist())
+    saved.touch()
+    return saved
 
 
 def device_line(mesh: Mesh, memory: int, planned: int) -> str:

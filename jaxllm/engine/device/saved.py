@@ -1,0 +1,183 @@
+"""Compiled steps kept in files: the next start loads them, and traces, lowers and compiles nothing.
+
+A saved executable is code that runs in this process. So a file is loaded only if nobody but this user, or root, could
+have written it, and whole: its header says what is in it, for which step, and the digest of its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm import compat
+from jaxllm.engine.device.keys import Key
+from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.device.slots import Slots
+from jaxllm.engine.device.step import Sampled
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"jaxllm executable 1\n"
+KEPT_SETS = 32
+"""Sets of executables, one for each model and settings, that are kept; the longest unused goes first."""
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+_RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sampled, Slots)}
+"""The named tuples among what steps return."""
+
+
+class SavedExecutables:
+    """The executables of one engine, in a folder named by the digest of all that they depend on."""
+
+    def __init__(self, root: Path, manifest: dict[str, str], devices: Sequence[jax.Device]):
+        """`manifest` says in words what the executables depend on; `devices` are those of the mesh, in its order."""
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        self.directory = root / digest[:32]
+        self._root = root
+        self._manifest = manifest
+        self._devices = list(devices)
+        self._complained: set[str] = set()
+
+    def load(self, key: Key, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """The executable of a step whose abstract arguments these are; None where it has to be compiled."""
+        path = self._path(key)
+        try:
+            content = _read(path, self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            self._complain("loaded", error)
+            return None
+        header, payload = content
+        if header["key"] != str(key):
+            self._complain("loaded", ValueError(f"{path} is of the step {header['key']!r}"))
+            return None
+        try:
+            in_tree = jax.tree.structure((arguments, {}))
+            out_tree = jax.tree.structure(_decoded(header["returns"]))
+            return compat.load_executable(payload, in_tree, out_tree, self._devices)
+        except (
+            Exception
+        ) as error:  # whatever it is that another jaxlib finds in it: it is compiled as if it were not there
+            self._complain("loaded", error)
+            return None
+
+    def save(self, key: Key, compiled: jax.stages.Compiled) -> None:
+        """Keep an executable for the next start. A full disk or a folder that is not writable is said once."""
+        try:
+            payload, out_tree = compat.save_executable(compiled)
+            returns = _encoded(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
+            digest = hashlib.sha256(payload).hexdigest()
+            header = {"key": str(key), "sha256": digest, "size": len(payload), "returns": returns}
+            self._prepare()
+            _write(self._path(key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
+        except (OSError, ValueError, NotImplementedError) as error:
+            self._complain("saved", error)
+
+    def _path(self, key: Key) -> Path:
+        return self.directory / f"{key}.executable"
+
+    def _prepare(self) -> None:
+        """The folder, with a manifest for people to read; the longest unused of the others go."""
+        if self.directory.is_dir():
+            return
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write(self.directory / "manifest.json", [json.dumps(self._manifest, indent=2, sort_keys=True).encode()])
+        for old in sorted(self._root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_SETS]:
+            _remove(old)
+
+    def touch(self) -> None:
+        """These executables are in use."""
+        if self.directory.is_dir():
+            os.utime(self.directory)
+
+    def _complain(self, what: str, error: BaseException) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            logger.warning("executables cannot be %s, and are compiled at each start: %s", what, first_line)
+
+
+def _read(path: Path, root: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and content.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not whole, or others may have written it.
+    """
+    with path.open("rb") as file:
+        for place, status in ((path, os.fstat(file.fileno())), (path.parent, path.parent.stat()), (root, root.stat())):
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & WRITABLE_BY_OTHERS:
+                raise ValueError(f"{place} may have been written by others than this user")
+        if file.readline(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{path} is no saved executable")
+        header = json.loads(file.readline())
+        payload = file.read(header["size"] + 1)
+    if len(payload) != header["size"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:
+        raise ValueError(f"{path} is damaged")
+    return header, payload
+
+
+def _write(path: Path, parts: Sequence[bytes]) -> None:
+    """All of a file or none of it, for this user alone to write."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(parts)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _remove(directory: Path) -> None:
+    """A set of executables; what else somebody has put there stays."""
+    if not directory.is_dir():
+        return
+    for file in directory.iterdir():
+        if file.suffix == ".executable" or file.name == "manifest.json" or file.name.startswith(".unfinished-"):
+            file.unlink(missing_ok=True)
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
+def _encoded(returned: Any) -> Any:
+    """What a step returns, as JSON: lists, named tuples by their names, and a number for each array."""
+    if returned is None or isinstance(returned, int):
+        return returned
+    items = [_encoded(item) for item in returned]
+    name = type(returned).__name__
+    if name in _RECORDS:
+        return {name: items}
+    if not isinstance(returned, (tuple, list)) or hasattr(returned, "_fields"):
+        raise ValueError(f"a step returns a {name}, which has no place in a saved executable")
+    return items
+
+
+def _decoded(content: Any) -> Any:
+    """What `_encoded` made JSON of, with a number in each array's place."""
+    if isinstance(content, dict):
+        ((name, items),) = content.items()
+        return _RECORDS[name](*map(_decoded, items))
+    return tuple(map(_decoded, content)) if isinstance(content, list) else content
+
+
+def fingerprint(value: Any) -> str:
+    """A short digest of what describes itself by its repr; an address in it would be another in each process.
+
+    Raises:
+        ValueError: there is one.
+    """
+    text = repr(value)
+    if " at 0x" in text:
+        raise ValueError(f"{text[:200]} is not the same in every process")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,76 @@
+"""What compiled steps depend on, in words: two starts with the same manifest run the same executables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+import jaxllm
+from jaxllm import compat, cpu_kernels
+from jaxllm.engine.device.executables import COMPILER_OPTIONS
+from jaxllm.engine.device.saved import fingerprint
+from jaxllm.engine.start.plan import Blueprint
+
+ROOT = Path(jaxllm.__file__).parent
+TRACED = ("compat.py", "engine", "models", "quantization", "pallas_kernels", "cpu_kernels", "sharding", "requests")
+"""Where all is that a step is made of."""
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
+    """All that the executables of this plan on this mesh depend on."""
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
+    plain = (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.decode_steps, sizes.max_model_len, sizes.page_size)
+    return {
+        "jaxllm": f"{jaxllm.__version__}, sources {sources_digest()}",
+        "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",
+        "python": platform.python_version(),
+        "compiler": f"{compat.compile_options_digest(mesh.size)}, {COMPILER_OPTIONS.get(device.platform, {})}",
+        "devices": f"{device.platform}, {mesh.size} x {device.device_kind}",
+        "processor": _processor() if on_cpu else "any",
+        "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.tiles else kernels.name,
+        "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
+        "sizes": f"{plain}, caches {fingerprint(sizes.buffers)}, {sizes.hidden_size}, {sizes.vocab_size}",
+        "dtype": blueprint.plan.dtype,
+        "expert_parallel": str(blueprint.options.expert_parallel),
+    }
+
+
+@cache
+def sources_digest() -> str:
+    """Of the files that steps, layers and kernels are written in."""
+    digest = hashlib.sha256()
+    for name in TRACED:
+        for file in sorted([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*")):
+            if file.suffix in (".py", ".cc", ".h") and file.is_file():
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _plugin(package: str) -> str:
+    try:
+        return f", {package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _processor() -> str:
+    """Its kind and features, and how many cores XLA parts a loop among."""
+    features = ""
+    if CPU_INFO.exists():
+        lines = CPU_INFO.read_text(errors="replace").splitlines()
+        told = ("model name", "flags", "Features", "CPU part")
+        features = "\n".join(dict.fromkeys(line for line in lines if line.startswith(told)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.machine()}, {fingerprint(features)}, {cores} cores, NPROC {os.environ.get('NPROC', '')}"

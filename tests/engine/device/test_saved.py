@@ -1,0 +1,200 @@
+"""Executables that the next start loads instead of compiling."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxllm import EngineConfig
+from jaxllm.engine.device.buckets import Buckets
+from jaxllm.engine.device.executables import Executables
+from jaxllm.engine.device.keys import PLAIN, SAMPLED, Key
+from jaxllm.engine.device.saved import KEPT_SETS, SavedExecutables
+from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.start.manifest import step_manifest
+from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.platform import Platform
+from jaxllm.sharding.mesh import build_mesh
+from jaxllm.weights import open_checkpoint
+from tests.reference.tiny import write_checkpoint
+
+KEYS = (Key("backbone", 16), Key("head", 2, SAMPLED), Key("decode", 2, PLAIN), Key("admit"), Key("score_all", 2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_afresh(tmp_path_factory) -> Iterator[None]:
+    """What comes out of XLA's own cache is not saved."""
+    before = jax.config.jax_compilation_cache_dir
+    for directory in (str(tmp_path_factory.mktemp("cache")), before):
+        jax.config.update("jax_compilation_cache_dir", directory)
+        compilation_cache.reset_cache()
+        if directory != before:
+            yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("model")))
+
+
+def blueprint_of(model: str, **fields: Any) -> Blueprint:
+    fields = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory": 2**20} | fields
+    return make_blueprint(
+        EngineConfig(model=model, **fields), open_checkpoint(Path(model)), Platform("cpu", 1, None, 2**33)
+    )
+
+
+@pytest.fixture(scope="module")
+def functions(model) -> StepFunctions:
+    blueprint = blueprint_of(model)
+    return StepFunctions(blueprint.model, blueprint.params, build_mesh(1), blueprint.sizes)
+
+
+def saved_in(root: Path, name: str = "model") -> SavedExecutables:
+    return SavedExecutables(root, {"model": name}, jax.devices()[:1])
+
+
+def executables(functions: StepFunctions, root: Path) -> Executables:
+    return Executables(functions, Buckets.build(2, 16), eager=True, saved=saved_in(root))
+
+
+def outcome(compiled: Any, functions: StepFunctions, key: Key) -> list[np.ndarray]:
+    """What a step gives for arguments that are drawn anew in the same way."""
+    dice = np.random.default_rng(3)
+    build = {"backbone": lambda: functions.backbone(key.size), "admit": functions.admit}
+    build |= {"head": lambda: functions.head(key.size, key.variant), "score_all": lambda: functions.score_all(key.size)}
+    build |= {"decode": lambda: functions.decode(key.size, key.variant)}
+    abstract = build[key.kind]()[1]
+
+    def made(a: jax.ShapeDtypeStruct) -> jax.Array:
+        values = dice.random(a.shape) if a.dtype == np.float32 else np.zeros(a.shape)
+        return jax.device_put(values.astype(a.dtype), a.sharding)
+
+    return [np.asarray(x) for x in jax.tree.leaves(compiled(*jax.tree.map(made, abstract)))]
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_loaded_step_does_what_the_compiled_one_did(functions, tmp_path, key, monkeypatch):
+    expected = outcome(executables(functions, tmp_path).get(key), functions, key)
+    monkeypatch.setattr("jaxllm.engine.device.executables.compile_lowered", None)
+    again = executables(functions, tmp_path)
+    found = outcome(again.get(key), functions, key)
+    assert again.compiles.seconds == 0
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def damaged(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(content[:-1])
+    elif how == "longer":
+        path.write_bytes(content + b"\0")
+    elif how == "changed":
+        path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    elif how == "another file":
+        path.write_bytes(b"GGUF" + content)
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "another step":
+        path.write_bytes(path.with_name("score_all-2.executable").read_bytes())
+    elif how == "anybody may write it":
+        path.chmod(0o666)
+    elif how == "anybody may put it there":
+        path.parent.chmod(0o777)
+
+
+DAMAGES = (
+    "cut", "longer", "changed", "another file", "empty", "another step", "anybody may write it",
+    "anybody may put it there",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_what_is_not_whole_or_may_be_a_strangers_is_compiled(functions, tmp_path, how, caplog):
+    key = Key("admit")
+    first = executables(functions, tmp_path)
+    first.get(key), first.get(Key("score_all", 2))
+    damaged(saved_in(tmp_path).directory / "admit.executable", how)
+    with caplog.at_level(logging.WARNING):
+        again = executables(functions, tmp_path)
+        again.get(key)
+    (record,) = [r for r in caplog.records if "executables cannot be" in r.message]
+    assert "\n" not in record.message and again.compiles.seconds > 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_said_once(functions, tmp_path, caplog):
+    tmp_path.chmod(0o500)
+    check_said_once(functions, tmp_path, caplog)
+
+
+def test_a_place_that_is_no_folder_is_said_once(functions, tmp_path, caplog):
+    place = tmp_path / "file"
+    place.write_text("")
+    check_said_once(functions, place, caplog)
+
+
+def check_said_once(functions: StepFunctions, place: Path, caplog: Any) -> None:
+    several = executables(functions, place)
+    with caplog.at_level(logging.WARNING):
+        several.get(Key("admit")), several.get(Key("adjust"))
+    said = [r.message for r in caplog.records if "cannot be saved" in r.message]
+    assert len(said) == 1 and "\n" not in said[0]
+
+
+def test_the_longest_unused_sets_go(functions, tmp_path):
+    compiled = executables(functions, tmp_path / "other").get(Key("admit"))
+    for number in range(KEPT_SETS + 2):
+        one = saved_in(tmp_path, str(number))
+        one.save(Key("admit"), compiled)  # type: ignore[arg-type]
+        os.utime(one.directory, (number, number))
+        if number == 2:
+            kept = one
+        saved_in(tmp_path, "2").touch() if number > 2 else None
+    assert kept.directory.exists()
+    assert not saved_in(tmp_path, "0").directory.exists()
+    assert len([p for p in tmp_path.iterdir() if p.name != "other"]) <= KEPT_SETS
+
+
+CHANGES = {
+    "dtype": {"dtype": "bfloat16", "cpu_kernels": "off"},
+    "sequences": {"max_num_seqs": 3},
+    "tokens": {"max_num_batched_tokens": 32},
+    "pages": {"kv_cache_memory": 2**19},
+    "page size": {"block_size": 8},
+    "context": {"max_model_len": 100},
+    "steps": {"decode_steps": 2},
+    "pages of eight bits": {"kv_cache_dtype": "int8"},
+    "weights of eight bits": {"isq": "int8"},
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_each_setting_that_a_step_depends_on_makes_another_set(model, what):
+    before, after = blueprint_of(model), blueprint_of(model, **CHANGES[what])
+    mesh = build_mesh(1)
+    assert step_manifest(before, mesh) != step_manifest(after, mesh)
+    assert step_manifest(before, mesh) == step_manifest(blueprint_of(model), mesh)
+
+
+def test_what_surrounds_the_steps_makes_another_set(model, monkeypatch):
+    blueprint, mesh = blueprint_of(model), build_mesh(1)
+    plain = step_manifest(blueprint, mesh)
+    config = blueprint.spec.config
+    other = replace(blueprint, spec=replace(blueprint.spec, config=replace(config, norm_eps=0.1)))
+    assert step_manifest(other, mesh) != plain
+    monkeypatch.setattr("jaxllm.engine.start.manifest.sources_digest", lambda: "others")
+    assert step_manifest(blueprint, mesh) != plain
+    monkeypatch.undo()
+    monkeypatch.setenv("NPROC", "77")
+    assert step_manifest(blueprint, mesh) != plain
