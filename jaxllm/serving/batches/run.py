@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from jaxllm.serving.batches.batch_store import UNFINISHED, BatchRow, BatchStore
 from jaxllm.serving.batches.batch_types import BatchError, LineError, LineResult
 from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Unavailable, line_result
+from jaxllm.serving.batches.file_store import FileRow, FileStore
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.lines import Line, check_input, read_lines
-from jaxllm.serving.store.batches import UNFINISHED, BatchRow, BatchStore
 from jaxllm.serving.store.database import Database
-from jaxllm.serving.store.files import FileRow, FileStore
 
 logger = logging.getLogger(__name__)
 

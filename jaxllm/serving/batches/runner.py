@@ -9,14 +9,14 @@ import time
 from fastapi import FastAPI
 from filelock import Timeout
 
+from jaxllm.serving.batches.batch_store import CANCELLABLE, BatchRow, BatchStore, new_batch_id
 from jaxllm.serving.batches.batch_types import BatchRequest
 from jaxllm.serving.batches.caller import Caller
+from jaxllm.serving.batches.file_store import FileStore
 from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.store.batches import CANCELLABLE, BatchRow, BatchStore, new_batch_id
 from jaxllm.serving.store.database import Database
-from jaxllm.serving.store.files import FileStore
 
 logger = logging.getLogger(__name__)
 

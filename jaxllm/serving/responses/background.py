@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, suppress
 from sqlalchemy.exc import SQLAlchemyError
 
 from jaxllm.serving.responses.objects import STOPPED, Response
+from jaxllm.serving.responses.response_store import LEASE_SECONDS, ResponseStore
 from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.store.responses import LEASE_SECONDS, ResponseStore
 
 logger = logging.getLogger(__name__)
 

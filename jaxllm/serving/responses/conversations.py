@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.responses.conversation_store import ConversationStore
 from jaxllm.serving.responses.objects import Conversation, DeletedConversation, ItemList, ListedItem, listed
 from jaxllm.serving.responses.paging import After, Include, Limit, Order, page
 from jaxllm.serving.responses.request import (
@@ -15,7 +16,6 @@ from jaxllm.serving.responses.request import (
     ConversationUpdate,
 )
 from jaxllm.serving.responses.service import Responses
-from jaxllm.serving.store.conversations import ConversationStore
 
 router = APIRouter(route_class=JSONRoute, tags=["conversations"])
 

@@ -11,9 +11,9 @@ from jaxllm.serving.http.errors import to_api_error
 from jaxllm.serving.responses.events import Event, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
+from jaxllm.serving.responses.response_store import ResponseStore
 from jaxllm.serving.responses.tool_loop import ToolLoop
 from jaxllm.serving.responses.writer import EventWriter
-from jaxllm.serving.store.responses import ResponseStore
 
 logger = logging.getLogger(__name__)
 

@@ -18,21 +18,21 @@ from jaxllm.serving.prompts import render
 from jaxllm.serving.responses.any_item import ItemReference
 from jaxllm.serving.responses.approvals import approved_calls
 from jaxllm.serving.responses.background import BackgroundRuns
+from jaxllm.serving.responses.conversation_store import ConversationStore
 from jaxllm.serving.responses.items import Item, MessageItem, new_id
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import ConversationReference, Response
 from jaxllm.serving.responses.offers import as_functions, check_choice, make_offer
 from jaxllm.serving.responses.replies import Replies, special_tokens
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest
+from jaxllm.serving.responses.response_store import ResponseStore
 from jaxllm.serving.responses.run import ResponseRun
 from jaxllm.serving.responses.tool_loop import ToolLoop
 from jaxllm.serving.responses.toolbox import Toolbox
 from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.store.conversations import ConversationStore
 from jaxllm.serving.store.database import Database
-from jaxllm.serving.store.responses import ResponseStore
 
 
 class Responses:
