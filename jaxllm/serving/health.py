@@ -19,7 +19,7 @@ from jaxllm.serving.state import ServerState
 router = APIRouter(tags=["status"])
 
 
-class Status(msgspec.Struct):
+class ProbeStatus(msgspec.Struct):
     status: Literal["ok", "ready"]
 
 
@@ -32,30 +32,30 @@ class Load(msgspec.Struct):
     """Requests now generating or waiting to."""
 
 
-@router.get("/health", responses=returns(Status))
+@router.get("/health", responses=returns(ProbeStatus))
 async def health(request: Request) -> Response:
     """200 while the engine is alive, 503 when it has stopped."""
     state: ServerState = request.app.state.server
     if state.is_dead:
         raise EngineDeadError("the engine has stopped")
-    return json_response(Status("ok"))
+    return json_response(ProbeStatus("ok"))
 
 
-@router.get("/ping", responses=returns(Status))
-@router.post("/ping", responses=returns(Status))
+@router.get("/ping", responses=returns(ProbeStatus))
+@router.post("/ping", responses=returns(ProbeStatus))
 async def ping(request: Request) -> Response:
     """/health, under the name that SageMaker asks for."""
     return await health(request)
 
 
-@router.get("/ready", responses=returns(Status))
+@router.get("/ready", responses=returns(ProbeStatus))
 async def ready(request: Request) -> Response:
     """200 when requests run without waiting for a compile, 503 while starting or shutting down."""
     state: ServerState = request.app.state.server
     state.check_accepting()
     if not all(model.engine.stats().ready for model in state.models.values()):
         raise unavailable("the engine is still compiling", code="starting")
-    return json_response(Status("ready"))
+    return json_response(ProbeStatus("ready"))
 
 
 @router.get("/version", responses=returns(Version))

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.serving.anthropic.errors import AnthropicRoute
 from jaxllm.serving.anthropic.message import MessageWriter
 from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
-from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, StreamEvent, TokenCount
+from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, MessageStreamEvent, TokenCount
 from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
 from jaxllm.serving.chunks import chunk_stream
 from jaxllm.serving.conversation import naming
@@ -25,7 +25,7 @@ router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
 
 
 @router.post(
-    "/messages", responses=returns(AnthropicMessage, events=get_args(StreamEvent), error=AnthropicErrorResponse)
+    "/messages", responses=returns(AnthropicMessage, events=get_args(MessageStreamEvent), error=AnthropicErrorResponse)
 )
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Continue a conversation, as Anthropic's Messages API does."""

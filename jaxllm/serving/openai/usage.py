@@ -24,7 +24,9 @@ def stream_options(asked: StreamOptions | None, config: ServeConfig) -> StreamOp
     return options.model_copy(update={"include_usage": options.include_usage or config.enable_force_include_usage})
 
 
-def chunk_usage(options: StreamOptions, usage: Callable[[], generation.Usage]) -> Usage | msgspec.UnsetType | None:
+def chunk_usage(
+    options: StreamOptions, usage: Callable[[], generation.Usage]
+) -> CompletionUsage | msgspec.UnsetType | None:
     """What every chunk but the last says of the usage: what it is so far, that it comes later, or nothing."""
     if options.continuous_usage_stats:
         return usage_object(usage())
@@ -39,7 +41,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-class Usage(msgspec.Struct, kw_only=True):
+class CompletionUsage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -47,8 +49,8 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_object(usage: generation.Usage) -> Usage:
-    return Usage(
+def usage_object(usage: generation.Usage) -> CompletionUsage:
+    return CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
 from jaxllm.serving.http.errors import to_api_error
-from jaxllm.serving.responses.events import Event, server_sent
+from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
 from jaxllm.serving.responses.response_store import ResponseStore
@@ -103,5 +103,5 @@ class ResponseRun:
             await self._store.finish(response, self._input_items, begun=response.background, events=events)
 
 
-def _exhaust(events: Iterable[Event]) -> None:
+def _exhaust(events: Iterable[ResponseEvent]) -> None:
     deque(events, maxlen=0)
