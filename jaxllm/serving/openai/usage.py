@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig
 from jaxllm.serving import generation
 from jaxllm.serving.http.request_model import RequestModel
 
@@ -18,7 +18,7 @@ class StreamOptions(RequestModel):
     """Send the usage so far with every chunk."""
 
 
-def stream_options(asked: StreamOptions | None, config: ServeConfig) -> StreamOptions:
+def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
     """What a stream tells besides: what was asked for, and the usage where the server always sends it."""
     options = asked or StreamOptions()
     return options.model_copy(update={"include_usage": options.include_usage or config.enable_force_include_usage})

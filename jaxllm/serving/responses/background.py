@@ -75,6 +75,7 @@ class BackgroundRuns:
     async def start(self, run: ResponseRun) -> BackgroundRun:
         """Store the response and let it run. Raises what the engine says at once, such as QueueFullError."""
         async with AsyncExitStack() as stack:
+            stack.enter_context(run.lease.again())
             await stack.enter_async_context(run)
             await run.begin_stored()
             active = BackgroundRun(run, stack.pop_all())

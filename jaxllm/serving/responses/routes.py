@@ -13,6 +13,7 @@ from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream, until_disconnect
+from jaxllm.serving.registry import leased
 from jaxllm.serving.responses.events import ResponseStreamEvent
 from jaxllm.serving.responses.objects import RUNNING, DeletedResponse, InputTokens, ItemList, Response
 from jaxllm.serving.responses.paging import After, Include, Limit, OrderQuery, page
@@ -29,7 +30,7 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
     state: ServerState = request.app.state.server
     responses: Responses = request.app.state.responses
     keep_alive = state.config.sse_keep_alive
-    run = await responses.prepare(body)
+    run = await responses.prepare(body, await leased(request, body.model))
     if body.background:
         begun = await responses.background.start(run)
         if body.stream:
@@ -46,7 +47,8 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
     responses: Responses = request.app.state.responses
-    return json_response(InputTokens(await responses.count_tokens(body)))
+    lease = await leased(request, body.model)
+    return json_response(InputTokens(await responses.count_tokens(body, lease.model)))
 
 
 @router.get("/responses/{response_id}", responses=returns(Response, events=get_args(ResponseStreamEvent)))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
 from jaxllm.serving.http.errors import to_api_error
+from jaxllm.serving.registry import Lease
 from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
@@ -24,6 +25,7 @@ class ResponseRun:
     def __init__(
         self,
         loop: ToolLoop,
+        lease: Lease,
         writer: EventWriter,
         input_items: Sequence[Item],
         store: ResponseStore,
@@ -33,6 +35,8 @@ class ResponseRun:
         self.keeps_events = keeps_events
         self.sent: list[bytes] = []
         """Every event so far, by its sequence number, with `keeps_events`."""
+        self.lease = lease
+        """The request's: a run that outlives the request takes one more."""
         self._loop = loop
         self._writer = writer
         self._input_items = input_items

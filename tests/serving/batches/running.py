@@ -11,10 +11,9 @@ import openai
 import uvicorn
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.app import create_app
 from jaxllm.serving.server import bind
 from tests.serving.conftest import wait_for
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import FakeEngine, app_of
 
 CHAT = "/v1/chat/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -27,7 +26,7 @@ class Running:
         config = ServeConfig(model="fake", port=0, data_dir=data_dir, **settings)
         listener = bind(config.host, config.port)
         self.engine = engine
-        self.app = create_app(config, engine)  # type: ignore[arg-type]
+        self.app = app_of(config, engine)
         self.server = uvicorn.Server(
             uvicorn.Config(self.app, http="httptools", log_config=None, timeout_graceful_shutdown=1)
         )
