@@ -3,7 +3,7 @@ from __future__ import annotations
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -50,9 +50,9 @@ def engine() -> FakeEngine:
 def make_client(tmp_path: Path) -> Iterator[Callable[..., TestClient]]:
     clients: list[TestClient] = []
 
-    def make(engine: FakeEngine, **settings: Any) -> TestClient:
+    def make(engine: FakeEngine, others: Mapping[str, FakeEngine] | None = None, **settings: Any) -> TestClient:
         client = TestClient(
-            app_of(ServeConfig(**{"model": "fake", "data_dir": tmp_path / "data"} | settings), engine),
+            app_of(ServeConfig(**{"model": "fake", "data_dir": tmp_path / "data"} | settings), engine, others),
             base_url="http://localhost",
             raise_server_exceptions=False,
         )
@@ -92,7 +92,7 @@ def listen(tmp_path: Path) -> Iterator[Callable[..., str]]:
     for server, thread in running:
         server.should_exit = True
         thread.join(10)
-        assert not thread.is_alive()
+        assert not thread.is_alive() and not server.lifespan.shutdown_failed
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,7 +22,7 @@ import tokenizers
 from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
 from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.front.async_llm import AsyncLLM
 from jaxllm.engine.front.streams import Stream
@@ -368,12 +368,15 @@ def candidates(token: int, count: int, logprob: float = -1.0) -> list[tuple[int,
     return [(token, Logprob(logprob, 2, None)), *[entry for entry in top if entry[0] != token][:count]]
 
 
-def app_of(config: ServeConfig, engine: Any) -> FastAPI:
-    """The application of a server with this one engine."""
+def app_of(config: ServeConfig, engine: Any, others: Mapping[str, Any] | None = None) -> FastAPI:
+    """The application of a server with this engine, and with `others` by their models' names."""
     from jaxllm.serving.app import create_app
-    from jaxllm.serving.registry import single_model
+    from jaxllm.serving.registry import Registry
+    from jaxllm.serving.served_model import ServedModel
 
-    return create_app(config.of_server, single_model(config, engine))
+    models = [ServedModel(config.of_model, engine)]
+    models += [ServedModel(ModelConfig(model=name), other) for name, other in (others or {}).items()]
+    return create_app(config.of_server, Registry(models, any_name=config.serve_any_model_name))
 
 
 def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> None:
