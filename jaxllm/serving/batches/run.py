@@ -199,10 +199,9 @@ class BatchRun:
     def _blameless(self) -> set[str]:
         """Lines without a result that no crash has stopped: the server is stopping, or another model's engine died."""
         stopping = self._closing.is_set() or self._draining()
+        unfinished = {name: model for name, model in self._started.items() if name not in self._done}
         return {
-            name
-            for name, model in self._started.items()
-            if name not in self._done and (stopping or model not in self._dead)
+            name for name, model in unfinished.items() if stopping or not (model in self._dead or model.engine.is_dead)
         }
 
     async def _expire_the_rest(self, batch: BatchRow) -> None:
