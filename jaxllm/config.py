@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -69,10 +69,13 @@ def parse_pairs(value: Any) -> Any:
     return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
+_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
 class EngineConfig(BaseModel):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = _STRICT
 
     model: str = "smollm2-135m"
     """A built-in name (`jaxllm pull --list`), a directory, a .gguf file, or a Hugging Face hub id."""
@@ -145,8 +148,32 @@ class EngineConfig(BaseModel):
     """Run the engine loop in a process of its own (default: yes for serve, no in notebooks)."""
 
 
-class ServeConfig(EngineConfig):
-    """EngineConfig plus what the HTTP server needs."""
+class ModelConfig(EngineConfig):
+    """One served model: its engine, the names it goes by, its chat template, its parsers and its pooling."""
+
+    served_model_name: str | None = None
+    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the model's chat template."""
+    tool_call_parser: str = "auto"
+    """Format of tool calls in generated text: auto reads it off the chat template, none refuses tools."""
+    reasoning_parser: str = "auto"
+    """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content."""
+    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
+    """Which hidden states make an embedding; auto is what the checkpoint asks for, else the last token's."""
+    score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"
+    """How /score and /rerank compare: auto is Qwen3-Reranker's yes or no, a classification head, or cosine."""
+
+    @property
+    def names(self) -> list[str]:
+        """What requests may call the model, and listings call it by the first."""
+        return comma_separated(self.served_model_name) or [self.model]
+
+
+class ServerConfig(BaseModel):
+    """What belongs to the HTTP server, whatever models it serves."""
+
+    model_config = _STRICT
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -167,24 +194,12 @@ class ServeConfig(EngineConfig):
     shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0
     """Seconds that running requests get to finish after Ctrl-C or SIGTERM."""
 
-    served_model_name: str | None = None
-    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
     serve_any_model_name: bool = False
     """Answer requests that ask for any other model too, by the name that they ask for."""
-    chat_template: Path | None = None
-    """A Jinja file that replaces the model's chat template."""
-    tool_call_parser: str = "auto"
-    """Format of tool calls in generated text: auto reads it off the chat template, none refuses tools."""
-    reasoning_parser: str = "auto"
-    """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
     enable_force_include_usage: bool = False
     """End every stream of chat and text completions with its usage, as if stream_options asked for it."""
-    pooling: Literal["auto", "last", "mean", "cls"] = "auto"
-    """Which hidden states make an embedding; auto is what the checkpoint asks for, else the last token's."""
-    score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"
-    """How /score and /rerank compare: auto is Qwen3-Reranker's yes or no, a classification head, or cosine."""
 
     mcp_config: Path | None = None
     """A file of MCP tool servers to start with this one (default ./mcp.json if there is one; off for none)."""
@@ -216,21 +231,50 @@ class ServeConfig(EngineConfig):
     """Export metrics under vLLM's names as well, so that its dashboards work."""
 
 
+class ServeConfig(ServerConfig, ModelConfig):
+    """A server and its one model, side by side as flags, variables and flat YAML files give them."""
+
+    @property
+    def of_model(self) -> ModelConfig:
+        """The model's part."""
+        return _part(self, ModelConfig)
+
+    @property
+    def of_server(self) -> ServerConfig:
+        """The server's part."""
+        return _part(self, ServerConfig)
+
+
+Part = TypeVar("Part", bound=BaseModel)
+
+
+def _part(config: ServeConfig, schema: type[Part]) -> Part:
+    """The fields of `schema`, which `config` has checked."""
+    return schema.model_construct(**{name: getattr(config, name) for name in schema.model_fields})
+
+
+def comma_separated(value: str | None) -> list[str]:
+    """'a, b' -> ['a', 'b']"""
+    return [part for item in (value or "").split(",") if (part := item.strip())]
+
+
 SECTIONS = {
     "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
     "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
-    "served_model_name": "API", "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging",
+    "served_model_name": "API", "serve_any_model_name": "API", "mcp_config": "Tool servers", "data_dir": "Storage",
+    "log_level": "Logging",
 }  # fmt: skip
-"""The section of --help and of docs/configuration.md that begins with each of these fields."""
+"""Field -> the section of --help and of docs/configuration.md that it and those after it are in; in their order."""
 
 
-def sections(schema: type[EngineConfig]) -> dict[str, list[str]]:
+def sections(schema: type[BaseModel]) -> dict[str, list[str]]:
     """Section -> its fields, in order."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {title: [] for title in SECTIONS.values()}
+    title = ""
     for name in schema.model_fields:
-        title = SECTIONS.get(name) or list(found)[-1]
-        found.setdefault(title, []).append(name)
-    return found
+        title = SECTIONS.get(name, title)
+        found[title].append(name)
+    return {title: names for title, names in found.items() if names}
 
 
 def make_config(cls: type[EngineConfig], **fields: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from jaxllm.config import EngineConfig, ServeConfig, did_you_mean, make_config
+from jaxllm.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig, did_you_mean, make_config
 from jaxllm.errors import ConfigError
 
 
@@ -79,3 +81,18 @@ def test_settings_do_not_change_after_they_are_made():
 def test_did_you_mean_is_silent_when_nothing_is_near():
     assert did_you_mean("llama4", ["llama", "gemma3"]) == "; did you mean 'llama'?"
     assert did_you_mean("mamba", ["qwen", "gpt"]) == ""
+
+
+def test_a_server_and_its_model_have_settings_of_their_own() -> None:
+    config = make_config(ServeConfig, model="m", max_num_seqs=4, chat_template="c.jinja", port=0, vllm_metrics=True)
+    model, server = config.of_model, config.of_server
+    assert type(model) is ModelConfig and type(server) is ServerConfig
+    assert (model.model, model.max_num_seqs, model.chat_template) == ("m", 4, Path("c.jinja"))
+    assert (server.port, server.vllm_metrics) == (0, True)
+    assert not ModelConfig.model_fields.keys() & ServerConfig.model_fields.keys()
+    assert {**model.model_dump(), **server.model_dump()} == config.model_dump()
+
+
+@pytest.mark.parametrize(("setting", "names"), [(None, ["m"]), ("a", ["a"]), (" a, b,", ["a", "b"]), (",", ["m"])])
+def test_names_of_a_model(setting: str | None, names: list[str]) -> None:
+    assert ModelConfig(model="m", served_model_name=setting).names == names

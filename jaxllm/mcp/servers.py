@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig
 from jaxllm.mcp.problems import CLOSED, Problem
 from jaxllm.mcp.results import failure
 from jaxllm.mcp.server import ToolServer
 from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.tools import ServerTool, ToolResult
 
-RESULT_LIMIT: int = ServeConfig.model_fields["mcp_result_limit"].default
+RESULT_LIMIT: int = ServerConfig.model_fields["mcp_result_limit"].default
 STARTING_SECONDS = 3.0
 """That a request waits for servers which are only just starting, so that it is not without tools for that alone."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig, comma_separated
 from jaxllm.serving import health, llama_cpp, sagemaker, server_info
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import files
@@ -23,20 +22,17 @@ from jaxllm.serving.http.openapi import install_openapi
 from jaxllm.serving.http.origins import OriginGuard
 from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.mcp import routes as mcp
-from jaxllm.serving.metrics import build_registry
+from jaxllm.serving.metrics import collector_registry
 from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import embeddings, scoring
 from jaxllm.serving.pooling.pairs import score_method
+from jaxllm.serving.registry import Registry
 from jaxllm.serving.responses import conversations
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
-from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState, comma_separated
+from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database, sqlite_url
 from jaxllm.serving.web.routes import make_router as make_web_router
-
-if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
 
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
@@ -45,16 +41,14 @@ API_ROUTERS = (
 )  # fmt: skip
 
 
-def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
-    """The server's routes over a running engine; the caller keeps the engine and shuts it down.
+def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
+    """The server's routes over running engines; the caller keeps the engines and shuts them down.
 
-    Raises ConfigError when config.chat_template or config.mcp_config cannot be used, or config.score_method does not
-    suit the model.
+    Raises ConfigError when config.mcp_config cannot be used, or a model's score_method does not suit it.
     """
-    names = comma_separated(config.served_model_name) or [config.model]
-    model = ServedModel(config, engine, names[0])
-    score_method(config, engine.info.tasks)
-    state = ServerState(config, dict.fromkeys(names, model))
+    for model in registry:
+        score_method(model.config, model.engine.info.tasks)
+    state = ServerState(config, registry)
     database = Database(config.database_url or sqlite_url(config.data_dir))
 
     @asynccontextmanager
@@ -66,12 +60,13 @@ def create_app(config: ServeConfig, engine: AsyncLLM) -> FastAPI:
         await app.state.responses.background.close()
         await database.close()
         await state.close()
+        await registry.check_released()
 
     app = FastAPI(title="jaxllm", version=version("jaxllm"), lifespan=lifespan, redirect_slashes=False)
     app.state.server = state
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
-    app.state.registry = build_registry(engine, model.metrics, config, config.vllm_metrics)
+    app.state.metrics = collector_registry(registry, vllm_names=config.vllm_metrics)
     shown_key = [Security(HTTPBearer(auto_error=False))] if state.api_keys else []
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)

@@ -23,7 +23,7 @@ Gaining = TypeVar("Gaining", contravariant=True)
 _encode = msgspec.json.Encoder().encode
 
 
-class Source(Protocol[Gained]):
+class AnswerSource(Protocol[Gained]):
     """Where an answer comes from, as a Generation: an async context, within which it arrives."""
 
     id: str
@@ -66,7 +66,10 @@ class ChunkWriter(ABC, Generic[Gaining]):
 
 
 def chunk_stream(
-    generation: Source[Gained], writer: ChunkWriter[Gained], silence: float, headers: Mapping[str, str] | None = None
+    generation: AnswerSource[Gained],
+    writer: ChunkWriter[Gained],
+    silence: float,
+    headers: Mapping[str, str] | None = None,
 ) -> EventStream:
     """An answer as server-sent events; so many seconds of `silence` are filled, errors become an event."""
     events = _chunks(generation, writer, silence)
@@ -80,7 +83,7 @@ async def collect_for(request: Request, generation: Generation) -> list[Choice]:
 
 
 async def _chunks(
-    generation: Source[Gained], writer: ChunkWriter[Gained], silence: float
+    generation: AnswerSource[Gained], writer: ChunkWriter[Gained], silence: float
 ) -> AsyncIterator[list[bytes]]:
     try:
         first = [writer.encode(chunk) for chunk in writer.first()]

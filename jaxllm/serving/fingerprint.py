@@ -7,19 +7,19 @@ import json
 from importlib.metadata import version
 from typing import Any
 
-from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config import EngineConfig
 
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
 """Settings of the engine that say where and when it runs, not what it answers."""
 
 
-def engine_settings(config: ServeConfig) -> dict[str, Any]:
+def engine_settings(config: EngineConfig) -> dict[str, Any]:
     """Those that may change an answer, as JSON has them."""
     fields = set(EngineConfig.model_fields) - OF_THE_MACHINE
     return config.model_dump(mode="json", include=fields)
 
 
-def system_fingerprint(config: ServeConfig, max_model_len: int, chat_template: str | None) -> str:
+def system_fingerprint(config: EngineConfig, max_model_len: int, chat_template: str | None) -> str:
     """The same as long as all of these are, over restarts too; `max_model_len` is what the engine settled on."""
     described = [version("jaxllm"), engine_settings(config), max_model_len, chat_template]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from jaxllm.errors import EngineDeadError
 from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
@@ -19,8 +19,15 @@ from jaxllm.serving.state import ServerState
 router = APIRouter(tags=["status"])
 
 
-class Status(msgspec.Struct):
-    status: Literal["ok", "ready"]
+class Health(msgspec.Struct, kw_only=True):
+    status: Literal["ok", "degraded"]
+    """Degraded while some models answer and others have stopped."""
+    stopped_models: list[str] | UnsetType = UNSET
+    """Those, where there are any."""
+
+
+class Ready(msgspec.Struct):
+    status: Literal["ready"] = "ready"
 
 
 class Version(msgspec.Struct):
@@ -32,30 +39,30 @@ class Load(msgspec.Struct):
     """Requests now generating or waiting to."""
 
 
-@router.get("/health", responses=returns(Status))
+@router.get("/health", responses=returns(Health))
 async def health(request: Request) -> Response:
-    """200 while the engine is alive, 503 when it has stopped."""
+    """200 while the engine of any model is alive, 503 when all have stopped."""
     state: ServerState = request.app.state.server
-    if state.is_dead:
-        raise EngineDeadError("the engine has stopped")
-    return json_response(Status("ok"))
+    state.registry.check_alive()
+    stopped = [model.names[0] for model in state.registry.dead()]
+    return json_response(Health(status="degraded", stopped_models=stopped) if stopped else Health(status="ok"))
 
 
-@router.get("/ping", responses=returns(Status))
-@router.post("/ping", responses=returns(Status))
+@router.get("/ping", responses=returns(Health))
+@router.post("/ping", responses=returns(Health))
 async def ping(request: Request) -> Response:
     """/health, under the name that SageMaker asks for."""
     return await health(request)
 
 
-@router.get("/ready", responses=returns(Status))
+@router.get("/ready", responses=returns(Ready))
 async def ready(request: Request) -> Response:
     """200 when requests run without waiting for a compile, 503 while starting or shutting down."""
     state: ServerState = request.app.state.server
     state.check_accepting()
-    if not all(model.engine.stats().ready for model in state.models.values()):
+    if not all(model.engine.is_dead or model.engine.stats().ready for model in state.registry):
         raise unavailable("the engine is still compiling", code="starting")
-    return json_response(Status("ready"))
+    return json_response(Ready())
 
 
 @router.get("/version", responses=returns(Version))
@@ -74,4 +81,4 @@ async def load(request: Request) -> Response:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
-    return Response(generate_latest(request.app.state.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return Response(generate_latest(request.app.state.metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})

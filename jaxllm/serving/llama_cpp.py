@@ -15,6 +15,7 @@ from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.openai.tools import ToolFields
 from jaxllm.serving.prompts import render
+from jaxllm.serving.registry import leased
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
@@ -75,7 +76,7 @@ class Props(msgspec.Struct, kw_only=True):
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
     """The text of the prompt that /v1/chat/completions would give the model."""
     state: ServerState = request.app.state.server
-    _, model = state.find_model(body.model)
+    model = (await leased(request, body.model)).model
     with naming(renaming(FIELD_NAMES)):
         rendered = await render(state, model, body.conversation(), may_be_cut=True)
     return json_response(AppliedTemplate(rendered.text))
@@ -85,7 +86,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
 async def props(request: Request) -> Response:
     """The first model, its context and its chat template, in llama.cpp's words."""
     state: ServerState = request.app.state.server
-    name, model = state.find_model(None)
+    model = state.registry.find(None)
     info, tokenizer = model.engine.info, model.engine.tokenizer
     special = {} if tokenizer is None else tokenizer.special_tokens
     template = model.chat_template or (None if tokenizer is None else tokenizer.chat_template)
@@ -93,7 +94,7 @@ async def props(request: Request) -> Response:
     shown = Props(
         default_generation_settings=GenerationSettingsShown(n_ctx=info.max_model_len, params=defaults),
         total_slots=info.max_num_seqs,
-        model_alias=name,
+        model_alias=model.names[0],
         model_path=model.config.model,
         modalities=Modalities(),
         chat_template=template,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from jaxllm.config import EngineConfig
 from jaxllm.engine.messages import STEP_TOKENS, EngineStats
-from jaxllm.serving.request_metrics import RequestMetrics
-
-if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
+from jaxllm.serving.registry import Registry
+from jaxllm.serving.served_model import ServedModel
 
 # Names shared with vLLM.
 GAUGES = {
@@ -79,21 +76,37 @@ OWN_COUNTERS = {
 
 
 class ServerCollector(Collector):
-    """Everything /metrics shows, under `jaxllm:` and, where vLLM has the name and it is asked for, `vllm:`."""
+    """Everything /metrics shows of all models, each under its name."""
 
-    def __init__(self, engine: AsyncLLM, requests: RequestMetrics, config: EngineConfig, vllm_metrics: bool):
-        self._engine = engine
-        self._requests = requests
-        self._config = config
-        self._vllm_metrics = vllm_metrics
-        self._model_name = requests.model_name
+    def __init__(self, registry: Registry, *, vllm_names: bool):
+        self._models = [ModelMetrics(model, vllm_names=vllm_names) for model in registry]
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            for metric in model.collect():
+                known = families.setdefault(metric.name, metric)
+                if known is not metric:
+                    known.samples += metric.samples
+        yield from families.values()
+
+
+class ModelMetrics:
+    """One model's, under `jaxllm:` and, where vLLM has the name and it is asked for, `vllm:`."""
+
+    def __init__(self, model: ServedModel, *, vllm_names: bool):
+        self._engine = model.engine
+        self._requests = model.metrics
+        self._config = model.config
+        self._vllm_names = vllm_names
+        self._model_name = model.names[0]
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
         shared = [*self._shared(stats)]
         for metric in shared:
             yield _prefixed(metric, "jaxllm:")
-        for metric in shared if self._vllm_metrics else ():
+        for metric in shared if self._vllm_names else ():
             yield _prefixed(metric, "vllm:", engine="0")
         yield from self._families("jaxllm:", stats, OWN_GAUGES, OWN_COUNTERS)
         yield from self._compiles(stats)
@@ -170,12 +183,11 @@ class ServerCollector(Collector):
         return [real, padding, waste]
 
 
-def build_registry(
-    engine: AsyncLLM, requests: RequestMetrics, config: EngineConfig, vllm_metrics: bool
-) -> CollectorRegistry:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerCollector(engine, requests, config, vllm_metrics))
-    return registry
+def collector_registry(registry: Registry, *, vllm_names: bool) -> CollectorRegistry:
+    """What /metrics is written from; with `vllm_names` under vLLM's names too."""
+    collectors = CollectorRegistry(auto_describe=False)
+    collectors.register(ServerCollector(registry, vllm_names=vllm_names))
+    return collectors
 
 
 def _used_pages(stats: EngineStats) -> float:

@@ -13,7 +13,7 @@ from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.parsing.events import Content, Event, ToolArguments, ToolCall
 from jaxllm.serving.parsing.parser import ParsedCall, join_events
 from jaxllm.serving.prompts import ConversationPrompt, conversation_prompt
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.registry import Lease
 from jaxllm.serving.state import ServerState
 
 
@@ -47,20 +47,20 @@ class Answer:
 class Reply:
     """A conversation's sequences and the parsers of their texts. Entering `generation` starts it.
 
-    `name` is what the client calls the model.
+    `name` is what the client calls the model. The lease is the request's, who releases it.
     """
 
     def __init__(
         self,
-        name: str,
-        model: ServedModel,
+        lease: Lease,
         prompt: ConversationPrompt,
         settings: GenerationSettings,
         prefix: str,
         *,
         goes_on: bool = False,
     ):
-        self.name = name
+        self.name = lease.name
+        model = lease.model
         self.generation = Generation(model, [prompt.prompt], settings, prefix, goes_on=goes_on)
         self.token_text = model.token_text
         self.system_fingerprint = model.system_fingerprint
@@ -132,7 +132,7 @@ class Reply:
 
 async def begin_reply(
     state: ServerState,
-    name: str | None,
+    lease: Lease,
     conversation: Conversation,
     settings: GenerationSettings,
     *,
@@ -141,10 +141,10 @@ async def begin_reply(
 ) -> Reply:
     """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
 
-    `name` is the model's; `prefix` begins the reply's id; with `goes_on` it is part of a request that was accepted
-    before, which a server that is stopping finishes. Raises APIError, or InvalidRequestError naming the field.
+    `lease` is the request's hold on the model that is to answer; `prefix` begins the reply's id; with `goes_on` it is
+    part of a request that was accepted before, which a server that is stopping finishes.
+    Raises APIError, or InvalidRequestError naming the field.
     """
-    name, model = state.find_model(name)
-    model.check_accepting(goes_on=goes_on)
-    prompt = await conversation_prompt(state, model, conversation, settings)
-    return Reply(name, model, prompt, settings, prefix, goes_on=goes_on)
+    lease.model.check_accepting(goes_on=goes_on)
+    prompt = await conversation_prompt(state, lease.model, conversation, settings)
+    return Reply(lease, prompt, settings, prefix, goes_on=goes_on)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ModelConfig
 from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
 from jaxllm.serving.fingerprint import system_fingerprint
@@ -43,21 +43,23 @@ class ServedModel:
     Raises ConfigError when config.chat_template cannot be read, or a parser's name is unknown.
     """
 
-    def __init__(self, config: ServeConfig, engine: AsyncLLM, name: str):
+    def __init__(self, config: ModelConfig, engine: AsyncLLM):
         self.config = config
+        self.names = config.names
+        """What requests may call it. The first is the one that metrics and notices use."""
         self.engine = engine
         self.chat_template = read_chat_template(config)
         """Instead of the checkpoint's."""
         self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)
         detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names at the start
-        self.metrics = RequestMetrics(name, engine.info.max_model_len)
+        self.metrics = RequestMetrics(self.names[0], engine.info.max_model_len)
         self.running: set[Running] = set()
         self.draining = False
 
     def check_accepting(self, *, goes_on: bool = False) -> None:
-        """Raises 503 when no new request can start; one that only `goes_on` may while the server is stopping."""
+        """Raises 503 when no request can start here. One that only `goes_on` may while the server is stopping."""
         if self.engine.is_dead:
-            raise EngineDeadError("the engine has stopped")
+            raise EngineDeadError(f"the engine has stopped; no request to {self.names[0]} can be answered")
         if self.draining and not goes_on:
             raise unavailable("the server is shutting down", code="shutting_down")
 
@@ -122,7 +124,7 @@ def _detect(chat_template: str, tool_call_parser: str, reasoning_parser: str) ->
     return detect_formats(chat_template, tool_call_parser, reasoning_parser)
 
 
-def read_chat_template(config: ServeConfig) -> str | None:
+def read_chat_template(config: ModelConfig) -> str | None:
     """The text of config.chat_template, if one is set. Raises ConfigError when it cannot be read."""
     if config.chat_template is None:
         return None

@@ -16,20 +16,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import uvicorn
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServeConfig, ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
+from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.served_model import read_chat_template
 from jaxllm.serving.state import ServerState
-
-if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +65,14 @@ def serve(config: ServeConfig) -> None:
         )
 
         process = config.engine_process is None or config.engine_process
-        engine = AsyncLLM(config.model_copy(update={"engine_process": process}))
+        engine = AsyncLLM(config.of_model.model_copy(update={"engine_process": process}))
         try:
-            run_server(config, engine, listener)
+            run_server(config.of_server, single_model(config, engine), listener)
         finally:
             engine.shutdown()
 
 
-def configure_logging(config: ServeConfig) -> None:
+def configure_logging(config: ServerConfig) -> None:
     """One format for all; uvicorn's own notices of starting and stopping, which say less than ours, only with debug."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.log_level == "info":
@@ -85,10 +83,10 @@ def configure_logging(config: ServeConfig) -> None:
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
 
 
-def run_server(config: ServeConfig, engine: AsyncLLM, listener: socket.socket) -> None:
+def run_server(config: ServerConfig, registry: Registry, listener: socket.socket) -> None:
     """Run the server on a listening socket until a signal."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    app = create_app(config, engine)
+    app = create_app(config, registry)
     gc.collect()
     gc.freeze()  # what is there now stays: looking through it again and again takes a tenth of a second each time
     settings = uvicorn.Config(
@@ -200,10 +198,10 @@ def announce(state: ServerState, listener: socket.socket) -> None:
     """Print what is being served and where."""
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    info = state.models[state.default_name].engine.info
+    info = state.registry.find(None).engine.info
     page = f"; a page to talk to it at {address}/" if state.config.web else ""
     print(
-        f"Serving {', '.join(state.models)} on {address}/v1 "
+        f"Serving {', '.join(state.registry.names)} on {address}/v1 "
         f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs{page})",
         flush=True,
     )

@@ -42,12 +42,12 @@ class ServerInfo(msgspec.Struct, kw_only=True):
 async def server_info(request: Request) -> Response:
     """The version, the engine's settings and what it made of them."""
     state: ServerState = request.app.state.server
-    _, model = state.find_model(None)
+    model = state.registry.find(None)
     info = model.engine.info
     shown = ServerInfo(
         version=version("jaxllm"),
         system_fingerprint=model.system_fingerprint,
-        models=list(state.models),
+        models=state.registry.names,
         settings=engine_settings(model.config),
         engine=EngineShown(**{name: getattr(info, name) for name in EngineShown.__struct_fields__}),
     )

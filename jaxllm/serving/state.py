@@ -11,15 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig, comma_separated
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.requests.grammar_process import MAX_PROCESSES
 from jaxllm.requests.structured_outputs import end_compiling
-from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.body_process import BodyProcess
-from jaxllm.serving.served_model import Running, ServedModel
+from jaxllm.serving.registry import Registry
+from jaxllm.serving.served_model import Running
 from jaxllm.serving.template_process import TemplateProcesses
 
 logger = logging.getLogger(__name__)
@@ -32,14 +33,16 @@ R = TypeVar("R")
 
 
 class ServerState:
-    """The settings, the models by the names they are asked for, and what outlives a request.
+    """The server's settings, its models, and what outlives a request.
 
     Raises ConfigError when config.mcp_config cannot be used.
     """
 
-    def __init__(self, config: ServeConfig, models: dict[str, ServedModel]):
+    def __init__(self, config: ServerConfig, registry: Registry):
         self.config = config
-        self.models = models
+        self.registry = registry
+        self.draining = False
+        """Whether the server is stopping."""
         self.api_keys = [key.encode() for key in comma_separated(config.api_key)]
         self.templates = TemplateProcesses()
         self.clients_templates = TemplateProcesses()
@@ -53,47 +56,20 @@ class ServerState:
         self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
 
     @property
-    def default_name(self) -> str:
-        return next(iter(self.models))
-
-    def find_model(self, name: str | None) -> tuple[str, ServedModel]:
-        """The name and the model that a request asked for, by default the first.
-
-        Raises 404 for an unknown name, unless config.serve_any_model_name is set: it is the first model's then.
-        """
-        name = self.default_name if name is None else name
-        if not self.serves(name):
-            message = f"model {name!r} is not served here; this server has {', '.join(self.models)}"
-            raise APIError(404, message, param="model", code="model_not_found")
-        return name, self.models.get(name, self.models[self.default_name])
-
-    def serves(self, name: str) -> bool:
-        """Whether requests for a model of this name are answered."""
-        return name in self.models or self.config.serve_any_model_name
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether an engine has stopped."""
-        return any(model.engine.is_dead for model in self.models.values())
-
-    @property
     def running(self) -> set[Running]:
         """The requests under way."""
-        return {request for model in self.models.values() for request in model.running}
-
-    @property
-    def draining(self) -> bool:
-        """Whether the server is stopping."""
-        return any(model.draining for model in self.models.values())
+        return {request for model in self.registry for request in model.running}
 
     def check_accepting(self) -> None:
-        """Raises 503 when no new request can start."""
-        for model in self.models.values():
-            model.check_accepting()
+        """Raises 503 when no new request can start, whatever model it asks for."""
+        self.registry.check_alive()
+        if self.draining:
+            raise unavailable("the server is shutting down", code="shutting_down")
 
     def drain(self) -> None:
         """From now on no request begins."""
-        for model in self.models.values():
+        self.draining = True
+        for model in self.registry:
             model.draining = True
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,7 +106,3 @@ class ServerState:
         for workers in (self._workers, self._readers, self._grammar_workers):
             workers.shutdown(wait=False, cancel_futures=True)
         end_compiling()  # what runs on them now; the program's end would wait for it
-
-
-def comma_separated(value: str | None) -> list[str]:
-    return [part for item in (value or "").split(",") if (part := item.strip())]

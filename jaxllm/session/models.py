@@ -40,17 +40,18 @@ class EngineModel:
     """An engine of this process, asked as a chat request asks the server, without HTTP."""
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
-        from jaxllm.config import ServeConfig
+        from jaxllm.config import EngineConfig, ModelConfig, ServerConfig
         from jaxllm.engine.front.async_llm import AsyncLLM
         from jaxllm.mcp.config_file import OFF
+        from jaxllm.serving.registry import Registry
         from jaxllm.serving.served_model import ServedModel
         from jaxllm.serving.state import ServerState
 
         shared = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()
-        config = ServeConfig(**engine.config.model_dump() | {"mcp_config": OFF})
+        config = ModelConfig(**engine.config.model_dump(include=set(EngineConfig.model_fields)))
         self._thread = thread
-        self._model = ServedModel(config, shared, config.model)
-        self._state = ServerState(config, {config.model: self._model})
+        self._model = ServedModel(config, shared)
+        self._state = ServerState(ServerConfig(mcp_config=OFF), Registry([self._model]))
 
     async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
         async with aclosing(self._thread.iterate(self._reply(body))) as events:
@@ -68,18 +69,19 @@ class EngineModel:
         from jaxllm.serving.reply import begin_reply
 
         request = _chat_request(body)
-        with naming(request.own_names()):
-            reply = await begin_reply(
-                self._state, None, request.conversation(), request.generation_settings(), prefix="chatcmpl-"
-            )
-        async with reply.generation:
-            async for gained in reply.generation.arrivals():
-                for index, delta in gained:
-                    piece = reply.parse(index, delta)
-                    for event in piece.events:
-                        yield event
-                    if piece.finish_reason is not None:
-                        yield Ended(piece.finish_reason)
+        with await self._state.registry.lease(None) as lease:
+            with naming(request.own_names()):
+                reply = await begin_reply(
+                    self._state, lease, request.conversation(), request.generation_settings(), prefix="chatcmpl-"
+                )
+            async with reply.generation:
+                async for gained in reply.generation.arrivals():
+                    for index, delta in gained:
+                        piece = reply.parse(index, delta)
+                        for event in piece.events:
+                            yield event
+                        if piece.finish_reason is not None:
+                            yield Ended(piece.finish_reason)
 
 
 class ClientModel:

@@ -19,9 +19,8 @@ from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.tasks import ModelTasks
-from jaxllm.serving.app import create_app
 from jaxllm.serving.http.request_model import RequestModel
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import FakeEngine, app_of
 
 INERT = "Accepted, without effect"
 """How the docstring of a field begins that is accepted only because OpenAI or Anthropic document it as inert."""
@@ -127,7 +126,7 @@ def make_app(data_dir: Path, engine: FakeEngine | None = None) -> FastAPI:
     """
     engine = engine or EveryTask()
     config = ServeConfig(model="fake", data_dir=data_dir, mcp_inject=False, web=False)
-    app = create_app(config, engine)  # type: ignore[arg-type]
+    app = app_of(config, engine)
     app.state.server.tool_servers = OneTool()
     return app
 

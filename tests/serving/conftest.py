@@ -3,7 +3,7 @@ from __future__ import annotations
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,10 +15,9 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.server import bind
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import FakeEngine, app_of
 
 PATIENCE = 10.0
 """Seconds on the clock for what takes less of the processor, on a machine that does other things as well."""
@@ -51,9 +50,9 @@ def engine() -> FakeEngine:
 def make_client(tmp_path: Path) -> Iterator[Callable[..., TestClient]]:
     clients: list[TestClient] = []
 
-    def make(engine: FakeEngine, **settings: Any) -> TestClient:
+    def make(engine: FakeEngine, others: Mapping[str, FakeEngine] | None = None, **settings: Any) -> TestClient:
         client = TestClient(
-            create_app(ServeConfig(**{"model": "fake", "data_dir": tmp_path / "data"} | settings), engine),  # type: ignore[arg-type]
+            app_of(ServeConfig(**{"model": "fake", "data_dir": tmp_path / "data"} | settings), engine, others),
             base_url="http://localhost",
             raise_server_exceptions=False,
         )
@@ -79,7 +78,7 @@ def listen(tmp_path: Path) -> Iterator[Callable[..., str]]:
         config = ServeConfig(**{"model": "fake", "port": 0, "data_dir": tmp_path / "data"} | settings)
         listener = bind(config.host, config.port)
         port = listener.getsockname()[1]
-        app = create_app(config, engine)  # type: ignore[arg-type]
+        app = app_of(config, engine)
         if tool_servers is not None:
             app.state.server.tool_servers = tool_servers
         server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=1))
@@ -93,7 +92,7 @@ def listen(tmp_path: Path) -> Iterator[Callable[..., str]]:
     for server, thread in running:
         server.should_exit = True
         thread.join(10)
-        assert not thread.is_alive()
+        assert not thread.is_alive() and not server.lifespan.shutdown_failed
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,9 +19,10 @@ from unittest import mock
 import msgspec
 import numpy as np
 import tokenizers
+from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
 from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.front.async_llm import AsyncLLM
 from jaxllm.engine.front.streams import Stream
@@ -366,10 +368,29 @@ def candidates(token: int, count: int, logprob: float = -1.0) -> list[tuple[int,
     return [(token, Logprob(logprob, 2, None)), *[entry for entry in top if entry[0] != token][:count]]
 
 
+def app_of(config: ServeConfig, engine: Any, others: Mapping[str, Any] | None = None) -> FastAPI:
+    """The application of a server with this engine, and with `others` by their models' names."""
+    from jaxllm.serving.app import create_app
+    from jaxllm.serving.registry import Registry
+    from jaxllm.serving.served_model import ServedModel
+
+    models = [ServedModel(config.of_model, engine)]
+    models += [ServedModel(ModelConfig(model=name), other) for name, other in (others or {}).items()]
+    return create_app(config.of_server, Registry(models, any_name=config.serve_any_model_name))
+
+
+def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> None:
+    """Serve this one engine until a signal."""
+    from jaxllm.serving.registry import single_model
+    from jaxllm.serving.server import run_server
+
+    run_server(config.of_server, single_model(config, engine), listener)
+
+
 if __name__ == "__main__":
-    from jaxllm.serving.server import bind, run_server
+    from jaxllm.serving.server import bind
 
     port, delay, timeout = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     settings = ServeConfig(model="fake", port=port, shutdown_timeout=timeout)
-    run_server(settings, FakeEngine(delay=delay), bind(settings.host, settings.port))  # type: ignore[arg-type]
+    serve_engine(settings, FakeEngine(delay=delay), bind(settings.host, settings.port))
     print("stopped", flush=True)

@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllm.config import ServeConfig
 from jaxllm.engine.messages import EngineStats
 from jaxllm.errors import ConfigError
-from jaxllm.serving.app import create_app
 from tests.serving.conftest import wait_for
-from tests.serving.fake_engine import BOS, CONTEXT, REPLY, TEMPLATE, FakeEngine
+from tests.serving.fake_engine import BOS, CONTEXT, REPLY, TEMPLATE, FakeEngine, app_of
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -115,7 +114,7 @@ def test_tokenizer_info(make_client: Any, engine: FakeEngine) -> None:
 @pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
 def test_unknown_parser_is_refused_at_the_start(engine: FakeEngine, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting} is 'latin'; it must be one of auto, none, "):
-        create_app(ServeConfig(**{setting: "latin"}), engine)  # type: ignore[arg-type]
+        app_of(ServeConfig(**{setting: "latin"}), engine)
 
 
 def scrape(client: TestClient) -> dict[tuple[str, ...], float]:

@@ -141,11 +141,11 @@ def test_the_second_of_two_servers_is_refused_while_the_first_loads() -> None:
 def test_one_line_a_request_at_any_log_level() -> None:
     script = (
         "from jaxllm.config import ServeConfig\n"
-        "from jaxllm.serving.server import bind, configure_logging, run_server\n"
-        "from tests.serving.fake_engine import FakeEngine\n"
+        "from jaxllm.serving.server import bind, configure_logging\n"
+        "from tests.serving.fake_engine import FakeEngine, serve_engine\n"
         "config = ServeConfig(port=0, log_level='error', enable_request_logging=True)\n"
         "configure_logging(config)\n"
-        "run_server(config, FakeEngine(), bind(config.host, 0))\n"
+        "serve_engine(config, FakeEngine(), bind(config.host, 0))\n"
     )
     command = [sys.executable, "-c", script]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)

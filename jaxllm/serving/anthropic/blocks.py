@@ -12,15 +12,15 @@ import pydantic_core
 from jaxllm.serving.anthropic.ids import tool_use_id
 from jaxllm.serving.anthropic.response import (
     BlockDelta,
+    BlockTextDelta,
     ContentBlock,
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
     InputJSONDelta,
+    MessageStreamEvent,
     SignatureDelta,
-    StreamEvent,
     TextBlock,
-    TextDelta,
     ThinkingBlock,
     ThinkingDelta,
     ToolUseBlock,
@@ -45,7 +45,7 @@ class BlockBuilder:
         self._thinking: list[str] = []
         self._arguments: list[str] = []
 
-    def add(self, events: Iterable[Event]) -> Iterator[StreamEvent]:
+    def add(self, events: Iterable[Event]) -> Iterator[MessageStreamEvent]:
         for event in events:
             match event:
                 case Content(text):
@@ -58,7 +58,7 @@ class BlockBuilder:
                     self._arguments.append(text)
                     yield self._delta(InputJSONDelta(text))
 
-    def finish(self) -> Iterator[StreamEvent]:
+    def finish(self) -> Iterator[MessageStreamEvent]:
         """Close the open block."""
         if not self._open:
             return
@@ -72,7 +72,7 @@ class BlockBuilder:
         yield ContentBlockStop(len(self.blocks) - 1)
         self._open, self._thinking, self._arguments = False, [], []
 
-    def _add_text(self, text: str) -> Iterator[StreamEvent]:
+    def _add_text(self, text: str) -> Iterator[MessageStreamEvent]:
         if not (self._open and isinstance(self.blocks[-1], TextBlock)):
             if not text.strip():
                 self._space += text
@@ -82,9 +82,9 @@ class BlockBuilder:
         block = self.blocks[-1]
         assert isinstance(block, TextBlock)
         block.text += text
-        yield self._delta(TextDelta(text))
+        yield self._delta(BlockTextDelta(text))
 
-    def _add_thinking(self, text: str) -> Iterator[StreamEvent]:
+    def _add_thinking(self, text: str) -> Iterator[MessageStreamEvent]:
         if not (self._open and isinstance(self.blocks[-1], ThinkingBlock)):
             yield from self._start(ThinkingBlock("", ""))
         self._thinking.append(text)
@@ -94,7 +94,7 @@ class BlockBuilder:
             block.thinking += text
             yield self._delta(ThinkingDelta(text))
 
-    def _start(self, block: ContentBlock) -> Iterator[StreamEvent]:
+    def _start(self, block: ContentBlock) -> Iterator[MessageStreamEvent]:
         yield from self.finish()
         self.blocks.append(block)
         self._open, self._space = True, ""

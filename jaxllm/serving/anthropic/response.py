@@ -76,7 +76,7 @@ class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_sta
     content_block: ContentBlock
 
 
-class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+class BlockTextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
     text: str
 
 
@@ -92,7 +92,7 @@ class InputJSONDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-BlockDelta = TextDelta | ThinkingDelta | SignatureDelta | InputJSONDelta
+BlockDelta = BlockTextDelta | ThinkingDelta | SignatureDelta | InputJSONDelta
 
 
 class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
@@ -122,7 +122,7 @@ class Ping(msgspec.Struct, tag_field="type", tag="ping"):
     pass
 
 
-StreamEvent = (
+MessageStreamEvent = (
     MessageStart
     | ContentBlockStart
     | ContentBlockDelta

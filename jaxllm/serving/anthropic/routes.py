@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.serving.anthropic.errors import AnthropicRoute
 from jaxllm.serving.anthropic.message import MessageWriter
 from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
-from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, StreamEvent, TokenCount
+from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, MessageStreamEvent, TokenCount
 from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
 from jaxllm.serving.chunks import chunk_stream
 from jaxllm.serving.conversation import naming
@@ -18,6 +18,7 @@ from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.prompts import render
+from jaxllm.serving.registry import leased
 from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.state import ServerState
 
@@ -25,13 +26,14 @@ router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
 
 
 @router.post(
-    "/messages", responses=returns(AnthropicMessage, events=get_args(StreamEvent), error=AnthropicErrorResponse)
+    "/messages", responses=returns(AnthropicMessage, events=get_args(MessageStreamEvent), error=AnthropicErrorResponse)
 )
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Continue a conversation, as Anthropic's Messages API does."""
     state: ServerState = request.app.state.server
+    lease = await leased(request, body.model)
     with naming(FIELD_NAMES):
-        reply = await begin_reply(state, body.model, conversation(body), generation_settings(body), prefix="msg_")
+        reply = await begin_reply(state, lease, conversation(body), generation_settings(body), prefix="msg_")
     writer = MessageWriter(reply, body)
     headers = {"request-id": reply.generation.id}
     if body.stream:
@@ -45,7 +47,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """How many tokens the prompt of a message has, exactly."""
     state: ServerState = request.app.state.server
-    _, model = state.find_model(body.model)
+    model = (await leased(request, body.model)).model
     with naming(FIELD_NAMES):
         rendered = await render(state, model, conversation(body), may_be_cut=True)
     return json_response(TokenCount(len(rendered.token_ids)))

@@ -13,7 +13,7 @@ from jaxllm.serving.responses.request import MetadataFields
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 
-Status = Literal[
+BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]  # fmt: skip
 
@@ -64,19 +64,19 @@ class RequestCounts(msgspec.Struct, kw_only=True):
     failed: int
 
 
-class InputTokensDetails(msgspec.Struct):
+class BatchInputTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct):
+class BatchOutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
 class BatchUsage(msgspec.Struct, kw_only=True):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: BatchInputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: BatchOutputTokensDetails
     total_tokens: int
 
 
@@ -88,7 +88,7 @@ class Batch(msgspec.Struct, kw_only=True):
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str
-    status: Status
+    status: BatchStatus
     output_file_id: str | None
     error_file_id: str | None
     created_at: int

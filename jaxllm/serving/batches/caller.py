@@ -14,10 +14,12 @@ import msgspec
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from jaxllm.config import ServerConfig
 from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResult
 from jaxllm.serving.batches.lines import Line
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import check_numbers
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,11 @@ _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class Unavailable(Exception):
-    """The engine died, or the server is stopping: the line has no answer, and no other will have one now."""
+    """A line has no answer and will get none now: its model's engine died, or the server is stopping."""
+
+    def __init__(self, model: ServedModel):
+        super().__init__(model.names[0])
+        self.model = model
 
 
 class Places:
@@ -59,17 +65,25 @@ class Places:
 
 
 class Caller:
-    """Shared by all batches of a server; `places` leave an eighth of the engine to everyone else."""
+    """Shared by all batches of a server."""
 
     def __init__(self, app: FastAPI, state: ServerState):
         self._app = app
-        _, model = state.find_model(None)
-        total = model.engine.info.max_num_seqs
-        self.places = Places(state.config.max_batch_concurrency or max(total - max(total // 8, 1), 1))
+        self._registry = state.registry
+        self._places = {model: Places(_num_places(model, state.config)) for model in state.registry}
         self._headers = {"Content-Type": "application/json"}
         if state.api_keys:
             self._headers["Authorization"] = f"Bearer {state.api_keys[0].decode()}"
         self._transport = httpx.ASGITransport(self._logged, raise_app_exceptions=False)
+
+    def model_of(self, line: Line) -> ServedModel:
+        """The model that a line asks for; the default one where its endpoint will refuse what it asks for."""
+        name = line.body.get("model")
+        return self._registry.find(name if isinstance(name, str) and self._registry.serves(name) else None)
+
+    def places(self, line: Line) -> Places:
+        """Those of the line's model."""
+        return self._places[self.model_of(line)]
 
     async def call(self, endpoint: str, line: Line) -> LineResult:
         """The endpoint's answer, whatever it is; while the queue is full the line waits and tries again.
@@ -86,7 +100,7 @@ class Caller:
             request = httpx.Request("POST", f"http://localhost{endpoint}", headers=self._headers, content=content)
             answer = await self._transport.handle_async_request(request)
             if answer.status_code == UNAVAILABLE:
-                raise Unavailable
+                raise Unavailable(self.model_of(line))
             if answer.status_code != QUEUE_FULL:
                 break
             await asyncio.sleep(delay)
@@ -103,6 +117,12 @@ class Caller:
         except Exception:
             logger.exception("a line of a batch failed")
             raise
+
+
+def _num_places(model: ServedModel, config: ServerConfig) -> int:
+    """As configured, or so many that an eighth of the engine is left to everyone else."""
+    total = model.engine.info.max_num_seqs
+    return config.max_batch_concurrency or max(total - max(total // 8, 1), 1)
 
 
 def line_result(line: Line, *, response: LineResponse | None = None, error: LineError | None = None) -> LineResult:

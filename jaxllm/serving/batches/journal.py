@@ -14,7 +14,7 @@ import msgspec
 from filelock import FileLock
 
 from jaxllm.serving.batches.batch_types import LineResult
-from jaxllm.serving.store.files import link_or_copy
+from jaxllm.serving.batches.file_store import link_or_copy
 
 _result_decoder = msgspec.json.Decoder(LineResult)
 _attempt_decoder = msgspec.json.Decoder(tuple[Literal["started", "released"], str])

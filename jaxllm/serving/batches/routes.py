@@ -6,12 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from jaxllm.serving.batches.batch_store import batch_object
 from jaxllm.serving.batches.batch_types import Batch, BatchList, BatchListQuery, BatchRequest
 from jaxllm.serving.batches.runner import Batches
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.store.batches import batch_object
 
 router = APIRouter(route_class=JSONRoute, tags=["batches"])
 

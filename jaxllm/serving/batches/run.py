@@ -7,19 +7,20 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from jaxllm.serving.batches.batch_store import UNFINISHED, BatchRow, BatchStore
 from jaxllm.serving.batches.batch_types import BatchError, LineError, LineResult
-from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Unavailable, line_result
+from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Places, Unavailable, line_result
+from jaxllm.serving.batches.file_store import FileRow, FileStore
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.lines import Line, check_input, read_lines
-from jaxllm.serving.store.batches import UNFINISHED, BatchRow, BatchStore
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.store.database import Database
-from jaxllm.serving.store.files import FileRow, FileStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,11 @@ CRASHED = LineError("server_crashed", "the server or its engine crashed twice wh
 
 
 class Suspended(Exception):
-    """The server is stopping, or its engine died: the batch goes on from its journal at the next start."""
+    """The server is stopping, or engines of `models` died. The batch goes on from its journal once they are back."""
+
+    def __init__(self, models: Collection[ServedModel] = ()):
+        super().__init__(", ".join(model.names[0] for model in models))
+        self.models = models
 
 
 @dataclasses.dataclass
@@ -61,7 +66,6 @@ class BatchRun:
         caller: Caller,
         closing: asyncio.Event,
         draining: Callable[[], bool],
-        must_stop: Callable[[], bool],
     ):
         self._id = batch_id
         self._stores = stores
@@ -70,11 +74,13 @@ class BatchRun:
         self._caller = caller
         self._closing = closing
         self._draining = draining
-        self._must_stop = must_stop
         self._tally = Tally()
         self._done: set[str] = set()
         self._crashes: Counter[str] = Counter()
-        self._started: set[str] = set()
+        self._started: dict[str, ServedModel] = {}
+        """The lines of this run that have begun, by custom_id."""
+        self._dead: set[ServedModel] = set()
+        """Models whose engines died under this run."""
         self._results: list[LineResult] = []
         self._recording = asyncio.Lock()
 
@@ -126,19 +132,19 @@ class BatchRun:
         try:
             while not feeding.done() and batch.status == "in_progress" and time.time() < batch.expires_at:
                 await asyncio.wait({feeding, closing}, timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if self._closing.is_set() or self._must_stop():
+                if self._closing.is_set() or self._draining():
                     raise Suspended
                 batch = await self._record()
             finished = feeding.done()
             if finished:
-                _check(feeding)
+                self._check(feeding)
         finally:
             feeding.cancel()
             closing.cancel()
             await asyncio.gather(feeding, closing, return_exceptions=True)
             batch = await self._record()
-            if self._closing.is_set() or self._draining():
-                await asyncio.to_thread(self._journal.release, self._started - self._done)
+            if blameless := self._blameless():
+                await asyncio.to_thread(self._journal.release, blameless)
         if batch.status == "cancelling":
             return batch
         now = int(time.time())
@@ -160,15 +166,13 @@ class BatchRun:
                         continue
                     # what was running at a crash runs alone, so that the next crash meets the one that is to blame
                     wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
-                    places = await self._caller.places.take(wanted)
+                    places = self._caller.places(line)
+                    count = await places.take(wanted)
                     task = group.create_task(self._run_line(batch.endpoint, line))
-                    task.add_done_callback(partial(self._give_back, places))
-
-    def _give_back(self, places: int, _: asyncio.Task[None]) -> None:
-        self._caller.places.give(places)
+                    task.add_done_callback(partial(_give_back, places, count))
 
     async def _run_line(self, endpoint: str, line: Line) -> None:
-        self._started.add(line.custom_id)
+        model = self._started[line.custom_id] = self._caller.model_of(line)
         await asyncio.to_thread(self._journal.start, line.custom_id)
         try:
             result = await self._caller.call(endpoint, line)
@@ -177,10 +181,28 @@ class BatchRun:
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
             result = line_result(line, error=FAILED)
-        if not self._must_stop():  # else the answer may be one that the stopping server cut short
-            self._results.append(result)
-            if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
-                await asyncio.shield(self._record())
+        if model.engine.is_dead or self._draining():  # the answer may be one that was cut short
+            raise Unavailable(model)
+        self._results.append(result)
+        if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
+            await asyncio.shield(self._record())
+
+    def _check(self, feeding: asyncio.Task[None]) -> None:
+        """Raises Suspended when a line found nobody to answer it, and whatever else has gone wrong."""
+        error = feeding.exception()
+        if isinstance(error, ExceptionGroup):
+            self._dead = {one.model for one in error.exceptions if isinstance(one, Unavailable)}
+            if self._dead:
+                raise Suspended(self._dead)
+        feeding.result()
+
+    def _blameless(self) -> set[str]:
+        """Lines without a result that no crash has stopped: the server is stopping, or another model's engine died."""
+        stopping = self._closing.is_set() or self._draining()
+        unfinished = {name: model for name, model in self._started.items() if name not in self._done}
+        return {
+            name for name, model in unfinished.items() if stopping or not (model in self._dead or model.engine.is_dead)
+        }
 
     async def _expire_the_rest(self, batch: BatchRow) -> None:
         chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
@@ -224,9 +246,5 @@ class BatchRun:
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
 
 
-def _check(feeding: asyncio.Task[None]) -> None:
-    """Raises Suspended when a line found nobody to answer it, and whatever else has gone wrong."""
-    error = feeding.exception()
-    if isinstance(error, ExceptionGroup) and error.subgroup(Unavailable) is not None:
-        raise Suspended
-    feeding.result()
+def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:
+    places.give(count)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 
 from fastapi import FastAPI
 from filelock import Timeout
 
+from jaxllm.serving.batches.batch_store import CANCELLABLE, BatchRow, BatchStore, new_batch_id
 from jaxllm.serving.batches.batch_types import BatchRequest
 from jaxllm.serving.batches.caller import Caller
+from jaxllm.serving.batches.file_store import FileStore
 from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.store.batches import CANCELLABLE, BatchRow, BatchStore, new_batch_id
 from jaxllm.serving.store.database import Database
-from jaxllm.serving.store.files import FileStore
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Batches:
             if not self._stores.journal(batch.id).exists:
                 continue  # another server's, which shares the database but not the directory
             settled = batch.status == "cancelling" or batch.expires_at <= time.time()
-            if self._state.serves(batch.served_model) or settled:
+            if self._state.registry.serves(batch.served_model) or settled:
                 self._start(batch.id)
             else:
                 logger.warning("batch %s waits for a server of %r", batch.id, batch.served_model)
@@ -63,7 +65,7 @@ class Batches:
             raise APIError(400, message, param="input_file_id", code="invalid_input_file")
         batch_id = new_batch_id()
         await asyncio.to_thread(self._stores.journal(batch_id).begin, path)
-        batch = await self.store.add(batch_id, request, self._state.default_name)
+        batch = await self.store.add(batch_id, request, self._state.registry.default_name)
         self._start(batch.id)
         return batch
 
@@ -90,36 +92,33 @@ class Batches:
             task.add_done_callback(lambda _: self._tasks.pop(batch_id))
 
     async def _run(self, batch_id: str) -> None:
-        while await self._suspends(batch_id):
-            if not await self._engine_returns():
+        while (suspended := await self._advance(batch_id)) is not None:
+            if not await self._return(suspended.models):
                 logger.info("batch %s is suspended until the server starts again", batch_id)
                 return
 
-    async def _engine_returns(self) -> bool:
-        """Wait for an engine that died to be started again; False when the server ends instead."""
-        while self._state.is_dead and not self._closing.is_set():
+    async def _return(self, models: Collection[ServedModel]) -> bool:
+        """Wait for engines that died to be started again; False when the server ends instead."""
+        while any(model.engine.is_dead for model in models) and not self._closing.is_set():
             await asyncio.sleep(POLL_SECONDS)
         return not (self._closing.is_set() or self._state.draining)
 
-    async def _suspends(self, batch_id: str) -> bool:
-        """Run a batch; True when it had to stop before its end and may go on."""
+    async def _advance(self, batch_id: str) -> Suspended | None:
+        """Run a batch; what it raised when it had to stop before its end and may go on."""
         journal = self._stores.journal(batch_id)
-        run = BatchRun(batch_id, self._stores, self._caller, self._closing, self._draining, self._must_stop)
+        run = BatchRun(batch_id, self._stores, self._caller, self._closing, self._draining)
         try:
             with journal.lock():
                 await run.run()
         except Timeout:
             logger.info("batch %s runs in another server", batch_id)
-        except Suspended:
-            return True
+        except Suspended as suspended:
+            return suspended
         except Exception:
             logger.exception("batch %s is left as it is until the server starts again", batch_id)
         else:
             await asyncio.to_thread(journal.remove)
-        return False
+        return None
 
     def _draining(self) -> bool:
         return self._state.draining
-
-    def _must_stop(self) -> bool:
-        return self._state.draining or self._state.is_dead

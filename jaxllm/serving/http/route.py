@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Coroutine
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope
+from starlette.types import Receive, Scope, Send
 
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_numbers, may_overflow, parse_object
 from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.http.request_model import ignored_fields
+
+Held = TypeVar("Held")
+
+_HOLDS = "jaxllm.holds"
 
 
 class ParsedRequest(Request):
@@ -37,6 +42,12 @@ class JSONRoute(APIRoute):
     Raises APIError: 401 wrong or missing key, 413 too large, 415 not JSON by its Content-Type (so that no page in a
     browser can post here without the CORS check), 400 with line and column when the JSON is malformed.
     """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What the request took by `hold` is released when its answer is sent, its client is gone or it has failed."""
+        with ExitStack() as held:
+            scope[_HOLDS] = held
+            await super().handle(scope, receive, send)
 
     @staticmethod
     def sent_key(request: Request) -> str:
@@ -69,6 +80,12 @@ class JSONRoute(APIRoute):
         if errors:
             raise RequestValidationError(errors, body=value)
         return validated
+
+
+def hold(request: Request, resource: AbstractContextManager[Held]) -> Held:
+    """Enter a context that ends after the last byte of the request's answer."""
+    held: ExitStack = request.scope[_HOLDS]
+    return held.enter_context(resource)
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.mcp.runs import ToolRun, ToolRuns
 from jaxllm.serving.parsing.events import Content, Event, Reasoning
 from jaxllm.serving.parsing.parser import ParsedOutput, join_events
+from jaxllm.serving.registry import Lease
 from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.state import ServerState
 
@@ -45,6 +46,7 @@ class Execution:
     def __init__(
         self,
         state: ServerState,
+        lease: Lease,
         reply: Reply,
         conversation: Conversation,
         settings: GenerationSettings,
@@ -55,6 +57,7 @@ class Execution:
         self.id = reply.generation.id
         self.reply = reply
         self._state = state
+        self._lease = lease
         self._conversation = conversation
         self._settings = settings
         self._max_turns = max_turns
@@ -62,7 +65,7 @@ class Execution:
         self._replies = [reply]
         self._running: Reply | None = None
         self._aborted = False
-        _, self._model = state.find_model(reply.name)
+        self._model = lease.model
 
     async def __aenter__(self) -> Execution:
         await self._enter(self.reply)
@@ -136,7 +139,7 @@ class Execution:
             conversation = self._with_results(answer, runs, longest, last=turn >= self._max_turns)
             try:
                 reply = await begin_reply(
-                    self._state, self.reply.name, conversation, settings, prefix="chatcmpl-", goes_on=True
+                    self._state, self._lease, conversation, settings, prefix="chatcmpl-", goes_on=True
                 )
                 break
             except ContextLengthError:

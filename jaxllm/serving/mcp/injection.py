@@ -20,7 +20,7 @@ async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
 
     Raises InvalidRequestError where there are more than a request may have.
     """
-    if not state.config.mcp_inject or state.config.tool_call_parser == "none":
+    if not state.config.mcp_inject or model.config.tool_call_parser == "none":
         return []
     await state.tool_servers.ready()
     return await state.offload(offered, model, state.tool_servers.tools())

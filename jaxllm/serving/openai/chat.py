@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.conversation import naming
@@ -37,6 +37,7 @@ from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.prompts import render
+from jaxllm.serving.registry import leased
 from jaxllm.serving.reply import Answer, Reply, begin_reply
 from jaxllm.serving.state import ServerState
 
@@ -49,12 +50,13 @@ router = APIRouter(route_class=JSONRoute, tags=["chat"])
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Continue a conversation."""
     state: ServerState = request.app.state.server
+    lease = await leased(request, body.model)
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
-        conversation = body.conversation(await tools_for(state, body))
+        conversation = body.conversation(await tools_for(state, lease.model, body))
         if body.executes:
-            return await execute(state, body, conversation, request, labels)
-        reply = await begin_reply(state, body.model, conversation, body.generation_settings(), prefix="chatcmpl-")
+            return await execute(state, lease, body, conversation, request, labels)
+        reply = await begin_reply(state, lease, conversation, body.generation_settings(), prefix="chatcmpl-")
     if body.stream:
         return chunk_stream(
             reply.generation, ChatWriter(reply, body, state.config), state.config.sse_keep_alive, labels
@@ -83,9 +85,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The prompt that /chat/completions would give the model, as text and token ids; nothing is generated."""
     state: ServerState = request.app.state.server
-    _, model = state.find_model(body.model)
+    model = (await leased(request, body.model)).model
     with naming(body.own_names()):
-        rendered = await render(state, model, body.conversation(await tools_for(state, body)))
+        rendered = await render(state, model, body.conversation(await tools_for(state, model, body)))
     return json_response(
         RenderedPrompt(
             prompt=rendered.text,
@@ -126,7 +128,7 @@ def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLog
 class ChatWriter(ChunkWriter[TokenDelta]):
     """Chunks of a chat stream: the role, then the answer, then the finish reason alone, then the usage if asked for."""
 
-    def __init__(self, reply: Reply, body: ChatRequest, config: ServeConfig):
+    def __init__(self, reply: Reply, body: ChatRequest, config: ServerConfig):
         self._reply = reply
         self._body = body
         self._generation = reply.generation

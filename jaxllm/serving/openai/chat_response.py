@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from jaxllm.serving.openai.logprobs import ChatLogprobs, PromptLogprobs
 from jaxllm.serving.openai.timings import Timings
-from jaxllm.serving.openai.usage import Usage
+from jaxllm.serving.openai.usage import CompletionUsage
 
 
 class CalledFunction(msgspec.Struct):
@@ -70,7 +70,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
     timings: Timings | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -118,7 +118,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET

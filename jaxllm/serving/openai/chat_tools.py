@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 from msgspec import UNSET
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig
 from jaxllm.errors import Field
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream
 from jaxllm.serving.conversation import Conversation, Tool
@@ -31,27 +31,34 @@ from jaxllm.serving.openai.chat_response import (
 )
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.parsing.events import Content, Reasoning
+from jaxllm.serving.registry import Lease
 from jaxllm.serving.reply import begin_reply
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 
-async def tools_for(state: ServerState, body: ChatRequest) -> list[Tool]:
+async def tools_for(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:
     """The MCP servers' tools, for a request that asks for them, or says nothing of tools."""
-    _, model = state.find_model(body.model)
     if body.mcp is not None:
         return await asked_tools(state, model, body.mcp.allowed_tools, Field("mcp"))
     return await injected_tools(state, model) if body.takes_tools else []
 
 
 async def execute(
-    state: ServerState, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
+    state: ServerState,
+    lease: Lease,
+    body: ChatRequest,
+    conversation: Conversation,
+    request: Request,
+    labels: dict[str, str],
 ) -> Response:
     """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
     assert body.mcp is not None
     settings = body.generation_settings()
-    reply = await begin_reply(state, body.model, conversation, settings, prefix="chatcmpl-")
+    reply = await begin_reply(state, lease, conversation, settings, prefix="chatcmpl-")
     execution = Execution(
         state,
+        lease,
         reply,
         conversation,
         settings,
@@ -103,7 +110,7 @@ async def _collected(execution: Execution, body: ChatRequest) -> ChatChoice:
 class ExecutionWriter(ChunkWriter[Happening]):
     """Chunks of the role, of texts as they come, of each call as it begins and as it ends, and of the end."""
 
-    def __init__(self, execution: Execution, body: ChatRequest, config: ServeConfig):
+    def __init__(self, execution: Execution, body: ChatRequest, config: ServerConfig):
         self._execution = execution
         self._body = body
         self._options = stream_options(body.stream_options, config)

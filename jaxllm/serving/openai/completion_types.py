@@ -14,7 +14,7 @@ from jaxllm.serving.http.request_model import are_integers, refuse
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.timings import Timings
-from jaxllm.serving.openai.usage import Usage
+from jaxllm.serving.openai.usage import CompletionUsage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
@@ -111,7 +111,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET

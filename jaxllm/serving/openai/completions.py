@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
 from jaxllm.requests.prompt_scores import PromptScores
@@ -30,6 +30,7 @@ from jaxllm.serving.openai.logprobs import (
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.prompts import fitted, sampling_params
+from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.thinking import with_completion_markers
@@ -41,7 +42,8 @@ router = APIRouter(route_class=JSONRoute, tags=["completions"])
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state: ServerState = request.app.state.server
-    name, model = state.find_model(body.model)
+    lease = await leased(request, body.model)
+    model = lease.model
     model.check_accepting()
     labels = body.take_labels(request.headers)
     settings = body.generation_settings()
@@ -50,7 +52,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         await state.offload_grammar(lambda: compiled(body.constraint(), Field(field)))
     prompts = await state.offload(completion_prompts, model, body, settings)
     generation = Generation(model, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
-    shaper = ChoiceShaper(body, generation, name, model)
+    shaper = ChoiceShaper(body, generation, lease.name, model)
     if body.stream:
         writer = CompletionWriter(body, generation, shaper, state.config)
         return chunk_stream(generation, writer, state.config.sse_keep_alive, labels)
@@ -160,7 +162,7 @@ class ChoiceShaper:
 class CompletionWriter(ChunkWriter[TokenDelta]):
     """Chunks of a completion stream; the last of a choice carries its finish reason."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation, shaper: ChoiceShaper, config: ServeConfig):
+    def __init__(self, body: CompletionRequest, generation: Generation, shaper: ChoiceShaper, config: ServerConfig):
         self._generation = generation
         self._shaper = shaper
         self._options = stream_options(body.stream_options, config)

@@ -25,7 +25,7 @@ class RefusalPart(RequestModel):
     """Shown to the model as text."""
 
 
-class Message(RequestModel):
+class ChatMessageParam(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset({"annotations", "audio", "function_call"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -48,7 +48,7 @@ class Message(RequestModel):
     """Accepted, without effect: an answer that the server ran tools for has it, and may be sent back as it came."""
 
     @model_validator(mode="after")
-    def _fields_of_role(self) -> Message:
+    def _fields_of_role(self) -> ChatMessageParam:
         assistant = self.role == "assistant"
         for name in ("tool_calls", "refusal", "reasoning_content", "reasoning", "mcp_calls"):
             if getattr(self, name) is not None and not assistant:
@@ -89,7 +89,7 @@ def _bounded(messages: Any) -> Any:
     return messages
 
 
-Messages = Annotated[list[Message], BeforeValidator(_bounded), Field(min_length=1)]
+Messages = Annotated[list[ChatMessageParam], BeforeValidator(_bounded), Field(min_length=1)]
 
 
 class Thinking(RequestModel):

@@ -34,7 +34,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 async def list_models(request: Request) -> Response:
     """The names this server answers to."""
     state: ServerState = request.app.state.server
-    return json_response(ModelList(data=[_model(state, name) for name in state.models]))
+    return json_response(ModelList(data=[_model(state, name) for name in state.registry.names]))
 
 
 @router.get("/models/{model:path}", responses=returns(Model))
@@ -45,5 +45,5 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 
 def _model(state: ServerState, name: str) -> Model:
-    name, model = state.find_model(name)
+    model = state.registry.find(name)
     return Model(id=name, created=state.created, root=model.config.model, max_model_len=model.engine.info.max_model_len)

@@ -18,6 +18,7 @@ from jaxllm.serving.openai.tokenize_types import (
     TokenizerInfo,
 )
 from jaxllm.serving.prompts import render
+from jaxllm.serving.registry import leased
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -28,7 +29,7 @@ router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
     state: ServerState = request.app.state.server
-    _, model = state.find_model(body.model)
+    model = (await leased(request, body.model)).model
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
             tokens = (await render(state, model, body.conversation(), may_be_cut=True)).token_ids
@@ -51,7 +52,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = request.app.state.server
-    _, model = state.find_model(body.model)
+    model = (await leased(request, body.model)).model
     return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
 
 
@@ -68,7 +69,7 @@ def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's special tokens and chat template, and the formats that answers are parsed for."""
     state: ServerState = request.app.state.server
-    _, model = state.find_model(None)
+    model = state.registry.find(None)
     tokenizer = model.tokenizer
     template = model.chat_template or tokenizer.chat_template
     formats = model.formats(template or "")

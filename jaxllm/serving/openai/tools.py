@@ -65,7 +65,7 @@ class AllowedToolsChoice(RequestModel):
     """Which tools, and whether one must be called."""
 
 
-ToolChoice = (
+ChatToolChoice = (
     Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
 )
 
@@ -75,7 +75,7 @@ class ToolFields(RequestModel):
 
     tools: list[ChatTool] | None = Field(default=None, max_length=MAX_TOOLS)
     """Functions the model may call."""
-    tool_choice: ToolChoice | None = None
+    tool_choice: ChatToolChoice | None = None
     """none, auto (the default with tools), required, a function by name, or allowed_tools."""
     parallel_tool_calls: bool = True
     """false: one call an answer at most."""

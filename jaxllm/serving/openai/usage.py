@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ServerConfig
 from jaxllm.serving import generation
 from jaxllm.serving.http.request_model import RequestModel
 
@@ -18,13 +18,15 @@ class StreamOptions(RequestModel):
     """Send the usage so far with every chunk."""
 
 
-def stream_options(asked: StreamOptions | None, config: ServeConfig) -> StreamOptions:
+def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
     """What a stream tells besides: what was asked for, and the usage where the server always sends it."""
     options = asked or StreamOptions()
     return options.model_copy(update={"include_usage": options.include_usage or config.enable_force_include_usage})
 
 
-def chunk_usage(options: StreamOptions, usage: Callable[[], generation.Usage]) -> Usage | msgspec.UnsetType | None:
+def chunk_usage(
+    options: StreamOptions, usage: Callable[[], generation.Usage]
+) -> CompletionUsage | msgspec.UnsetType | None:
     """What every chunk but the last says of the usage: what it is so far, that it comes later, or nothing."""
     if options.continuous_usage_stats:
         return usage_object(usage())
@@ -39,7 +41,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-class Usage(msgspec.Struct, kw_only=True):
+class CompletionUsage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -47,8 +49,8 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_object(usage: generation.Usage) -> Usage:
-    return Usage(
+def usage_object(usage: generation.Usage) -> CompletionUsage:
+    return CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,

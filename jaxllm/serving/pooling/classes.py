@@ -11,14 +11,13 @@ from jaxllm.serving.pooling.embedding_types import InputFields
 from jaxllm.serving.pooling.pairs import activate
 from jaxllm.serving.pooling.prompts import input_prompts
 from jaxllm.serving.pooling.run import PoolingRun
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.registry import Lease
 from jaxllm.serving.state import ServerState
 
 
 async def class_scores(
     state: ServerState,
-    name: str,
-    model: ServedModel,
+    lease: Lease,
     request: Request,
     body: InputFields,
     run: PoolingRun,
@@ -27,11 +26,12 @@ async def class_scores(
 ) -> list[np.ndarray]:
     """Of each input, its classes' probabilities, or with `raw` the head's own scores.
 
-    Raises InvalidRequestError when the model has no classification head; `name` is what the client calls it.
+    Raises InvalidRequestError when the model has no classification head.
     """
+    model = lease.model
     tasks = model.engine.info.tasks
     if not tasks.labels:
-        raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")
+        raise InvalidRequestError(f"model {lease.name!r} has no classification head, so it cannot classify", "model")
     prompts = await input_prompts(state, model, body)
     logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
     return list(activate(logits, "identity" if raw else tasks.activation))

@@ -23,6 +23,7 @@ from jaxllm.serving.pooling.embedding_types import (
 )
 from jaxllm.serving.pooling.prompts import input_prompts, pooling_kind
 from jaxllm.serving.pooling.run import PoolingRun
+from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -33,13 +34,14 @@ router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
     state: ServerState = request.app.state.server
-    name, model = state.find_model(body.model)
+    lease = await leased(request, body.model)
+    model = lease.model
     run = PoolingRun(model, body, "embd")
     vectors = await embed(state, model, request, body, run)
     embeddings = EmbeddingList(
         id=run.id,
         created=run.created,
-        model=name,
+        model=lease.name,
         data=[Embedding(index=index, embedding=body.encoded(vector)) for index, vector in enumerate(vectors)],
         usage=run.usage(),
     )
@@ -50,20 +52,21 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
 async def pool(body: PoolingRequest, request: Request) -> Response:
     """What the model makes of each text: a vector, or with a classification head the probabilities of its classes."""
     state: ServerState = request.app.state.server
-    name, model = state.find_model(body.model)
+    lease = await leased(request, body.model)
+    model = lease.model
     run = PoolingRun(model, body, "pool")
     classifies = bool(model.engine.info.tasks.labels)
     if body.task == "classify" or (body.task is None and classifies):
         for field in ("dimensions", "normalize"):
             if getattr(body, field) is not None:
                 raise InvalidRequestError(f"{field} is for vectors; task is 'classify'", field)
-        rows = await class_scores(state, name, model, request, body, run, raw=body.use_activation is False)
+        rows = await class_scores(state, lease, request, body, run, raw=body.use_activation is False)
     else:
         rows = await embed(state, model, request, body, run)
     pooled = PoolingList(
         id=run.id,
         created=run.created,
-        model=name,
+        model=lease.name,
         data=[Pooled(index=index, data=body.encoded(row)) for index, row in enumerate(rows)],
         usage=run.usage(),
     )

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from fastapi import Request
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, Field, InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.tasks import Activation, ModelTasks
@@ -31,7 +31,7 @@ JUDGE_PROMPT = (
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-def score_method(config: ServeConfig, tasks: ModelTasks) -> Method:
+def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
     """The server's setting, or what suits the model: its head's classes, the prompt it was trained with, or cosine.
 
     Raises:

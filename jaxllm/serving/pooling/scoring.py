@@ -30,6 +30,7 @@ from jaxllm.serving.pooling.scoring_types import (
     ScoreRequest,
     TextRank,
 )
+from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -42,13 +43,14 @@ cohere_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
 async def score(body: ScoreRequest, request: Request) -> Response:
     """How well each text goes with the query."""
     state: ServerState = request.app.state.server
-    name, model = state.find_model(body.model)
+    lease = await leased(request, body.model)
+    model = lease.model
     run = PoolingRun(model, body, "score")
     scores = await score_pairs(state, model, request, body.pairs, body, run)
     result = ScoreList(
         id=run.id,
         created=run.created,
-        model=name,
+        model=lease.name,
         data=[Score(index=index, score=value) for index, value in enumerate(scores)],
         usage=run.usage(),
     )
@@ -73,14 +75,15 @@ async def rerank_v2(body: DocumentRerankRequest, request: Request) -> Response:
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The class of each text, for models with a classification head."""
     state: ServerState = request.app.state.server
-    name, model = state.find_model(body.model)
+    lease = await leased(request, body.model)
+    model = lease.model
     run = PoolingRun(model, body, "classify")
-    probs = await class_scores(state, name, model, request, body, run, raw=not body.use_activation)
+    probs = await class_scores(state, lease, request, body, run, raw=not body.use_activation)
     labels = model.engine.info.tasks.labels
     result = ClassificationList(
         id=run.id,
         created=run.created,
-        model=name,
+        model=lease.name,
         data=[
             Classification(index=index, label=labels[int(np.argmax(row))], probs=row.tolist(), num_classes=len(labels))
             for index, row in enumerate(probs)
@@ -94,13 +97,14 @@ async def _rank(
     body: DocumentRerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
 ) -> Response:
     state: ServerState = request.app.state.server
-    name, model = state.find_model(body.model)
+    lease = await leased(request, body.model)
+    model = lease.model
     run = PoolingRun(model, body, "rerank")
     texts = body.candidates
     scores, best_first = await _ranked(state, model, request, body, run)
     result = Ranking(
         id=run.id,
-        model=name,
+        model=lease.name,
         results=[
             Rank(
                 index=index,
@@ -117,7 +121,7 @@ async def _rank(
 
 async def _rank_texts(body: RerankRequest, request: Request) -> Response:
     state: ServerState = request.app.state.server
-    _, model = state.find_model(body.model)
+    model = (await leased(request, body.model)).model
     run = PoolingRun(model, body, "rerank")
     scores, best_first = await _ranked(state, model, request, body, run)
     ranks = [

@@ -14,22 +14,22 @@ from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
-    Event,
     ItemAdded,
     ItemDone,
     McpArgumentsDelta,
     McpArgumentsDone,
     McpCallInProgress,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
     ReasoningDelta,
     ReasoningDone,
+    ResponseEvent,
     SummaryDelta,
     SummaryDone,
     SummaryPartAdded,
     SummaryPartDone,
-    TextDelta,
-    TextDone,
 )
 from jaxllm.serving.responses.items import new_id
 from jaxllm.serving.responses.objects import (
@@ -41,10 +41,10 @@ from jaxllm.serving.responses.objects import (
     OutputMessage,
     OutputReasoning,
     OutputText,
+    OutputTopLogprob,
     ReasoningText,
     SummaryText,
     TokenLogprob,
-    TopLogprob,
 )
 from jaxllm.serving.responses.toolbox import OfferedTool
 
@@ -102,7 +102,7 @@ class AnswerWriter:
         self._held = ""
         self._steps: list[Step] = []
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: Piece) -> Iterator[ResponseEvent]:
         self._steps += piece.logprobs
         for event in piece.events:
             match event:
@@ -117,7 +117,7 @@ class AnswerWriter:
 
     def begin_call(
         self, label: str, name: str, arguments: str, *, approved: str | None = None, status: ItemStatus = "completed"
-    ) -> Iterator[Event]:
+    ) -> Iterator[ResponseEvent]:
         """A call whose arguments are known already; `approved` is the id of the request that asked for it."""
         call = OutputMcpCall(
             id=new_id("mcp"),
@@ -132,7 +132,7 @@ class AnswerWriter:
         yield McpArgumentsDelta(**self._output.place(call), delta=arguments)
         yield from self._close_call(call, arguments, status)
 
-    def end(self, status: ItemStatus) -> Iterator[Event]:
+    def end(self, status: ItemStatus) -> Iterator[ResponseEvent]:
         """Close what is open: the reply is over."""
         if self._open is None and not self._output.items and self._held:
             text, self._held = self._held, ""
@@ -141,7 +141,7 @@ class AnswerWriter:
         self._held = ""
         self._steps.clear()
 
-    def _add_text(self, text: str) -> Iterator[Event]:
+    def _add_text(self, text: str) -> Iterator[ResponseEvent]:
         if not isinstance(self._open, OutputMessage):
             self._held += text
             if not self._held.strip():
@@ -151,19 +151,19 @@ class AnswerWriter:
         else:
             yield from self._say(self._open, text)
 
-    def _begin_message(self, text: str) -> Iterator[Event]:
+    def _begin_message(self, text: str) -> Iterator[ResponseEvent]:
         message = OutputMessage(id=new_id("msg"), status="in_progress", content=[])
         yield from self._begin(message)
         yield PartAdded(**self._output.place(message), part=OutputText(text=""))
         yield from self._say(message, text)
 
-    def _say(self, message: OutputMessage, text: str) -> Iterator[Event]:
+    def _say(self, message: OutputMessage, text: str) -> Iterator[ResponseEvent]:
         self._texts.append(text)
         logprobs = self._take_logprobs()
         self._logprobs += logprobs
-        yield TextDelta(**self._output.place(message), delta=text, logprobs=logprobs)
+        yield OutputTextDelta(**self._output.place(message), delta=text, logprobs=logprobs)
 
-    def _add_reasoning(self, text: str) -> Iterator[Event]:
+    def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
         self._steps.clear()
         reasoning = self._open
         if not isinstance(reasoning, OutputReasoning):
@@ -177,7 +177,7 @@ class AnswerWriter:
         kind = SummaryDelta if self._summarizes else ReasoningDelta
         yield kind(**self._output.place(reasoning), delta=text)
 
-    def _add_call(self, call_id: str, name: str) -> Iterator[Event]:
+    def _add_call(self, call_id: str, name: str) -> Iterator[ResponseEvent]:
         self._steps.clear()
         offered = self._find_tool(name)
         if offered is None:
@@ -197,7 +197,7 @@ class AnswerWriter:
             yield from self._begin(call)
             yield McpCallInProgress(**self._output.place(call))
 
-    def _add_arguments(self, text: str) -> Iterator[Event]:
+    def _add_arguments(self, text: str) -> Iterator[ResponseEvent]:
         self._steps.clear()
         self._texts.append(text)
         match self._open:
@@ -206,12 +206,12 @@ class AnswerWriter:
             case OutputMcpCall() as call:
                 yield McpArgumentsDelta(**self._output.place(call), delta=text)
 
-    def _begin(self, item: Written) -> Iterator[Event]:
+    def _begin(self, item: Written) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
         self._open, self._held = item, ""
         yield self._output.begin(item)
 
-    def _close(self, status: ItemStatus) -> Iterator[Event]:
+    def _close(self, status: ItemStatus) -> Iterator[ResponseEvent]:
         """End the open item; a call of a server's tool ends when it has been run."""
         item, text, logprobs = self._open, "".join(self._texts), self._logprobs
         self._open, self._texts, self._logprobs = None, [], []
@@ -226,7 +226,7 @@ class AnswerWriter:
                 return
             case OutputMessage():
                 part = OutputText(text=text, logprobs=logprobs)
-                yield TextDone(**self._output.place(item), text=text, logprobs=part.logprobs)
+                yield OutputTextDone(**self._output.place(item), text=text, logprobs=part.logprobs)
                 yield PartDone(**self._output.place(item), part=part)
                 item.content = [part]
             case OutputReasoning() if self._summarizes:
@@ -246,7 +246,7 @@ class AnswerWriter:
         item.status = status
         yield self._output.end(item)
 
-    def _close_call(self, call: OutputMcpCall, arguments: str, status: ItemStatus) -> Iterator[Event]:
+    def _close_call(self, call: OutputMcpCall, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
         call.arguments = arguments
         yield McpArgumentsDone(**self._output.place(call), arguments=arguments)
         if status == "completed":
@@ -255,7 +255,7 @@ class AnswerWriter:
             call.status = status
             yield self._output.end(call)
 
-    def _ask(self, request: OutputMcpApprovalRequest, arguments: str, status: ItemStatus) -> Iterator[Event]:
+    def _ask(self, request: OutputMcpApprovalRequest, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
         """Ask for approval, unless there is nothing to approve of: a call that is cut off, or cannot be run."""
         if status == "completed" and _is_object(arguments):
             request.arguments = arguments
@@ -287,7 +287,7 @@ def _logprobs(steps: Sequence[Step], count: int, token_text: TokenText) -> list[
             token.token,
             token.logprob,
             token.bytes,
-            [TopLogprob(top.token, top.logprob, top.bytes) for top in token.top_logprobs],
+            [OutputTopLogprob(top.token, top.logprob, top.bytes) for top in token.top_logprobs],
         )
         for token in chat_logprobs(steps, count, token_text).content
     ]

@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, suppress
 from sqlalchemy.exc import SQLAlchemyError
 
 from jaxllm.serving.responses.objects import STOPPED, Response
+from jaxllm.serving.responses.response_store import LEASE_SECONDS, ResponseStore
 from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.store.responses import LEASE_SECONDS, ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class BackgroundRuns:
     async def start(self, run: ResponseRun) -> BackgroundRun:
         """Store the response and let it run. Raises what the engine says at once, such as QueueFullError."""
         async with AsyncExitStack() as stack:
+            stack.enter_context(run.lease.again())
             await stack.enter_async_context(run)
             await run.begin_stored()
             active = BackgroundRun(run, stack.pop_all())

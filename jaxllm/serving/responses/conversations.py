@@ -7,33 +7,33 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.responses.objects import Conversation, DeletedConversation, ItemList, ListedItem, listed
-from jaxllm.serving.responses.paging import After, Include, Limit, Order, page
+from jaxllm.serving.responses.conversation_store import ConversationStore
+from jaxllm.serving.responses.objects import DeletedConversation, ItemList, ListedItem, StoredConversation, listed
+from jaxllm.serving.responses.paging import After, Include, Limit, OrderQuery, page
 from jaxllm.serving.responses.request import (
     ConversationItemsRequest,
     ConversationRequest,
     ConversationUpdate,
 )
 from jaxllm.serving.responses.service import Responses
-from jaxllm.serving.store.conversations import ConversationStore
 
 router = APIRouter(route_class=JSONRoute, tags=["conversations"])
 
 
-@router.post("/conversations", responses=returns(Conversation))
+@router.post("/conversations", responses=returns(StoredConversation))
 async def create_conversation(body: ConversationRequest, request: Request) -> Response:
     """Begin a conversation, empty or with items."""
     items = [item.item() for item in body.items]
     return json_response(await _store(request).create(body.metadata or {}, items))
 
 
-@router.get("/conversations/{conversation_id}", responses=returns(Conversation))
+@router.get("/conversations/{conversation_id}", responses=returns(StoredConversation))
 async def retrieve_conversation(conversation_id: str, request: Request) -> Response:
     """A conversation, without its items."""
     return json_response(await _store(request).get(conversation_id))
 
 
-@router.post("/conversations/{conversation_id}", responses=returns(Conversation))
+@router.post("/conversations/{conversation_id}", responses=returns(StoredConversation))
 async def update_conversation(conversation_id: str, body: ConversationUpdate, request: Request) -> Response:
     """Replace a conversation's metadata."""
     return json_response(await _store(request).update(conversation_id, body.metadata))
@@ -63,7 +63,7 @@ async def list_items(
     after: After = None,
     include: Include = None,
     limit: Limit = 20,
-    order: Order = "desc",
+    order: OrderQuery = "desc",
 ) -> Response:
     """A conversation's items."""
     items = await _store(request).items(conversation_id)
@@ -76,7 +76,7 @@ async def retrieve_item(conversation_id: str, item_id: str, request: Request, in
     return json_response(listed(await _store(request).item_of(conversation_id, item_id)))
 
 
-@router.delete("/conversations/{conversation_id}/items/{item_id}", responses=returns(Conversation))
+@router.delete("/conversations/{conversation_id}/items/{item_id}", responses=returns(StoredConversation))
 async def delete_item(conversation_id: str, item_id: str, request: Request) -> Response:
     """Take an item out of a conversation."""
     return json_response(await _store(request).remove(conversation_id, item_id))

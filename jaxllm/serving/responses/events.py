@@ -16,12 +16,12 @@ from jaxllm.serving.responses.objects import (
 _encode = msgspec.json.Encoder().encode
 
 
-class Event(msgspec.Struct, kw_only=True, tag_field="type"):
+class ResponseEvent(msgspec.Struct, kw_only=True, tag_field="type"):
     sequence_number: int = 0
     """Counts the events of a response from 0."""
 
 
-class _OfResponse(Event, kw_only=True):
+class _OfResponse(ResponseEvent, kw_only=True):
     response: Response
 
 
@@ -49,7 +49,7 @@ class Failed(_OfResponse, kw_only=True, tag="response.failed"):
     pass
 
 
-class _OfItem(Event, kw_only=True):
+class _OfItem(ResponseEvent, kw_only=True):
     output_index: int
     item: OutputItem
 
@@ -62,7 +62,7 @@ class ItemDone(_OfItem, kw_only=True, tag="response.output_item.done"):
     pass
 
 
-class _InItem(Event, kw_only=True):
+class _InItem(ResponseEvent, kw_only=True):
     item_id: str
     output_index: int
 
@@ -79,12 +79,12 @@ class PartDone(_OfContent, kw_only=True, tag="response.content_part.done"):
     part: OutputText | ReasoningText
 
 
-class TextDelta(_OfContent, kw_only=True, tag="response.output_text.delta"):
+class OutputTextDelta(_OfContent, kw_only=True, tag="response.output_text.delta"):
     delta: str
     logprobs: list[TokenLogprob]
 
 
-class TextDone(_OfContent, kw_only=True, tag="response.output_text.done"):
+class OutputTextDone(_OfContent, kw_only=True, tag="response.output_text.done"):
     text: str
     logprobs: list[TokenLogprob]
 
@@ -158,20 +158,21 @@ class McpCallFailed(_InItem, kw_only=True, tag="response.mcp_call.failed"):
     pass
 
 
-class StreamError(Event, kw_only=True, tag="error"):
+class StreamError(ResponseEvent, kw_only=True, tag="error"):
     code: str | None
     message: str
     param: str | None
 
 
-StreamEvent = (
+ResponseStreamEvent = (
     Created | Queued | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | TextDelta | TextDone | ReasoningDelta | ReasoningDone | SummaryPartAdded | SummaryPartDone | SummaryDelta
-    | SummaryDone | ArgumentsDelta | ArgumentsDone | McpListToolsInProgress | McpListToolsCompleted | McpListToolsFailed
-    | McpCallInProgress | McpArgumentsDelta | McpArgumentsDone | McpCallCompleted | McpCallFailed | StreamError
+    | OutputTextDelta | OutputTextDone | ReasoningDelta | ReasoningDone | SummaryPartAdded | SummaryPartDone
+    | SummaryDelta | SummaryDone | ArgumentsDelta | ArgumentsDone | McpListToolsInProgress | McpListToolsCompleted
+    | McpListToolsFailed | McpCallInProgress | McpArgumentsDelta | McpArgumentsDone | McpCallCompleted | McpCallFailed
+    | StreamError
 )  # fmt: skip
 
 
-def server_sent(event: Event) -> bytes:
+def server_sent(event: ResponseEvent) -> bytes:
     """b'event: response.created\\ndata: {"type":"response.created",…}\\n\\n'"""
     return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"

@@ -22,7 +22,7 @@ ID_PREFIXES = {
 MAX_ID = 128
 MAX_ITEMS = 10_000
 
-Status = Literal["in_progress", "completed", "incomplete"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 CallStatus = Literal["in_progress", "calling", "completed", "incomplete", "failed"]
 """Of a call that the server makes."""
 
@@ -109,7 +109,7 @@ class MessageItem(InputItem):
     """developer is the same as system."""
     content: str | list[ContentPart]
     """Text, or a list of parts."""
-    status: Status | None = None
+    status: ItemStatus | None = None
     """Sent back as it came."""
 
     @model_validator(mode="after")
@@ -143,7 +143,7 @@ class FunctionCallItem(FunctionCall, InputItem):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
     """What its output names it by."""
-    status: Status | None = None
+    status: ItemStatus | None = None
     """Sent back as it came."""
 
     def item(self) -> Item:
@@ -161,7 +161,7 @@ class FunctionCallOutputItem(InputItem):
     """Of the call that it answers."""
     output: str | list[OutputPart]
     """Text, or a list of parts."""
-    status: Status | None = None
+    status: ItemStatus | None = None
     """Sent back as it came."""
 
     def item(self) -> Item:
@@ -180,7 +180,7 @@ class ReasoningItem(InputItem):
     """Its text otherwise."""
     encrypted_content: str | None = None
     """Refused unless the text is there too: this server encrypts nothing and cannot read what others encrypted."""
-    status: Status | None = None
+    status: ItemStatus | None = None
     """Sent back as it came."""
 
     @model_validator(mode="after")

@@ -7,14 +7,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.serving.responses.items import CallStatus, Item
+from jaxllm.serving.responses.items import CallStatus, Item, ItemStatus
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
 RUNNING = ("queued", "in_progress")
 
 
-class TopLogprob(msgspec.Struct):
+class OutputTopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
@@ -24,7 +23,7 @@ class TokenLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[OutputTopLogprob]
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
@@ -228,7 +227,7 @@ def listed(item: Item) -> ListedItem:
     return msgspec.convert(item, ListedItem)
 
 
-class Conversation(msgspec.Struct):
+class StoredConversation(msgspec.Struct):
     id: str
     created_at: int
     metadata: dict[str, str]

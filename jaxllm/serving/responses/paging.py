@@ -16,7 +16,7 @@ MAX_PAGE = 100
 
 After = Annotated[str | None, Query(description="The id of the item behind which the page begins.")]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most items on a page.")]
-Order = Annotated[Literal["asc", "desc"], Query(description="asc is oldest first, desc newest first.")]
+OrderQuery = Annotated[Literal["asc", "desc"], Query(description="asc is oldest first, desc newest first.")]
 Include = Annotated[
     list[Includable] | None,
     Query(alias="include[]", description="Accepted, without effect: items are returned with all that was kept."),

@@ -9,6 +9,7 @@ from jaxllm.errors import ContextLengthError
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.prompts import sampling_params
+from jaxllm.serving.registry import Lease
 from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.messages import turns
@@ -22,15 +23,23 @@ from jaxllm.serving.state import ServerState
 class Replies:
     """Begins replies to what a request brings, the end of its `context` being its `own`.
 
-    Raises APIError for an unknown model, InvalidRequestError for settings that are out of range.
+    Raises InvalidRequestError for settings that are out of range.
     """
 
-    def __init__(self, state: ServerState, body: ResponseRequest, context: Sequence[Item], own: Sequence[Item]):
+    def __init__(
+        self,
+        state: ServerState,
+        lease: Lease,
+        body: ResponseRequest,
+        context: Sequence[Item],
+        own: Sequence[Item],
+    ):
         self._state = state
+        self._lease = lease
         self._body = body
         self._context = context
         self._own = own
-        self.model_name, self.model = state.find_model(body.model)
+        self.model_name, self.model = lease.name, lease.model
         translation = self._translation(context, Offer([], "auto"))
         with naming(translation.name):
             self.params = sampling_params(self.model, generation_settings(body))
@@ -73,7 +82,7 @@ class Replies:
         translation = self._translation(context, offer)
         with naming(translation.name):
             return await begin_reply(
-                self._state, self._body.model, translation.conversation(), settings, prefix="resp-", goes_on=True
+                self._state, self._lease, translation.conversation(), settings, prefix="resp-", goes_on=True
             )
 
     def _translation(self, context: Sequence[Item], offer: Offer) -> Translation:

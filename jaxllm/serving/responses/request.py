@@ -131,7 +131,7 @@ def _known_choice(value: Any) -> Any:
     return value
 
 
-ToolChoice = Annotated[
+ResponseToolChoice = Annotated[
     Literal["none", "auto", "required"]
     | Annotated[ChosenFunction | ChosenServer | AllowedFunctions, Field(discriminator="type")],
     BeforeValidator(_known_choice),
@@ -159,7 +159,7 @@ class PromptFields(RequestModel):
     tools: list[AnyTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     """Functions the client runs, and servers whose tools this server runs. Without it the configured servers' tools are
     offered as functions; an empty list offers none."""
-    tool_choice: ToolChoice = "auto"
+    tool_choice: ResponseToolChoice = "auto"
     """none, auto, required, a function, a server, or allowed_tools."""
     parallel_tool_calls: bool = True
     """Allow several calls in one response."""

@@ -13,9 +13,10 @@ from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream, until_disconnect
-from jaxllm.serving.responses.events import StreamEvent
+from jaxllm.serving.registry import leased
+from jaxllm.serving.responses.events import ResponseStreamEvent
 from jaxllm.serving.responses.objects import RUNNING, DeletedResponse, InputTokens, ItemList, Response
-from jaxllm.serving.responses.paging import After, Include, Limit, Order, page
+from jaxllm.serving.responses.paging import After, Include, Limit, OrderQuery, page
 from jaxllm.serving.responses.request import InputTokensRequest, ResponseRequest
 from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.state import ServerState
@@ -23,13 +24,13 @@ from jaxllm.serving.state import ServerState
 router = APIRouter(route_class=JSONRoute, tags=["responses"])
 
 
-@router.post("/responses", responses=returns(Response, events=get_args(StreamEvent)))
+@router.post("/responses", responses=returns(Response, events=get_args(ResponseStreamEvent)))
 async def create_response(body: ResponseRequest, request: Request) -> HTTPResponse:
     """Answer an input, and what it continues, with text or function calls."""
     state: ServerState = request.app.state.server
     responses: Responses = request.app.state.responses
     keep_alive = state.config.sse_keep_alive
-    run = await responses.prepare(body)
+    run = await responses.prepare(body, await leased(request, body.model))
     if body.background:
         begun = await responses.background.start(run)
         if body.stream:
@@ -46,10 +47,11 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
     responses: Responses = request.app.state.responses
-    return json_response(InputTokens(await responses.count_tokens(body)))
+    lease = await leased(request, body.model)
+    return json_response(InputTokens(await responses.count_tokens(body, lease.model)))
 
 
-@router.get("/responses/{response_id}", responses=returns(Response, events=get_args(StreamEvent)))
+@router.get("/responses/{response_id}", responses=returns(Response, events=get_args(ResponseStreamEvent)))
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -105,7 +107,7 @@ async def list_input_items(
     after: After = None,
     include: Include = None,
     limit: Limit = 20,
-    order: Order = "desc",
+    order: OrderQuery = "desc",
 ) -> HTTPResponse:
     """What a response was given, with the items of the responses that it continues."""
     responses: Responses = request.app.state.responses

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
 from jaxllm.serving.http.errors import to_api_error
-from jaxllm.serving.responses.events import Event, server_sent
+from jaxllm.serving.registry import Lease
+from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
+from jaxllm.serving.responses.response_store import ResponseStore
 from jaxllm.serving.responses.tool_loop import ToolLoop
 from jaxllm.serving.responses.writer import EventWriter
-from jaxllm.serving.store.responses import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class ResponseRun:
     def __init__(
         self,
         loop: ToolLoop,
+        lease: Lease,
         writer: EventWriter,
         input_items: Sequence[Item],
         store: ResponseStore,
@@ -33,6 +35,8 @@ class ResponseRun:
         self.keeps_events = keeps_events
         self.sent: list[bytes] = []
         """Every event so far, by its sequence number, with `keeps_events`."""
+        self.lease = lease
+        """The request's: a run that outlives the request takes one more."""
         self._loop = loop
         self._writer = writer
         self._input_items = input_items
@@ -103,5 +107,5 @@ class ResponseRun:
             await self._store.finish(response, self._input_items, begun=response.background, events=events)
 
 
-def _exhaust(events: Iterable[Event]) -> None:
+def _exhaust(events: Iterable[ResponseEvent]) -> None:
     deque(events, maxlen=0)

@@ -15,24 +15,26 @@ from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.mcp.injection import injected_tools
 from jaxllm.serving.prompts import render
+from jaxllm.serving.registry import Lease
 from jaxllm.serving.responses.any_item import ItemReference
 from jaxllm.serving.responses.approvals import approved_calls
 from jaxllm.serving.responses.background import BackgroundRuns
+from jaxllm.serving.responses.conversation_store import ConversationStore
 from jaxllm.serving.responses.items import Item, MessageItem, new_id
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import ConversationReference, Response
 from jaxllm.serving.responses.offers import as_functions, check_choice, make_offer
 from jaxllm.serving.responses.replies import Replies, special_tokens
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest
+from jaxllm.serving.responses.response_store import ResponseStore
 from jaxllm.serving.responses.run import ResponseRun
 from jaxllm.serving.responses.tool_loop import ToolLoop
 from jaxllm.serving.responses.toolbox import Toolbox
 from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.store.conversations import ConversationStore
 from jaxllm.serving.store.database import Database
-from jaxllm.serving.store.responses import ResponseStore
 
 
 class Responses:
@@ -44,12 +46,12 @@ class Responses:
         self.conversations = ConversationStore(database)
         self.background = BackgroundRuns(self.store)
 
-    async def prepare(self, body: ResponseRequest) -> ResponseRun:
+    async def prepare(self, body: ResponseRequest, lease: Lease) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
-        toolbox = await self._toolbox(body)
+        toolbox = await self._toolbox(body, lease.model)
         context, own = await self._context(body)
         approved = approved_calls(context, own, body.server_labels.values())
-        replies = Replies(self._state, body, context, own)
+        replies = Replies(self._state, lease, body, context, own)
         writer = EventWriter(
             _response(body, replies),
             summarizes=body.summarizes,
@@ -66,12 +68,11 @@ class Responses:
             listed=_listed(context),
             most_calls=self._state.config.mcp_max_calls,
         )
-        return ResponseRun(loop, writer, own, self.store, keeps_events=body.background and body.stream)
+        return ResponseRun(loop, lease, writer, own, self.store, keeps_events=body.background and body.stream)
 
-    async def count_tokens(self, body: PromptFields) -> int:
+    async def count_tokens(self, body: PromptFields, model: ServedModel) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
-        _, model = self._state.find_model(body.model)
-        toolbox = await self._toolbox(body)
+        toolbox = await self._toolbox(body, model)
         context, own = await self._context(body)
         async with aclosing(toolbox):
             await toolbox.open()
@@ -81,9 +82,8 @@ class Responses:
             rendered = await render(self._state, model, translation.conversation())
         return len(rendered.token_ids)
 
-    async def _toolbox(self, body: PromptFields) -> Toolbox:
+    async def _toolbox(self, body: PromptFields, model: ServedModel) -> Toolbox:
         """The request's tools, settled: without any, those of the configured servers, as functions."""
-        _, model = self._state.find_model(body.model)
         if "tools" not in body.model_fields_set:
             body.tools = list(as_functions(await injected_tools(self._state, model)))
         check_choice(body)

@@ -13,7 +13,7 @@ from jaxllm.errors import ContextLengthError
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.reply import Reply
-from jaxllm.serving.responses.events import Event
+from jaxllm.serving.responses.events import ResponseEvent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import OutputMcpCall
 from jaxllm.serving.responses.offers import make_offer
@@ -82,7 +82,7 @@ class ToolLoop:
             self._replies.model.running.discard(self)
             await self._toolbox.aclose()
 
-    async def events(self, keep_alive: float | None = None) -> AsyncGenerator[Iterable[Event], None]:
+    async def events(self, keep_alive: float | None = None) -> AsyncGenerator[Iterable[ResponseEvent], None]:
         """What happens, as it happens; see EventWriter. Nothing after `keep_alive` seconds of silence.
 
         Raises what stops the generation.
@@ -157,7 +157,7 @@ class ToolLoop:
             reply, self._reply = self._reply, None
             await reply.generation.__aexit__()
 
-    async def _run_calls(self, keep_alive: float | None) -> AsyncIterator[Iterable[Event]]:
+    async def _run_calls(self, keep_alive: float | None) -> AsyncIterator[Iterable[ResponseEvent]]:
         """Run the calls that wait for it, all at once where the request allows parallel calls."""
         waiting = deque(self._writer.calls)
         while waiting and not self._aborted:

@@ -14,7 +14,6 @@ from jaxllm.serving.responses.answer_writer import AnswerWriter, OutputItems
 from jaxllm.serving.responses.events import (
     Completed,
     Created,
-    Event,
     Failed,
     Incomplete,
     InProgress,
@@ -24,6 +23,7 @@ from jaxllm.serving.responses.events import (
     McpListToolsFailed,
     McpListToolsInProgress,
     Queued,
+    ResponseEvent,
     StreamError,
 )
 from jaxllm.serving.responses.items import Item, new_id
@@ -88,14 +88,14 @@ class EventWriter:
         """Whether the client has to do something before the model goes on."""
         return self._answer.asks_client
 
-    def open(self) -> Iterator[Event]:
+    def open(self) -> Iterator[ResponseEvent]:
         yield self._numbered(Created(response=self.response))
         if self.response.status == "queued":
             yield self._numbered(Queued(response=self.response))
             self.response.status = "in_progress"
         yield self._numbered(InProgress(response=self.response))
 
-    def list_tools(self, listing: Listing) -> Iterator[Event]:
+    def list_tools(self, listing: Listing) -> Iterator[ResponseEvent]:
         """What a server offers."""
         item = OutputMcpListTools(id=new_id("mcpl"), server_label=listing.label, tools=[])
         yield self._numbered(self._items.begin(item))
@@ -114,21 +114,21 @@ class EventWriter:
         yield self._numbered(ended(**self._items.place(item)))
         yield self._numbered(self._items.end(item))
 
-    def begin_approved(self, request: Item) -> Iterator[Event]:
+    def begin_approved(self, request: Item) -> Iterator[ResponseEvent]:
         """The call that an approval request asked for."""
         label, name, arguments = request["server_label"], request["name"], request["arguments"]
         yield from self._all_numbered(self._answer.begin_call(label, name, arguments, approved=request["id"]))
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: Piece) -> Iterator[ResponseEvent]:
         """What one piece of a reply brings."""
         self.finish_reason = piece.finish_reason
         yield from self._all_numbered(self._answer.add(piece))
 
-    def end_reply(self) -> Iterator[Event]:
+    def end_reply(self) -> Iterator[ResponseEvent]:
         """The reply is over; `calls` may have to be run."""
         yield from self._all_numbered(self._answer.end("completed" if self.came_to_end else "incomplete"))
 
-    def end_call(self, call: OutputMcpCall, result: ToolResult) -> Iterator[Event]:
+    def end_call(self, call: OutputMcpCall, result: ToolResult) -> Iterator[ResponseEvent]:
         """What came of one of `calls`."""
         self._answer.calls.remove(call)
         if result.error is None:
@@ -139,7 +139,7 @@ class EventWriter:
             yield self._numbered(McpCallFailed(**self._items.place(call)))
         yield self._numbered(self._items.end(call))
 
-    def finish(self, usage: Usage) -> Iterator[Event]:
+    def finish(self, usage: Usage) -> Iterator[ResponseEvent]:
         """Close what is open and settle the response; `last` tells of it."""
         yield from self._close()
         response = self.response
@@ -151,7 +151,7 @@ class EventWriter:
         else:
             response.status, response.error = "failed", STOPPED
 
-    def fail(self, error: APIError, usage: Usage) -> Iterator[Event]:
+    def fail(self, error: APIError, usage: Usage) -> Iterator[ResponseEvent]:
         """Close what is open and settle the response as failed; `last` tells of it."""
         message, told = str(error), error.body["error"]
         self.finish_reason = "error"
@@ -161,20 +161,20 @@ class EventWriter:
         self.response.usage = _usage(usage)
         yield self._numbered(StreamError(code=told["code"], message=message, param=told["param"]))
 
-    def last(self) -> Event:
+    def last(self) -> ResponseEvent:
         return self._numbered(_TERMINAL[self.response.status](response=self.response))
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[ResponseEvent]:
         yield from self.end_reply()
         for call in self.calls:
             call.status = "incomplete"
             self._answer.calls.remove(call)
             yield self._numbered(self._items.end(call))
 
-    def _all_numbered(self, events: Iterable[Event]) -> Iterator[Event]:
+    def _all_numbered(self, events: Iterable[ResponseEvent]) -> Iterator[ResponseEvent]:
         return map(self._numbered, events)
 
-    def _numbered(self, event: Event) -> Event:
+    def _numbered(self, event: ResponseEvent) -> ResponseEvent:
         event.sequence_number = self._events
         self._events += 1
         return event

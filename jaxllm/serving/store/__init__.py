@@ -1,1 +1,1 @@
-"""What outlives a request: files, batches, stored responses and conversations, in a database and a directory."""
+"""The database of what outlives a request. Each API keeps its own tables in it, defined in the API's own folder."""

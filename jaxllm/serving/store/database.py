@@ -20,7 +20,7 @@ BUSY_SECONDS = 30.0
 
 
 class Base(DeclarativeBase):
-    """The base of every table; each lives beside the logic of its objects."""
+    """The base of every table. Each table is defined by the API whose objects it holds."""
 
 
 def sqlite_url(data_dir: Path) -> URL:

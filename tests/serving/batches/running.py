@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import openai
 import uvicorn
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.app import create_app
 from jaxllm.serving.server import bind
 from tests.serving.conftest import wait_for
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import FakeEngine, app_of
 
 CHAT = "/v1/chat/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -23,11 +23,13 @@ FINAL = ("completed", "failed", "expired", "cancelled")
 class Running:
     """A server of an engine and a data directory, until it is stopped."""
 
-    def __init__(self, engine: FakeEngine, data_dir: Path, **settings: Any):
+    def __init__(
+        self, engine: FakeEngine, data_dir: Path, others: Mapping[str, FakeEngine] | None = None, **settings: Any
+    ):
         config = ServeConfig(model="fake", port=0, data_dir=data_dir, **settings)
         listener = bind(config.host, config.port)
         self.engine = engine
-        self.app = create_app(config, engine)  # type: ignore[arg-type]
+        self.app = app_of(config, engine, others)
         self.server = uvicorn.Server(
             uvicorn.Config(self.app, http="httptools", log_config=None, timeout_graceful_shutdown=1)
         )
@@ -60,7 +62,7 @@ class Running:
     def stop(self) -> None:
         self.server.should_exit = True
         self.thread.join(10)
-        assert not self.thread.is_alive()
+        assert not self.thread.is_alive() and not self.server.lifespan.shutdown_failed
         self.client.close()
 
 

@@ -102,7 +102,7 @@ def test_a_full_disk_is_507_and_leaves_nothing(
 
     broken = {
         "the temporary file": "starlette.datastructures.UploadFile.write",
-        "the file": "jaxllm.serving.store.files.os.fsync",
+        "the file": "jaxllm.serving.batches.file_store.os.fsync",
         "the row": "sqlalchemy.ext.asyncio.AsyncSession.add",
     }[place]
     with monkeypatch.context() as patch:

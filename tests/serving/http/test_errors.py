@@ -10,8 +10,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.app import create_app
-from tests.serving.fake_engine import CONTEXT, FakeEngine
+from tests.serving.fake_engine import CONTEXT, FakeEngine, app_of
 
 HELLO = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -389,4 +388,4 @@ def test_cors(make_client: Any, engine: FakeEngine) -> None:
 
 def test_unreadable_chat_template(tmp_path: Any, engine: FakeEngine) -> None:
     with pytest.raises(ConfigError, match=r"chat_template is .*none\.jinja"):
-        create_app(ServeConfig(chat_template=tmp_path / "none.jinja"), engine)  # type: ignore[arg-type]
+        app_of(ServeConfig(chat_template=tmp_path / "none.jinja"), engine)

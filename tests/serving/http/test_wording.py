@@ -15,12 +15,11 @@ from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.app import create_app
 from jaxllm.serving.http.errors import to_api_error
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.wording import ACCEPTED
 from tests.serving.api_surface import BODIES, Route, routes
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import FakeEngine, app_of
 
 FOREIGN = re.compile(
     r"input should|value error|value_error|field required|extra inputs|extra_forbidden|should (be|have|match)"
@@ -80,7 +79,7 @@ BODY_ROUTES = [route for route in routes() if route.models]
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     """One for all: hardly a request here is taken."""
     config = ServeConfig(model="fake", data_dir=tmp_path_factory.mktemp("data"))
-    app = create_app(config, FakeEngine())  # type: ignore[arg-type]
+    app = app_of(config, FakeEngine())
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
         yield client
 

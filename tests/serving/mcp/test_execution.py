@@ -219,7 +219,7 @@ def test_none_may_be_called(client: TestClient, engine: FakeEngine) -> None:
     assert choice["message"]["mcp_calls"] == [] and choice["finish_reason"] == "stop" and "maths" not in prompt(engine)
 
 
-@pytest.mark.covers("Message", "mcp_calls")
+@pytest.mark.covers("ChatMessageParam", "mcp_calls")
 def test_an_answer_may_be_sent_back_as_it_came(client: TestClient, engine: FakeEngine) -> None:
     engine.script = [SUM, "It is 42."]
     message = post(client, mcp=EXECUTE).json()["choices"][0]["message"]

@@ -21,7 +21,7 @@ def engine() -> FakeEngine:
     return engine
 
 
-@pytest.mark.covers("Message", "role", "content", "name", "refusal", "reasoning_content", "reasoning")
+@pytest.mark.covers("ChatMessageParam", "role", "content", "name", "refusal", "reasoning_content", "reasoning")
 @pytest.mark.covers("TextPart", "text")
 @pytest.mark.covers("RefusalPart", "refusal")
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ModelConfig
 from jaxllm.serving.served_model import ServedModel
 from tests.serving.fake_engine import CONTEXT, FakeEngine
 from tests.serving.openai.test_chat import HELLO, PROMPT
@@ -84,7 +84,7 @@ class TestOwnTemplates:
 
 
 def test_long_ones_are_not_kept(engine: FakeEngine) -> None:
-    model = ServedModel(ServeConfig(model="fake"), engine, "fake")  # type: ignore[arg-type]
+    model = ServedModel(ModelConfig(model="fake"), engine)  # type: ignore[arg-type]
     tracemalloc.start()
     for number in range(20):
         model.formats(f"{number}" + "a" * 2**20)

@@ -249,7 +249,7 @@ HISTORY = [
 ]
 
 
-@pytest.mark.covers("Message", "tool_calls", "tool_call_id")
+@pytest.mark.covers("ChatMessageParam", "tool_calls", "tool_call_id")
 @pytest.mark.covers("HistoryToolCall", "id", "function")
 @pytest.mark.covers("FunctionCall", "name", "arguments")
 def test_history_reaches_the_template(client: TestClient, engine: FakeEngine) -> None:

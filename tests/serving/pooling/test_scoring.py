@@ -14,10 +14,9 @@ from jaxllm.config import ServeConfig
 from jaxllm.engine.front.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError
 from jaxllm.requests.tasks import ModelTasks
-from jaxllm.serving.app import create_app
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
-from tests.serving.fake_engine import BOS, CONTEXT, HEAD, HIDDEN, ByteTokenizer, FakeEngine
+from tests.serving.fake_engine import BOS, CONTEXT, HEAD, HIDDEN, ByteTokenizer, FakeEngine, app_of
 
 ONE_CLASS = ModelTasks(labels=("relevant",), activation="sigmoid")
 THREE_CLASSES = ModelTasks(labels=("glad", "sad", "angry"))
@@ -325,7 +324,7 @@ def test_a_real_classifier_answers_as_transformers_does(name: str, tmp_path: Pat
     ids = golden.prompt_token_ids
     engine = AsyncLLM(**settings)
     try:
-        with TestClient(create_app(ServeConfig(**settings), engine), base_url="http://localhost") as client:  # type: ignore[arg-type]
+        with TestClient(app_of(ServeConfig(**settings), engine), base_url="http://localhost") as client:
             body = post(client, "/classify", input=[ids, ids[:7], ids[:23]])
             for path, prompt in (("completions", {"prompt": ids}), ("completions", {"prompt": ids, "stream": True})):
                 error = client.post(f"/v1/{path}", json=prompt)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy import insert, select
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.batches.file_store import FileRow
 from jaxllm.serving.store.database import Database, sqlite_url
-from jaxllm.serving.store.files import FileRow
+from tests.serving.fake_engine import FakeEngine
 
 
 def row(name: str) -> dict[str, object]:
@@ -97,3 +101,44 @@ def test_wrong_url_is_one_line_without_the_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^database_url cannot be used .*sqlite\+aiosqlite:///PATH") as error:
         Database(url)
     assert "secret" not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A data directory whose database an earlier version made."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    with closing(sqlite3.connect(directory / "jaxllm.db")) as connection:
+        connection.executescript((Path(__file__).parent / "first_layout.sql").read_text())
+    return directory
+
+
+def test_an_earlier_versions_objects_are_still_served(
+    make_client: Callable[..., TestClient], engine: FakeEngine, earlier: Path
+) -> None:
+    client = make_client(engine, data_dir=earlier)
+    assert client.get("/v1/files/file-1").json()["filename"] == "in.jsonl"
+    assert client.get("/v1/batches/batch_1").json()["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    assert client.get("/v1/conversations/conv_1").json()["metadata"] == {"topic": "capitals"}
+    assert client.get("/v1/conversations/conv_1/items").json()["data"][0]["content"][0]["text"] == "Hi"
+    made = client.post("/v1/responses", json={"input": "And you?", "conversation": "conv_1"})
+    assert client.get(f"/v1/responses/{made.json()['id']}").json()["status"] == "completed"
+
+
+def test_tables_are_those_of_earlier_versions(earlier: Path, tmp_path: Path) -> None:
+    """An existing table is used as it is, so a column that it lacks would be missed when it is first read."""
+
+    async def main() -> None:
+        database = Database(sqlite_url(tmp_path / "new"))
+        await database.open()
+        await database.close()
+
+    asyncio.run(main())
+    assert columns(tmp_path / "new") == columns(earlier)
+
+
+def columns(directory: Path) -> set[tuple[str, str, str, bool]]:
+    """(table, column, type, NOT NULL) of all tables."""
+    query = 'SELECT t.name, c.name, c.type, c."notnull" FROM sqlite_master t, pragma_table_info(t.name) c'
+    with closing(sqlite3.connect(directory / "jaxllm.db")) as connection:
+        return {*connection.execute(f"{query} WHERE t.type = 'table'")}

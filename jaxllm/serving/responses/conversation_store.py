@@ -12,7 +12,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.items import Item, new_id
-from jaxllm.serving.responses.objects import Conversation
+from jaxllm.serving.responses.objects import StoredConversation
 from jaxllm.serving.store.database import Base, Database
 
 _item_decoder = msgspec.json.Decoder(Item)
@@ -46,7 +46,7 @@ class ConversationStore:
     def __init__(self, database: Database):
         self._database = database
 
-    async def create(self, metadata: dict[str, str], items: Sequence[Item]) -> Conversation:
+    async def create(self, metadata: dict[str, str], items: Sequence[Item]) -> StoredConversation:
         row = ConversationRow(id=new_id("conv"), created_at=int(time.time()), attached=msgspec.json.encode(metadata))
         async with self._database.transaction() as session:
             session.add(row)
@@ -54,11 +54,11 @@ class ConversationStore:
             await append_items(session, row.id, items)
         return _conversation(row)
 
-    async def get(self, conversation_id: str) -> Conversation:
+    async def get(self, conversation_id: str) -> StoredConversation:
         async with self._database.session() as session:
             return _conversation(await _find(session, conversation_id))
 
-    async def update(self, conversation_id: str, metadata: dict[str, str]) -> Conversation:
+    async def update(self, conversation_id: str, metadata: dict[str, str]) -> StoredConversation:
         async with self._database.transaction() as session:
             row = await _find(session, conversation_id)
             row.attached = msgspec.json.encode(metadata)
@@ -105,7 +105,7 @@ class ConversationStore:
             raise _no_item(conversation_id, item_id)
         return _item_decoder.decode(body)
 
-    async def remove(self, conversation_id: str, item_id: str) -> Conversation:
+    async def remove(self, conversation_id: str, item_id: str) -> StoredConversation:
         async with self._database.transaction() as session:
             row = await _find(session, conversation_id)
             found = await session.scalar(select(ConversationItemRow).where(*_named(conversation_id, item_id)))
@@ -158,5 +158,5 @@ def _no_item(conversation_id: str, item_id: str) -> APIError:
     return APIError(404, message, param="item_id", code="item_not_found")
 
 
-def _conversation(row: ConversationRow) -> Conversation:
-    return Conversation(row.id, row.created_at, _metadata_decoder.decode(row.attached))
+def _conversation(row: ConversationRow) -> StoredConversation:
+    return StoredConversation(row.id, row.created_at, _metadata_decoder.decode(row.attached))

@@ -16,12 +16,12 @@ from jaxllm.serving.batches.batch_types import (
     COMPLETION_WINDOWS,
     Batch,
     BatchErrors,
+    BatchInputTokensDetails,
     BatchList,
     BatchListQuery,
+    BatchOutputTokensDetails,
     BatchRequest,
     BatchUsage,
-    InputTokensDetails,
-    OutputTokensDetails,
     RequestCounts,
 )
 from jaxllm.serving.http.api_error import APIError
@@ -160,9 +160,9 @@ def batch_object(row: BatchRow) -> Batch:
         request_counts=RequestCounts(total=row.total, completed=row.completed, failed=row.failed),
         usage=BatchUsage(
             input_tokens=row.input_tokens,
-            input_tokens_details=InputTokensDetails(row.cached_tokens),
+            input_tokens_details=BatchInputTokensDetails(row.cached_tokens),
             output_tokens=row.output_tokens,
-            output_tokens_details=OutputTokensDetails(row.reasoning_tokens),
+            output_tokens_details=BatchOutputTokensDetails(row.reasoning_tokens),
             total_tokens=row.input_tokens + row.output_tokens,
         ),
         metadata=row.labels,

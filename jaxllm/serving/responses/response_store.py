@@ -10,9 +10,9 @@ from sqlalchemy import CursorResult, Float, ForeignKey, LargeBinary, String, del
 from sqlalchemy.orm import Mapped, aliased, mapped_column
 
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.responses.conversation_store import append_items
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import RUNNING, STOPPED, Response, ResponseError
-from jaxllm.serving.store.conversations import append_items
 from jaxllm.serving.store.database import Base, Database
 
 LEASE_SECONDS = 60.0
