@@ -13,13 +13,12 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-import jaxllm
 from jaxllm import compat, cpu_kernels
 from jaxllm.engine.device.executables import COMPILER_OPTIONS
 from jaxllm.engine.device.saved import fingerprint
 from jaxllm.engine.start.plan import Blueprint
 
-ROOT = Path(jaxllm.__file__).parent
+ROOT = Path(__file__).parents[2]
 TRACED = ("compat.py", "engine", "models", "quantization", "pallas_kernels", "cpu_kernels", "sharding", "requests")
 """Where all is that a step is made of."""
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
@@ -33,7 +32,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
     spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
     plain = (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.decode_steps, sizes.max_model_len, sizes.page_size)
     return {
-        "jaxllm": f"{jaxllm.__version__}, sources {sources_digest()}",
+        "jaxllm": f"sources {sources_digest()}",
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",
         "python": platform.python_version(),
         "compiler": f"{compat.compile_options_digest(mesh.size)}, {COMPILER_OPTIONS.get(device.platform, {})}",
