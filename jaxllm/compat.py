@@ -84,8 +84,11 @@ def compile_cache() -> Path | None:
 
 
 def compile_options_digest(num_devices: int) -> str:
-    """Of what XLA is told by flags, variables and JAX's configuration."""
+    """Of what XLA is told by flags, variables and JAX's configuration, but for where its caches are."""
     options = compiler.get_compile_options(num_replicas=1, num_partitions=num_devices)
+    debug = options.executable_build_options.debug_options
+    for name in ("xla_gpu_kernel_cache_file", "xla_gpu_per_fusion_autotune_cache_dir"):
+        setattr(debug, name, "")
     return hashlib.sha256(options.SerializeAsString()).hexdigest()[:16]
 
 

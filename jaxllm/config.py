@@ -144,6 +144,8 @@ class EngineConfig(BaseModel):
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"
     """Compiled executables are kept here between starts; null turns the cache off."""
+    executables: Path | None = None
+    """A folder that `jaxllm compile` made for these settings: executables are loaded from it, and none compiled."""
     engine_process: bool | None = None
     """Run the engine loop in a process of its own (default: yes for serve, no in notebooks)."""
 

@@ -60,7 +60,7 @@ SAMPLES: dict[str, Any] = {
     "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
-    "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
+    "compile_cache_dir": "/c", "executables": "/e", "state_cache_memory": "1MiB", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
     "served_model_name": "s", "chat_template": "/x.jinja", "allowed_origins": "*", "allowed_hosts": "*",
     "web": False, "max_body_size": "1MB", "sse_keep_alive": 2.5, "shutdown_timeout": 0.0, "log_level": "debug",
     "enable_request_logging": True,

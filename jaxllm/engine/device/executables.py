@@ -10,6 +10,8 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxllm.compat import compile_lowered, compile_to_save
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kind, Variant
@@ -198,19 +200,7 @@ class Executables:
 
     def _compile(self, key: Key) -> Compiled:
         began = time.perf_counter()
-        f = self._functions
-        builders: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
-            "decode": lambda: f.decode(key.size, key.variant),
-            "backbone": lambda: f.backbone(key.size),
-            "head": lambda: f.head(key.size, key.variant),
-            "score": lambda: f.score(key.size),
-            "score_all": lambda: f.score_all(key.size),
-            "pool": f.pool,
-            "token_logits": lambda: f.token_logits(key.size),
-            "admit": f.admit,
-            "adjust": f.adjust,
-        }
-        function, args = builders[key.kind]()
+        function, args = self._functions.step(key)
         found = self._saved.load(key, args) if self._saved is not None else None
         if found is not None:
             logger.debug("loaded %s in %.2f s", key, time.perf_counter() - began)
@@ -218,15 +208,20 @@ class Executables:
         lowered = function.lower(*args)  # type: ignore[attr-defined]
         if self._jobs.closed:
             raise CancelledError("the engine was shut down")
-        options = COMPILER_OPTIONS.get(f.platform)
-        if self._saved is None:
-            compiled, can_be_saved = compile_lowered(lowered, options), False
-        else:
-            compiled, can_be_saved = compile_to_save(lowered, options)
+        compiled = compile_step(lowered, key, self._functions.platform, self._saved)
         seconds = time.perf_counter() - began
         with self._lock:
             self._seconds += seconds
         logger.debug("compiled %s in %.2f s", key, seconds)
-        if self._saved is not None and can_be_saved:
-            self._saved.save(key, compiled)
         return compiled
+
+
+def compile_step(lowered: jax.stages.Lowered, key: Key, platform: str, saved: SavedExecutables | None) -> Compiled:
+    """The executable of a step that has been traced and lowered; it is saved, where something keeps executables."""
+    options = COMPILER_OPTIONS.get(platform)
+    if saved is None:
+        return compile_lowered(lowered, options)
+    compiled, can_be_saved = compile_to_save(lowered, options)
+    if can_be_saved:
+        saved.save(key, compiled)
+    return compiled

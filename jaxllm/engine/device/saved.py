@@ -36,69 +36,99 @@ _RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sam
 
 
 class SavedExecutables:
-    """The executables of one engine, in a folder named by the digest of all that they depend on."""
+    """The executables of one engine, in a folder named by the digest of all that they depend on.
 
-    def __init__(self, root: Path, manifest: dict[str, str], devices: Sequence[jax.Device]):
-        """`manifest` says in words what the executables depend on; `devices` are those of the mesh, in its order."""
+    Those that were `shipped` in a folder of their own are looked for first; nothing is ever written there.
+    """
+
+    def __init__(
+        self,
+        root: Path | None,
+        manifest: dict[str, str],
+        devices: Sequence[jax.Device],
+        shipped: Path | None = None,
+    ):
+        """`manifest` says in words what the executables depend on; `devices` are those of the mesh, in its order.
+
+        Without `root` none are saved.
+        """
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        self.directory = root / digest[:32]
+        self.name = digest[:32]
         self._root = root
+        self._roots = [place for place in (shipped, root) if place is not None]
         self._manifest = manifest
         self._devices = list(devices)
         self._complained: set[str] = set()
 
+    def has(self, key: Key) -> bool:
+        """Whether there is a file for this step."""
+        return any(self._path(root, key).exists() for root in self._roots)
+
     def load(self, key: Key, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         """The executable of a step whose abstract arguments these are; None where it has to be compiled."""
-        path = self._path(key)
+        found = (self._load(self._path(root, key), root, key, arguments) for root in self._roots)
+        return next((executable for executable in found if executable is not None), None)
+
+    def _load(self, path: Path, root: Path, key: Key, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         try:
-            content = _read(path, self._root)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError) as error:
-            self._complain("loaded", error)
-            return None
-        header, payload = content
-        if header["key"] != str(key):
-            self._complain("loaded", ValueError(f"{path} is of the step {header['key']!r}"))
-            return None
-        try:
+            header, payload = _read(path, root)
+            if header["key"] != str(key):
+                raise ValueError(f"{path} is of the step {header['key']!r}")
             in_tree = jax.tree.structure((arguments, {}))
             out_tree = jax.tree.structure(_decoded(header["returns"]))
             return compat.load_executable(payload, in_tree, out_tree, self._devices)
-        except (
-            Exception
-        ) as error:  # whatever it is that another jaxlib finds in it: it is compiled as if it were not there
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:  # of pickle, JAX or XLA: whatever it is, the step can be compiled
             self._complain("loaded", error)
             return None
 
     def save(self, key: Key, compiled: jax.stages.Compiled) -> None:
         """Keep an executable for the next start. A full disk or a folder that is not writable is said once."""
+        if self._root is None:
+            return
         try:
             payload, out_tree = compat.save_executable(compiled)
             returns = _encoded(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
             digest = hashlib.sha256(payload).hexdigest()
             header = {"key": str(key), "sha256": digest, "size": len(payload), "returns": returns}
-            self._prepare()
-            _write(self._path(key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
+            self._prepare(self._root)
+            _write(self._path(self._root, key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
         except (OSError, ValueError, NotImplementedError) as error:
             self._complain("saved", error)
 
-    def _path(self, key: Key) -> Path:
-        return self.directory / f"{key}.executable"
-
-    def _prepare(self) -> None:
-        """The folder, with a manifest for people to read; the longest unused of the others go."""
-        if self.directory.is_dir():
-            return
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _write(self.directory / "manifest.json", [json.dumps(self._manifest, indent=2, sort_keys=True).encode()])
-        for old in sorted(self._root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_SETS]:
-            _remove(old)
-
     def touch(self) -> None:
         """These executables are in use."""
-        if self.directory.is_dir():
-            os.utime(self.directory)
+        if self._root is not None and (self._root / self.name).is_dir():
+            os.utime(self._root / self.name)
+
+    def difference(self, root: Path) -> str | None:
+        """What the executables in `root` are for and these are not, in one line; None where there are some of these."""
+        if (root / self.name).is_dir():
+            return None
+        others = [json.loads(path.read_text()) for path in root.glob("*/manifest.json")]
+        if not others:
+            return "there are none in it"
+        nearest = min(others, key=lambda other: len(self._unlike(other)))
+        return "; ".join(f"{name} is {there!r} there and {here!r} here" for name, there, here in self._unlike(nearest))
+
+    def _unlike(self, other: dict[str, str]) -> list[tuple[str, str, str]]:
+        names = sorted(self._manifest.keys() | other.keys())
+        both = [(name, other.get(name, ""), self._manifest.get(name, "")) for name in names]
+        return [(name, there, here) for name, there, here in both if there != here]
+
+    def _path(self, root: Path, key: Key) -> Path:
+        return root / self.name / f"{key}.executable"
+
+    def _prepare(self, root: Path) -> None:
+        """The folder, with a manifest for people to read; the longest unused of the others go."""
+        directory = root / self.name
+        if directory.is_dir():
+            return
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write(directory / "manifest.json", [json.dumps(self._manifest, indent=2, sort_keys=True).encode()])
+        for old in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_SETS]:
+            _remove(old)
 
     def _complain(self, what: str, error: BaseException) -> None:
         if what not in self._complained:

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch
-from jaxllm.engine.device.keys import USES, Kind, Variant
+from jaxllm.engine.device.keys import USES, Key, Kind, Variant
 from jaxllm.engine.device.packing import (
     SETTING_FLOATS,
     admit_packing,
@@ -153,6 +153,17 @@ class StepFunctions:
             return rest._replace(caches=caches)
 
         return self._jit(make, (), _specs(state), donate=())()
+
+    def step(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The jitted function that a key names, and the abstract arguments to compile it for; nothing is traced yet."""
+        if key.kind == "decode":
+            return self.decode(key.size, key.variant)
+        if key.kind == "head":
+            return self.head(key.size, key.variant)
+        sized = {"backbone": self.backbone, "score": self.score, "score_all": self.score_all}
+        sized |= {"token_logits": self.token_logits}
+        unsized = {"pool": self.pool, "admit": self.admit, "adjust": self.adjust}
+        return sized[key.kind](key.size) if key.kind in sized else unsized[key.kind]()
 
     def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, ints) -> (caches, slots, Sampled)`: up to `decode_steps` tokens for each of `rows`.

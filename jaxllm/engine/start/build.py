@@ -77,7 +77,7 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
     for note in blueprint.plan.notes:
         logger.warning(note)
     functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
-    saved = _saved_executables(blueprint, mesh)
+    saved = saved_executables(config, blueprint, mesh)
     executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager, saved=saved)
     clock.lap("plan")
     executables.begin()
@@ -90,13 +90,23 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
         raise
 
 
-def _saved_executables(blueprint: Blueprint, mesh: Mesh) -> SavedExecutables | None:
-    """Those of earlier starts with all the same, beside XLA's own cache; none where that is off."""
-    cache = compat.compile_cache()
-    if cache is None:
+def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables | None:
+    """Those that were made ahead, and those of earlier starts with all the same, beside XLA's own cache.
+
+    Raises:
+        ConfigError: config.executables is no folder.
+    """
+    cache, shipped = compat.compile_cache(), config.executables
+    if cache is None and shipped is None:
         return None
-    saved = SavedExecutables(cache / "executables", step_manifest(blueprint, mesh), mesh.devices.flatten().tolist())
+    root = None if cache is None else cache / "executables"
+    saved = SavedExecutables(root, step_manifest(blueprint, mesh), mesh.devices.flatten().tolist(), shipped)
     saved.touch()
+    if shipped is not None:
+        if not shipped.is_dir():
+            raise ConfigError(f"executables is {str(shipped)!r}, which is no folder; `jaxllm compile` makes one")
+        if difference := saved.difference(shipped):
+            logger.warning("the executables in %s are not for this engine, which compiles: %s", shipped, difference)
     return saved
 
 

@@ -30,7 +30,8 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
     spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
-    plain = (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.decode_steps, sizes.max_model_len, sizes.page_size)
+    limits = ("max_num_seqs", "max_num_batched_tokens", "decode_steps", "max_model_len", "page_size", "num_pages")
+    stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots"))
     return {
         "jaxllm": f"sources {sources_digest()}",
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",
@@ -40,7 +41,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "processor": _processor() if on_cpu else "any",
         "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.tiles else kernels.name,
         "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
-        "sizes": f"{plain}, caches {fingerprint(sizes.buffers)}, {sizes.hidden_size}, {sizes.vocab_size}",
+        "sizes": f"{stated}, caches {fingerprint((sizes.buffers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,
         "expert_parallel": str(blueprint.options.expert_parallel),
     }

@@ -124,7 +124,7 @@ def test_what_is_not_whole_or_may_be_a_strangers_is_compiled(functions, tmp_path
     key = Key("admit")
     first = executables(functions, tmp_path)
     first.get(key), first.get(Key("score_all", 2))
-    damaged(saved_in(tmp_path).directory / "admit.executable", how)
+    damaged(tmp_path / saved_in(tmp_path).name / "admit.executable", how)
     with caplog.at_level(logging.WARNING):
         again = executables(functions, tmp_path)
         again.get(key)
@@ -157,12 +157,12 @@ def test_the_longest_unused_sets_go(functions, tmp_path):
     for number in range(KEPT_SETS + 2):
         one = saved_in(tmp_path, str(number))
         one.save(Key("admit"), compiled)  # type: ignore[arg-type]
-        os.utime(one.directory, (number, number))
+        os.utime(tmp_path / one.name, (number, number))
         if number == 2:
             kept = one
         saved_in(tmp_path, "2").touch() if number > 2 else None
-    assert kept.directory.exists()
-    assert not saved_in(tmp_path, "0").directory.exists()
+    assert (tmp_path / kept.name).exists()
+    assert not (tmp_path / saved_in(tmp_path, "0").name).exists()
     assert len([p for p in tmp_path.iterdir() if p.name != "other"]) <= KEPT_SETS
 
 
@@ -198,3 +198,14 @@ def test_what_surrounds_the_steps_makes_another_set(model, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("NPROC", "77")
     assert step_manifest(blueprint, mesh) != plain
+
+
+def test_what_differs_from_the_nearest_set_is_said(functions, tmp_path):
+    here = SavedExecutables(None, {"model": "m", "jax": "2", "sizes": "8"}, jax.devices()[:1])
+    assert here.difference(tmp_path) == "there are none in it"
+    compiled = executables(functions, tmp_path / "other").get(Key("admit"))
+    for manifest in ({"model": "m", "jax": "1", "sizes": "8"}, {"model": "o", "jax": "1", "sizes": "8"}):
+        SavedExecutables(tmp_path, manifest, jax.devices()[:1]).save(Key("admit"), compiled)  # type: ignore[arg-type]
+    assert here.difference(tmp_path) == "jax is '1' there and '2' here"
+    same = SavedExecutables(None, {"model": "m", "jax": "1", "sizes": "8"}, jax.devices()[:1])
+    assert same.difference(tmp_path) is None
