@@ -39,7 +39,7 @@ def compile(
             progress.update(bar, total=len(keys), completed=keys.index(key), description=f"compiling {key}")
 
         try:
-            made = compile_ahead(config, output, show)
+            made = compile_ahead(config, output, on_key=show)
         except OSError as error:
             raise ConfigError(f"--output is {str(output)!r}: {error}") from None
     files = list(made.glob("*.executable"))

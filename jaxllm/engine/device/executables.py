@@ -10,10 +10,9 @@ from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxllm.compat import compile_lowered, compile_to_save
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
+from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kind, Variant
 from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
@@ -67,12 +66,17 @@ class Executables:
         *,
         eager: bool = False,
         saved: SavedExecutables | None = None,
+        helper: CompilingProcess | None = None,
     ):
         """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed.
 
-        What `saved` has is loaded, and what is compiled is saved in it.
+        What `saved` has is loaded, and what is compiled is saved in it. A `helper` compiles what nobody waits for.
         """
         self._saved = saved
+        self._helper = helper
+        self._helped: dict[str, Key] = {}
+        """By name, what the helper is to compile and has not."""
+        self._helped_all = threading.Event()
         self._functions = functions
         self._sizes: dict[Kind, tuple[int, ...]] = {
             "decode": buckets.decode,
@@ -91,7 +95,7 @@ class Executables:
     @property
     def compiles(self) -> Compiles:
         """What has been compiled so far, and what has been asked for."""
-        pending = sum(not job.done() for job in list(self._compiles.values()))
+        pending = len(self._helped) + sum(not job.done() for job in list(self._compiles.values()))
         return Compiles(sum(self._ready(key) for key in self._foreseen), self._unforeseen, pending, self._seconds)
 
     @property
@@ -136,8 +140,15 @@ class Executables:
         keys = self.plan()
         self._foreseen = set(keys)
         urgent = self.covering_keys()
+        if self._helper is not None and self._saved is not None:
+            self._helped = {str(key): key for key in keys if key not in urgent and not self._saved.has(key)}
         for key in keys:
-            self._submit(key, urgent=key in urgent)
+            if str(key) not in self._helped:
+                self._submit(key, urgent=key in urgent)
+        if self._helped and self._helper is not None:
+            self._helper.start(self._load_helped, self._compile_the_rest)
+        else:
+            self._helped_all.set()
 
     def wait_until_covered(self) -> None:
         """Block until a covering bucket of each phase is ready."""
@@ -147,6 +158,8 @@ class Executables:
 
     def wait(self) -> None:
         """Block until everything that was asked for is compiled."""
+        if not self._eager:
+            self._helped_all.wait()
         for job in list(self._compiles.values()):
             job.result()
 
@@ -173,6 +186,7 @@ class Executables:
         with self._lock:
             job = self._compiles.get(key)
             if job is None:
+                self._helped.pop(str(key), None)
                 if not self._eager and key not in self._foreseen:
                     self._unforeseen += 1
                     logger.warning("compiling %s, which was not planned", key)
@@ -187,8 +201,22 @@ class Executables:
 
     def close(self) -> None:
         """Drop what is compiled and what is to be; a compile that has begun goes on, for nobody."""
+        if self._helper is not None:
+            self._helper.close()
         self._jobs.close()
         self._compiles = {}
+
+    def _load_helped(self, name: str) -> None:
+        with self._lock:
+            key = self._helped.pop(name, None)
+            if key is not None and key not in self._compiles:
+                self._submit(key, urgent=False)
+
+    def _compile_the_rest(self) -> None:
+        """The helper has ended: nothing is left where it has done all."""
+        for name in list(self._helped):
+            self._load_helped(name)
+        self._helped_all.set()
 
     def _ready(self, key: Key) -> bool:
         job = self._compiles.get(key)
@@ -216,8 +244,8 @@ class Executables:
         return compiled
 
 
-def compile_step(lowered: jax.stages.Lowered, key: Key, platform: str, saved: SavedExecutables | None) -> Compiled:
-    """The executable of a step that has been traced and lowered; it is saved, where something keeps executables."""
+def compile_step(lowered: Any, key: Key, platform: str, saved: SavedExecutables | None) -> Compiled:
+    """The executable of a `jax.stages.Lowered` step; it is saved, where something keeps executables."""
     options = COMPILER_OPTIONS.get(platform)
     if saved is None:
         return compile_lowered(lowered, options)

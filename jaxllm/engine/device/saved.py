@@ -54,19 +54,19 @@ class SavedExecutables:
         """
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         self.name = digest[:32]
-        self._root = root
-        self._roots = [place for place in (shipped, root) if place is not None]
+        self.root = root
+        self.roots = [place for place in (shipped, root) if place is not None]
         self._manifest = manifest
         self._devices = list(devices)
         self._complained: set[str] = set()
 
     def has(self, key: Key) -> bool:
         """Whether there is a file for this step."""
-        return any(self._path(root, key).exists() for root in self._roots)
+        return any(self._path(root, key).exists() for root in self.roots)
 
     def load(self, key: Key, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         """The executable of a step whose abstract arguments these are; None where it has to be compiled."""
-        found = (self._load(self._path(root, key), root, key, arguments) for root in self._roots)
+        found = (self._load(self._path(root, key), root, key, arguments) for root in self.roots)
         return next((executable for executable in found if executable is not None), None)
 
     def _load(self, path: Path, root: Path, key: Key, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -85,22 +85,22 @@ class SavedExecutables:
 
     def save(self, key: Key, compiled: jax.stages.Compiled) -> None:
         """Keep an executable for the next start. A full disk or a folder that is not writable is said once."""
-        if self._root is None:
+        if self.root is None:
             return
         try:
             payload, out_tree = compat.save_executable(compiled)
             returns = _encoded(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
             digest = hashlib.sha256(payload).hexdigest()
             header = {"key": str(key), "sha256": digest, "size": len(payload), "returns": returns}
-            self._prepare(self._root)
-            _write(self._path(self._root, key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
+            self._prepare(self.root)
+            _write(self._path(self.root, key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
         except (OSError, ValueError, NotImplementedError) as error:
             self._complain("saved", error)
 
     def touch(self) -> None:
         """These executables are in use."""
-        if self._root is not None and (self._root / self.name).is_dir():
-            os.utime(self._root / self.name)
+        if self.root is not None and (self.root / self.name).is_dir():
+            os.utime(self.root / self.name)
 
     def difference(self, root: Path) -> str | None:
         """What the executables in `root` are for and these are not, in one line; None where there are some of these."""

@@ -1,8 +1,12 @@
-"""Compiled steps made ahead of a start: by `jaxllm compile`, from a model's shapes and without its weights."""
+"""Compiled steps made of a model's shapes, without its weights: ahead of a start, or beside it in another process.
+
+`python -m jaxllm.engine.start.ahead CONFIG OUTPUT SET` is that process. It says the name of each step that is saved.
+"""
 
 from __future__ import annotations
 
-import logging
+import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -18,19 +22,26 @@ from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.source import resolve_model
 
-logger = logging.getLogger(__name__)
+IDLE_PRIORITY = 19
 
 
 def compile_ahead(
-    config: EngineConfig, output: Path, on_key: Callable[[Iterable[Key], Key], None] = lambda keys, key: None
+    config: EngineConfig,
+    output: Path,
+    *,
+    expected: str | None = None,
+    on_key: Callable[[Iterable[Key], Key], None] = lambda keys, key: None,
+    on_saved: Callable[[Key], None] = lambda key: None,
 ) -> Path:
     """Compile every step that an engine of this config plans, and save them in a folder of `output`, which is returned.
 
-    What is there already stays. `on_key` is told of all steps and of the one whose turn it is.
+    What is there already stays. `on_key` is told of all steps and of the one whose turn it is, `on_saved` of each that
+    is there. `expected` is the name that the folder must have.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: as the engine's start would.
         OSError: the folder cannot be written.
+        ValueError: these are not the executables that were expected.
     """
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_checkpoint(path, config.load_format)
@@ -39,6 +50,8 @@ def compile_ahead(
     checkpoint.close()
     output.mkdir(parents=True, exist_ok=True, mode=0o700)
     saved = SavedExecutables(output, step_manifest(blueprint, mesh), mesh.devices.flatten().tolist())
+    if expected not in (None, saved.name):
+        raise ValueError(f"the executables would be {saved.name}, and {expected} are wanted")
     functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
     keys = Executables(functions, blueprint.plan.buckets, eager=True).plan()
     for key in keys:
@@ -46,7 +59,21 @@ def compile_ahead(
         if not saved.has(key):
             function, arguments = functions.step(key)
             compile_step(function.lower(*arguments), key, functions.platform, saved)  # type: ignore[attr-defined]
-    missing = [str(key) for key in keys if not saved.has(key)]
-    if missing:
-        raise OSError(f"{', '.join(missing)} could not be saved in {output}")
+        if not saved.has(key):
+            raise OSError(f"{key} could not be saved in {output}")
+        on_saved(key)
     return output / saved.name
+
+
+def main(config: str, output: str, expected: str) -> None:
+    os.nice(IDLE_PRIORITY)
+    compile_ahead(
+        EngineConfig.model_validate_json(config),
+        Path(output),
+        expected=expected,
+        on_saved=lambda key: print(key, flush=True),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

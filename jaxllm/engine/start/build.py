@@ -16,6 +16,7 @@ from jaxllm import compat
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.runner import Runner
@@ -44,6 +45,8 @@ from jaxllm.weights.read_ahead import reading_ahead
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
+
+LAYERS_WORTH_A_PROCESS = 8
 
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -78,7 +81,8 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
         logger.warning(note)
     functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
     saved = saved_executables(config, blueprint, mesh)
-    executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager, saved=saved)
+    helper = _helper(config, blueprint, saved)
+    executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager, saved=saved, helper=helper)
     clock.lap("plan")
     executables.begin()
     try:
@@ -108,6 +112,17 @@ def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) ->
         if difference := saved.difference(shipped):
             logger.warning("the executables in %s are not for this engine, which compiles: %s", shipped, difference)
     return saved
+
+
+def _helper(config: EngineConfig, blueprint: Blueprint, saved: SavedExecutables | None) -> CompilingProcess | None:
+    """A process that compiles what nobody waits for: on a CPU, which two processes can compile for at once, and where
+    there is so much to trace that it is worth another start of Python."""
+    large = blueprint.spec.config.num_layers >= LAYERS_WORTH_A_PROCESS
+    if saved is None or saved.root is None or blueprint.plan.platform != "cpu" or not large:
+        return None
+    plan = blueprint.plan  # not what is free when the process begins
+    sizes = {"kv_cache_memory": plan.kv_bytes, "state_cache_memory": plan.state_cache_bytes}
+    return CompilingProcess(config.model_copy(update=sizes).model_dump_json(), str(saved.root), saved.name)
 
 
 def device_line(mesh: Mesh, memory: int, planned: int) -> str:

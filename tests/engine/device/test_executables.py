@@ -1,6 +1,5 @@
 """In which order executables are compiled, and for whom: with compiles that end when the test says so."""
 
-import inspect
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
@@ -8,8 +7,10 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 import pytest
 
 from jaxllm.engine.device.buckets import Buckets
+from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.executables import URGENT_THREADS, Executables
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key
+from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
 
 SOON = 5.0
@@ -36,32 +37,8 @@ class FakeFunctions(StepFunctions):
         self._finished: set[Key] = set()
         self._open = False
 
-    def decode(self, rows, variant):
-        return FakeFunction(self, Key("decode", rows, variant)), ()
-
-    def backbone(self, tokens):
-        return FakeFunction(self, Key("backbone", tokens)), ()
-
-    def head(self, rows, variant):
-        return FakeFunction(self, Key("head", rows, variant)), ()
-
-    def score(self, rows):
-        return FakeFunction(self, Key("score", rows)), ()
-
-    def score_all(self, rows):
-        return FakeFunction(self, Key("score_all", rows)), ()
-
-    def pool(self):
-        return FakeFunction(self, Key("pool")), ()
-
-    def token_logits(self, rows):
-        return FakeFunction(self, Key("token_logits", rows)), ()
-
-    def admit(self):
-        return FakeFunction(self, Key("admit")), ()
-
-    def adjust(self):
-        return FakeFunction(self, Key("adjust")), ()
+    def step(self, key):
+        return FakeFunction(self, key), ()
 
     def finish(self, *keys: Key) -> None:
         with self._changed:
@@ -91,6 +68,9 @@ class FakeFunctions(StepFunctions):
 class FakeFunction:
     def __init__(self, functions, key):
         self._functions, self._key = functions, key
+
+    def __call__(self):
+        raise AssertionError("nothing is run here")
 
     def lower(self):
         return self
@@ -125,16 +105,6 @@ def begin_and_cover(functions, executables):
     functions.finish(*executables.covering_keys())
     executables.wait_until_covered()
     return executables.plan()[len(executables.covering_keys()) :]
-
-
-def test_the_fake_has_the_step_functions_of_the_real_one():
-    def steps(cls):
-        public = {n: f for n, f in vars(cls).items() if inspect.isfunction(f) and not n.startswith("_")}
-        return {n: list(inspect.signature(f).parameters) for n, f in public.items()}
-
-    fake, real = steps(FakeFunctions), steps(StepFunctions)
-    names = {"decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust"}
-    assert {n: fake[n] for n in names} == {n: real[n] for n in names}
 
 
 @pytest.mark.parametrize(("platform", "graph"), [("cpu", False), ("cuda", True), ("gpu", True), ("tpu", False)])
@@ -204,7 +174,8 @@ def test_a_step_takes_the_smallest_that_is_ready_and_covers_it(functions, execut
 
 
 def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executables, monkeypatch):
-    monkeypatch.setattr(functions, "pool", lambda: 1 / 0)
+    step = functions.step
+    monkeypatch.setattr(functions, "step", lambda key: 1 / 0 if key.kind == "pool" else step(key))
     begin_and_cover(functions, executables)
     functions.finish_all()
     with pytest.raises(ZeroDivisionError):
@@ -229,3 +200,88 @@ def test_closing_drops_what_has_not_begun_and_waits_for_nothing(functions, execu
     functions.finish_all()
     time.sleep(A_WHILE)
     assert functions.begun == begun
+
+
+class FakeSaved(SavedExecutables):
+    """Stands in for SavedExecutables: the steps whose names it has are loaded."""
+
+    def __init__(self):
+        self.names: set[str] = set()
+        self.loaded: list[Key] = []
+
+    def has(self, key):
+        return str(key) in self.names
+
+    def load(self, key, arguments):
+        if str(key) not in self.names:
+            return None
+        self.loaded.append(key)
+        return Compiled(f"loaded {key}")
+
+    def save(self, key, compiled):
+        self.names.add(str(key))
+
+
+class FakeHelper(CompilingProcess):
+    """Stands in for CompilingProcess: it has saved what the test says."""
+
+    def __init__(self, saved):
+        self._saved = saved
+        self.closed = False
+
+    def start(self, on_saved, on_end):
+        self._on_saved, self.end = on_saved, on_end
+
+    def save(self, key):
+        self._saved.names.add(str(key))
+        self._on_saved(str(key))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def helped(functions, monkeypatch):
+    """Executables with a helper, whose covering steps are compiled."""
+    monkeypatch.setattr(
+        "jaxllm.engine.device.executables.compile_to_save", lambda lowered, options: (lowered.compile(), True)
+    )
+    saved = FakeSaved()
+    executables = Executables(functions, Buckets.build(4, 32), saved=saved, helper=FakeHelper(saved))
+    begin_and_cover(functions, executables)
+    yield executables
+    executables.close()
+
+
+def test_what_a_helper_has_saved_is_loaded(functions, helped):
+    rest = helped.plan()[len(helped.covering_keys()) :]
+    assert helped.compiles.pending == len(rest)
+    for key in rest:
+        helped._helper.save(key)
+    helped._helper.end()
+    helped.wait()
+    assert helped._saved.loaded == rest
+    assert set(functions.begun) == set(helped.covering_keys()), "the engine has compiled nothing else"
+    assert helped.compiles.pending == 0
+
+
+def test_what_a_request_waits_for_is_compiled_at_once_although_a_helper_will(functions, helped):
+    key = Key("head", 1, SAMPLED)
+    functions.finish(key)
+    assert helped.get(key) == f"compiled {key}"
+    helped._helper.save(key)
+    assert key not in helped._saved.loaded
+
+
+def test_what_a_helper_leaves_is_compiled_here(functions, helped):
+    rest = helped.plan()[len(helped.covering_keys()) :]
+    helped._helper.save(rest[0])
+    helped._helper.end()
+    functions.finish_all()
+    helped.wait()
+    assert helped._saved.loaded == rest[:1] and set(rest[1:]) <= set(functions.begun)
+
+
+def test_a_helper_ends_with_the_engine(helped):
+    helped.close()
+    assert helped._helper.closed
