@@ -8,8 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from jaxllm.cli.convert.plan import ConversionPlan, plan_conversion
 from jaxllm.config import EngineConfig
-from jaxllm.engine.convert.plan import ConversionPlan, plan_conversion
 from jaxllm.engine.start.progress import Progress
 from jaxllm.errors import ConfigError
 from jaxllm.models.importance import with_importance
