@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, gpu_products, reference, tpu_limits
+from jaxllm.pallas_kernels import cpu, reference, tpu_limits
+from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
@@ -118,7 +119,7 @@ class Kernels:
 
 
 def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
-    from jaxllm.pallas_kernels.gpu import paged_attention  # Pallas takes half a second to import
+    from jaxllm.pallas_kernels.gpu.attention import paged_attention  # Pallas takes half a second to import
 
     return paged_attention(*args, **options)
 
@@ -127,7 +128,7 @@ def _gpu_latent_attention(
     q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any
 ) -> tuple[jax.Array, Pages] | None:
     """Where the weight is 16-bit floats: others are expanded and multiplied by XLA, and latents stored by it."""
-    from jaxllm.pallas_kernels.gpu_latent import latent_attention
+    from jaxllm.pallas_kernels.gpu.latent import latent_attention
 
     matrices = weight.kernel_matrices
     if matrices is None or len(matrices) > 1 or matrices[0].scale is not None or matrices[0].dtype.itemsize != 2:

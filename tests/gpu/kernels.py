@@ -26,15 +26,15 @@ from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare
-from jaxllm.pallas_kernels.gpu_decode import decode_attention
-from jaxllm.pallas_kernels.gpu_groups import RowLists, most_tiles
-from jaxllm.pallas_kernels.gpu_latent import absorb_and_store, expand_heads
-from jaxllm.pallas_kernels.gpu_matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu_norm import add_norm
-from jaxllm.pallas_kernels.gpu_prefill import prefill_attention
-from jaxllm.pallas_kernels.gpu_route import route
-from jaxllm.pallas_kernels.gpu_store import turn_and_store
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.gpu.decode import decode_attention
+from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
+from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
+from jaxllm.pallas_kernels.gpu.route import route
+from jaxllm.pallas_kernels.gpu.store import turn_and_store
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
 from jaxllm.quantization.coded import FP8

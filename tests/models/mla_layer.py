@@ -20,7 +20,7 @@ from jaxllm.models.layers.mla import MLAConfig, MLAttention
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
-from jaxllm.pallas_kernels.gpu_latent import latent_attention
+from jaxllm.pallas_kernels.gpu.latent import latent_attention
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 
 SIZE = 44

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import REFERENCE, choose_kernels, gpu_products
+from jaxllm.pallas_kernels import REFERENCE, choose_kernels
+from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.pages import PageUse
 from tests.pallas_kernels.oracle import ragged_batch

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu_float8 import round_to_even, to_e4m3
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.gpu.float8 import round_to_even, to_e4m3
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import LARGEST_CODE, SCALE_BYTES, Pages

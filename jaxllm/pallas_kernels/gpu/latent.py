@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu import attend_to_pages
-from jaxllm.pallas_kernels.gpu_store import store_token, turned_with
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec, Part
+from jaxllm.pallas_kernels.gpu.attention import attend_to_pages
+from jaxllm.pallas_kernels.gpu.store import store_token, turned_with
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, Part
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxllm.models.layers.rope import RopeConfig, rope_angles
-from jaxllm.pallas_kernels import RootMeanSquare, gpu_latent
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage
 from tests.pallas_kernels.oracle import ragged_batch
 
@@ -45,7 +46,7 @@ def check(
     shape = (*batch.pages[0].shape[:-1], size + SCALE_BYTES * bool(pages))
     before = jnp.zeros(shape, QUANTIZED[pages] if pages else dtype)
     spec = AttentionSpec(heads, 1, size, shape[2], jnp.dtype(dtype), 1.0, None, None, latents, bool(pages))
-    found, (after,) = gpu_latent.absorb_and_store(
+    found, (after,) = absorb_and_store(
         q,
         latent,
         expand,
@@ -128,7 +129,7 @@ def test_values_are_expanded(sizes, tokens, dtype, tolerance):
     random = np.random.default_rng(tokens)
     x = jnp.asarray(random.standard_normal((tokens, heads, latents)), dtype)
     expand = jnp.asarray(random.standard_normal((heads * (STILL + values), latents)) * latents**-0.5, dtype)
-    out = gpu_latent.expand_heads(x, expand, STILL, interpret=True)
+    out = expand_heads(x, expand, STILL, interpret=True)
     rows = np.asarray(expand, np.float64).reshape(heads, STILL + values, latents)[:, STILL:]
     expected = np.einsum("thl,hvl->thv", np.asarray(x, np.float64), rows)
     assert out.dtype == dtype
