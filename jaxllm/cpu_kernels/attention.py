@@ -21,7 +21,7 @@ DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 
 
 class Rotary(NamedTuple):
-    """Each token's angles: the first `2 * half` channels of every head of queries and keys turn by them."""
+    """Each token's angles: the first `2 * half` channels of every head of queries and keys are rotated by them."""
 
     cos: Float[Array, "T half"]
     sin: Float[Array, "T half"]
@@ -30,7 +30,7 @@ class Rotary(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of every head of queries and of keys, before they turn; see `products.Norm`."""
+    """RMS norms of every head of queries and of keys, before they are rotated; see `products.Norm`."""
 
     q: Float[Array, "D"]
     k: Float[Array, "D"]

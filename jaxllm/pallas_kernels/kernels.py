@@ -97,7 +97,7 @@ class Kernels:
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
         tiles: weights go into tiles for the C++ kernels, where those have them.
-        turns_heads: attention takes the heads' norms and angles, and applies them itself.
+        rotates_heads: attention takes the heads' norms and angles, and applies them itself.
         smallest_rows: that a decode is padded to; one alone would leave XLA's fast matrix products.
     """
 
@@ -114,7 +114,7 @@ class Kernels:
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
     tiles: bool = False
-    turns_heads: bool = False
+    rotates_heads: bool = False
     smallest_rows: int = 2
 
 
@@ -158,7 +158,7 @@ COMPILED_GPU = replace(
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 
 GPU = replace(
-    COMPILED_GPU, name="gpu", attention=_gpu_attention, latent_attention=_gpu_latent_attention, turns_heads=True
+    COMPILED_GPU, name="gpu", attention=_gpu_attention, latent_attention=_gpu_latent_attention, rotates_heads=True
 )
 """Pallas, through its Triton lowering."""
 
@@ -167,7 +167,7 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
-    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
+    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, tiles=True, rotates_heads=True,
     page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""

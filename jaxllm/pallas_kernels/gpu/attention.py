@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
 from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
-from jaxllm.pallas_kernels.gpu.store import turn_and_store
+from jaxllm.pallas_kernels.gpu.store import rotate_and_store
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
@@ -36,7 +36,7 @@ def paged_attention(
     norms: tuple[RootMeanSquare, RootMeanSquare] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """Norms and turns heads where that is asked for, writes the pages, then attends; see `kernels.PagedAttention`.
+    """Norms and rotates heads where that is asked for, writes the pages, then attends; see `kernels.PagedAttention`.
 
     Accumulates in float32; the dots take the query's dtype (bfloat16, float16 or float32), and pages of another dtype
     are cast to it as they are read. `interpret` runs the kernels as XLA operations, on any platform.
@@ -49,7 +49,7 @@ def paged_attention(
     if v is None:
         pages = write_pages(pages, k, v, meta)
     else:
-        q, pages = turn_and_store(q, k, v, pages, meta, spec, angles, norms, interpret=interpret)
+        q, pages = rotate_and_store(q, k, v, pages, meta, spec, angles, norms, interpret=interpret)
     return attend_to_pages(q, pages, meta, spec, sinks, interpret=interpret), pages
 
 

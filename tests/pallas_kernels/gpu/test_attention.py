@@ -145,33 +145,33 @@ def test_a_window_reads_no_page_before_it():
     check(ragged_batch(decodes=(900, 130), prefills=((700, 40),), window=100, unused=NAN), window=100)
 
 
-class Turned(NamedTuple):
+class Rotary(NamedTuple):
     angles: Any
     norms: Any
 
 
-def turning(batch: RaggedBatch, dim: int, interleaved: bool, normed: bool) -> Turned:
+def rotary_inputs(batch: RaggedBatch, dim: int, interleaved: bool, normed: bool) -> Rotary:
     random = np.random.default_rng(5)
     rope = RopeConfig(dim=dim, interleaved=interleaved)
     angles = rope_angles(rope, batch.meta.positions, batch.meta.rotary_lengths)
     weights = random.uniform(0.5, 1.5, (2, batch.q.shape[-1]))
     norms = tuple(RootMeanSquare(jnp.asarray(w, jnp.float32), 1e-6) for w in weights)
-    return Turned(angles, norms if normed else None)
+    return Rotary(angles, norms if normed else None)
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(
     ("dim", "interleaved", "head_dim"), [(64, False, 64), (64, True, 64), (32, False, 80), (96, False, 96)]
 )
-def test_heads_are_normed_and_turned_on_the_way(dim, interleaved, head_dim, normed):
+def test_heads_are_normed_and_rotated_on_the_way(dim, interleaved, head_dim, normed):
     batch = ragged_batch(**MIXED, head_dim=head_dim, unused=NAN)
-    turned = turning(batch, dim, interleaved, normed)
+    rotary = rotary_inputs(batch, dim, interleaved, normed)
     q, k = batch.q, batch.k
-    if turned.norms:
-        q, k = (norm(x) for norm, x in zip(turned.norms, (q, k), strict=True))
-    beforehand = dataclasses.replace(batch, q=rotate(q, turned.angles), k=rotate(k, turned.angles))
+    if rotary.norms:
+        q, k = (norm(x) for norm, x in zip(rotary.norms, (q, k), strict=True))
+    beforehand = dataclasses.replace(batch, q=rotate(q, rotary.angles), k=rotate(k, rotary.angles))
     expected, expected_pages = run(beforehand, scale=0.1)
-    out, pages = run(batch, scale=0.1, angles=turned.angles, norms=turned.norms)
+    out, pages = run(batch, scale=0.1, angles=rotary.angles, norms=rotary.norms)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     for buffer, expected_buffer in zip(pages, expected_pages, strict=True):
         np.testing.assert_allclose(buffer[1:], expected_buffer[1:], rtol=1e-5, atol=1e-6)
