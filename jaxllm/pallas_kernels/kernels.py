@@ -96,7 +96,7 @@ class Kernels:
             its values. `one_product` says that queries and latents are projected from the same.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
-        tiles: weights go into tiles for the C++ kernels, where those have them.
+        native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
         rotates_heads: attention takes the heads' norms and angles, and applies them itself.
         smallest_rows: that a decode is padded to; one alone would leave XLA's fast matrix products.
     """
@@ -113,7 +113,7 @@ class Kernels:
     experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
-    tiles: bool = False
+    native: bool = False
     rotates_heads: bool = False
     smallest_rows: int = 2
 
@@ -167,7 +167,7 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
-    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, tiles=True, rotates_heads=True,
+    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, native=True, rotates_heads=True,
     page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""

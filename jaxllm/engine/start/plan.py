@@ -172,7 +172,7 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
         return True  # whoever asks for another kind must say that these are to be expanded first
     if config.dequantize is None and isinstance(checkpoint, SavedCheckpoint) and checkpoint.is_requantized:
         return True  # as with the flags that it was converted with
-    return not config.dequantize if config.dequantize is not None else kernels.tiles or platform.name != "cpu"
+    return not config.dequantize if config.dequantize is not None else kernels.native or platform.name != "cpu"
 
 
 def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> Blueprint:
@@ -208,7 +208,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         keeps_packed(config, checkpoint, kernels, platform),
         config.isq,
         config.isq_map or {},
-        tiles=kernels.tiles,
+        tiles=kernels.native,
     )
     model, params = abstract_model(spec, options, kinds)
 
@@ -220,7 +220,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         decode=config.decode_buckets,
         prefill=config.prefill_buckets,
     )
-    decode_steps = config.decode_steps or (NATIVE_DECODE_STEPS if kernels.tiles else 1)
+    decode_steps = config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native else 1)
     notes = kinds.notes
     if wanted > model_config.max_position_embeddings:
         raise ConfigError(
