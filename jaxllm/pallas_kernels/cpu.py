@@ -111,8 +111,8 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Any, group_sizes: Int[Array,
     return cpu_kernels.grouped_matmul(x, matrices[0], group_sizes)
 
 
-def _before(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, cpu_kernels.Norm | None]:
+def _before(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, cpu_kernels.RowNorm | None]:
     """What the kernels take: the norm with `x` as it is, or `x` behind a norm that they do not know."""
     if isinstance(norm, RootMeanSquare):
-        return x, cpu_kernels.Norm(norm.weight, norm.eps)
+        return x, cpu_kernels.RowNorm(norm.weight, norm.eps)
     return (x if norm is None else norm(x)), None

@@ -13,10 +13,12 @@ from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.source import resolve_model
 
-Format = Literal["orbax", "safetensors", "gguf"]
+TargetFormat = Literal["orbax", "safetensors", "gguf"]
 
 
-def convert_model(config: EngineConfig, destination: Path, to: Format, on_progress: Progress | None = None) -> None:
+def convert_model(
+    config: EngineConfig, destination: Path, to: TargetFormat, on_progress: Progress | None = None
+) -> None:
     """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
 
     Raises:
@@ -27,7 +29,7 @@ def convert_model(config: EngineConfig, destination: Path, to: Format, on_progre
     from jaxllm.cli.convert.orbax import write_orbax
     from jaxllm.cli.convert.safetensors import write_safetensors
 
-    writers: dict[Format, Callable[[EngineConfig, Checkpoint, Path, Progress | None], None]] = {
+    writers: dict[TargetFormat, Callable[[EngineConfig, Checkpoint, Path, Progress | None], None]] = {
         "orbax": write_orbax,
         "safetensors": write_safetensors,
         "gguf": write_gguf,
