@@ -15,7 +15,7 @@ from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 
-Messages = list[dict[str, str]]
+ChatHistory = list[dict[str, str]]
 
 HELP = """\
 /system TEXT  set the system prompt (nothing: remove it) and start over
@@ -29,7 +29,7 @@ class Backend(Protocol):
 
     name: str
 
-    def answer(self, messages: Messages) -> AsyncIterator[str]:
+    def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         """Pieces of the next answer's text; closing the iterator stops it."""
 
 
@@ -102,7 +102,7 @@ class EngineBackend:
             self.engine.shutdown()
             raise ConfigError(f"{config.model} has no chat template; try `jaxllm generate --raw`")
 
-    async def answer(self, messages: Messages) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         from jaxllm.cli.generate import chat_tokens
 
         async for _, delta in self.engine.stream(chat_tokens(self.engine, messages), self.params):
@@ -118,7 +118,7 @@ class ServerBackend:
     def __init__(self, client: Any, name: str, sampling: dict[str, Any]):
         self.client, self.name, self.sampling = client, name, sampling
 
-    async def answer(self, messages: Messages) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         body = {"model": self.name, "messages": messages, **self.sampling}
         async for event in self.client.stream("/v1/chat/completions", body):
             for choice in event["choices"]:
@@ -133,7 +133,7 @@ class Chat:
 
         self.backend = backend
         self.system = system
-        self.messages: Messages = []
+        self.messages: ChatHistory = []
         self.console = Console(highlight=False)
 
     def loop(self, runner: asyncio.Runner) -> None:

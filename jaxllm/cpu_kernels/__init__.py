@@ -27,7 +27,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
               value_dim, rotary, norms) -> (out [T, H, Dv], pages); see `attention.py`
     zeros(shape, dtype) -> [*shape], in huge pages
 
-`norm` is `Norm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
+`norm` is `RowNorm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
@@ -35,7 +35,7 @@ from jaxllm.cpu_kernels.huge_pages import zeros
 from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
-    Norm,
+    RowNorm,
     Tiles,
     argmax,
     embed,
@@ -52,8 +52,8 @@ __all__ = [
     "GROUP",
     "SCALED",
     "HeadNorms",
-    "Norm",
     "Rotary",
+    "RowNorm",
     "Tiles",
     "argmax",
     "attention",

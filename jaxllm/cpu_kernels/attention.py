@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.cpu_kernels.library import call
 
-Pages = tuple[Shaped[Array, "N K page_size D"], ...]
+PageBuffers = tuple[Shaped[Array, "N K page_size D"], ...]
 
 PAGE_DTYPES = tuple(map(np.dtype, (np.uint16, np.float32, np.int8, np.uint8)))
 """Pages of these types are served: the bits of bfloat16, float32, and codes: integers, or the bits of e4m3."""
@@ -21,7 +21,7 @@ DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 
 
 class Rotary(NamedTuple):
-    """Each token's angles: the first `2 * half` channels of every head of queries and keys turn by them."""
+    """Each token's angles: the first `2 * half` channels of every head of queries and keys are rotated by them."""
 
     cos: Float[Array, "T half"]
     sin: Float[Array, "T half"]
@@ -30,7 +30,7 @@ class Rotary(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of every head of queries and of keys, before they turn; see `products.Norm`."""
+    """RMS norms of every head of queries and of keys, before they are rotated; see `products.RowNorm`."""
 
     q: Float[Array, "D"]
     k: Float[Array, "D"]
@@ -42,7 +42,7 @@ def attention(
     q: Float[Array, "T H D"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K Dv"] | None,
-    pages: Pages,
+    pages: PageBuffers,
     positions: Int[Array, "T"],
     seq_ids: Int[Array, "T"],
     page_table: Int[Array, "S P"],
@@ -54,7 +54,7 @@ def attention(
     value_dim: int | None = None,
     rotary: Rotary | None = None,
     norms: HeadNorms | None = None,
-) -> tuple[Float[Array, "T H Dv"], Pages]:
+) -> tuple[Float[Array, "T H Dv"], PageBuffers]:
     """Write new keys and values into their pages, then attend to what each token may see.
 
     Args:

@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
         return self.tiles.shape[-2] * tile_inputs(self.format)
 
 
-class Norm(NamedTuple):
+class RowNorm(NamedTuple):
     """An RMS norm: `x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)`, in float32."""
 
     weight: Float[Array, "i"]
@@ -51,7 +51,7 @@ def linear(
     format: str,
     rows: int,
     *,
-    norm: Norm | None = None,
+    norm: RowNorm | None = None,
     residual: Float[Array, "... o"] | None = None,
 ) -> Float[Array, "... o"]:
     """`x @ w.T`, float32 `[..., rows]`; of the normalised `x` with `norm`, and added to `residual` if there is one.
@@ -67,7 +67,7 @@ def linears(
     x: Float[Array, "... i"],
     weights: Sequence[Tiles],
     *,
-    norm: Norm | None = None,
+    norm: RowNorm | None = None,
     residual: Float[Array, "... o"] | None = None,
 ) -> tuple[Float[Array, "... o"], ...]:
     """`linear` with several matrices of any formats in one call: a result for each. `residual` is for one alone."""
@@ -95,7 +95,7 @@ def mlp(
     down: Tiles,
     activation: str,
     *,
-    norm: Norm | None = None,
+    norm: RowNorm | None = None,
     residual: Float[Array, "... o"] | None = None,
 ) -> Float[Array, "... o"]:
     """`(activation(x @ gate.T) * (x @ up.T)) @ down.T + residual`, float32, as two calls of `linear` would have it.
@@ -133,7 +133,7 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Tiles, group_sizes: Int[Arra
     )
 
 
-def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: Norm | None = None) -> Int[Array, "..."]:
+def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: RowNorm | None = None) -> Int[Array, "..."]:
     """The index of each row's greatest product, int32, without the products ever lying in memory; as `jnp.argmax`."""
     return call("jaxllm_argmax", ShapeDtypeStruct(x.shape[:-1], jnp.int32))(
         x,
@@ -152,10 +152,10 @@ def embed(ids: Int[Array, "..."], table: Tiles, inputs: int) -> Float[Array, "..
     )
 
 
-def _norm_arguments(norm: Norm | None) -> tuple[jax.Array, ...]:
+def _norm_arguments(norm: RowNorm | None) -> tuple[jax.Array, ...]:
     return () if norm is None else (norm.weight.astype(jnp.float32),)
 
 
-def _norm_attributes(norm: Norm | None) -> dict[str, object]:
+def _norm_attributes(norm: RowNorm | None) -> dict[str, object]:
     epsilon, offset = (0.0, 0.0) if norm is None else (norm.epsilon, norm.weight_offset)
     return {"norm": norm is not None, "epsilon": np.float32(epsilon), "weight_offset": np.float32(offset)}

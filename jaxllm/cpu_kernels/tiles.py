@@ -20,7 +20,7 @@ GROUP = 16
 _room = Room()
 
 
-class Format(IntEnum):
+class TileFormat(IntEnum):
     """How tiles hold weights; numbered as in `src/formats.h`."""
 
     Q4_0 = 0
@@ -38,7 +38,7 @@ class Format(IntEnum):
     E4M3 = 12
 
 
-FORMATS = tuple(format.name.lower() for format in Format)
+FORMATS = tuple(format.name.lower() for format in TileFormat)
 """The formats' names, which are also what `repack` takes them from."""
 
 SCALED = ("i8", "e4m3")
@@ -55,7 +55,7 @@ def number(format: str) -> int:
     """
     if format.lower() not in FORMATS:
         raise ValueError(f"the format is {format!r}; there are tiles of {', '.join(FORMATS)}")
-    return int(Format[format.upper()])
+    return int(TileFormat[format.upper()])
 
 
 def tile_inputs(format: str) -> int:

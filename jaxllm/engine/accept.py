@@ -14,14 +14,12 @@ from jaxllm.engine.device.handle import Handle, Result, Score, on_host
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.engine.request import Request
-from jaxllm.engine.thinking import Thinking
-from jaxllm.requests.outputs import Logprob
+from jaxllm.engine.thinking_budget import Thinking
+from jaxllm.requests.outputs import Logprob, RankedLogprobs
 from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.engine.grammar import Constraint
-
-TokenLogprobs = list[tuple[int, Logprob]]
 
 
 class Results:
@@ -140,7 +138,7 @@ class Results:
                 delta.text += detokenizer.flush()
 
 
-def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> TokenLogprobs:
+def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> RankedLogprobs:
     """The chosen token first, then the most likely, best first, or those that were asked for, in their order."""
     chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
     asked = len(params.logprob_token_ids)

@@ -25,7 +25,7 @@ from jaxllm.engine.messages import STEP_TOKENS, EngineRequest, EngineStats, Toke
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
-from jaxllm.engine.thinking import Thinking
+from jaxllm.engine.thinking_budget import Thinking
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.text.bad_words import spellings

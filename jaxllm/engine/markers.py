@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.requests.thinking_markers import ThinkingMarkers
 
 MARKER_TOKENS = 16
 """How many of the last tokens are searched."""

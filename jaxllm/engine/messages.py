@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.outputs import RankedLogprobs
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
@@ -46,7 +46,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     request_id: str
     token_ids: list[int] = []
     text: str = ""
-    logprobs: list[list[tuple[int, Logprob]]] | None = None
+    logprobs: list[RankedLogprobs] | None = None
     prompt_logprobs: PromptScores | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

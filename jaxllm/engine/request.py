@@ -18,7 +18,7 @@ from jaxllm.requests.sampling import SamplingParams
 if TYPE_CHECKING:
     from jaxllm.engine.grammar import Constraint
     from jaxllm.engine.settings import Settings
-    from jaxllm.engine.thinking import Thinking
+    from jaxllm.engine.thinking_budget import Thinking
 
 
 class Status(enum.Enum):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["starting", "ready", "failed", "stopped"]
+ServerStatus = Literal["starting", "ready", "failed", "stopped"]
 
 FIRST_DELAY = 0.5
 """Seconds before a further attempt to connect; each one waits twice as long. A connection that was steady is tried anew
@@ -43,7 +43,7 @@ class ToolServer:
         self.settings = settings
         self.label = settings.label
         self.description = settings.description
-        self.status: Status = "starting"
+        self.status: ServerStatus = "starting"
         self.error: str | None = None
         """What went wrong last, while status is failed."""
         self.tools: Sequence[ServerTool] = ()
@@ -208,7 +208,7 @@ class ToolServer:
         for name, reason in listing.refused.items():
             logger.warning("MCP server %s: its tool %s is left out: %s", self.label, name, reason)
 
-    def _settle(self, status: Status, error: str | None) -> None:
+    def _settle(self, status: ServerStatus, error: str | None) -> None:
         self.status, self.error = status, error
         if status != "ready":
             self.tools, self.refused = (), {}

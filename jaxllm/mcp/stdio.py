@@ -41,7 +41,7 @@ _KEPT_COMPLAINTS = 20
 _COMPLAINT = 2000
 
 
-class Ended(Exception):
+class ProcessFailed(Exception):
     """The process is gone, or is of no more use; says why."""
 
 
@@ -156,7 +156,7 @@ async def _read(child: Child, process: Process, heard: Any) -> None:
                         logger.debug("%s said what is no message", child._settings.label)
                         message = error
                     await heard.send(message)
-            except Ended as error:
+            except ProcessFailed as error:
                 child.problem = str(error)
     async for _ in _chunks(process.stdout):
         pass  # who waits for us to read cannot end
@@ -175,14 +175,14 @@ async def _write(process: Process, to_send: Any, heard: Any) -> None:
 
 
 async def _lines(stream: ByteReceiveStream, most: int, *, cut: bool = False) -> AsyncIterator[bytes]:
-    """Lines as they come. One longer than `most` is cut, or raises Ended."""
+    """Lines as they come. One longer than `most` is cut, or raises ProcessFailed."""
     pieces: list[bytes] = []
     size = 0
     async for chunk in _chunks(stream):
         while True:
             line, end, chunk = chunk.partition(b"\n")
             if size + len(line) > most and not cut:
-                raise Ended(f"it sent a message of more than {most} bytes")
+                raise ProcessFailed(f"it sent a message of more than {most} bytes")
             pieces.append(line[: max(most - size, 0)])
             size += len(pieces[-1])
             if not end:

@@ -12,12 +12,12 @@ from flax import nnx
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
-from jaxllm.quantization.weight import DenseKind, Kind, Weight
+from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.weights.loader import ParamSpec
 
 
 def abstract_model(
-    spec: ModelSpec, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[Kind, ...]] | None = None
+    spec: ModelSpec, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None = None
 ) -> tuple[Decoder, list[ParamSpec]]:
     """The module with abstract weights, and its parameters in the order of `nnx.split`'s leaves.
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from jaxllm.models.hf_fields import CAP, CAUSAL, COUNT, EPSILON, FACTOR, LAYERS, LENGTH, ORIGINAL_LENGTH, SIZE, THETA
-from jaxllm.weights.fields import FLAG, TEXT, Kind, Kinds, either, many, real, whole
+from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, either, many, real, whole
 
 
-def or_zero(kind: Kind, zero: Kind = whole(0, 0)) -> Kind:
+def or_zero(kind: FieldKind, zero: FieldKind = whole(0, 0)) -> FieldKind:
     """A 0 is as good as absent, or says that the model has none."""
     return either(kind, zero)
 
 
-GGUF_FIELDS: Kinds = {
+GGUF_FIELDS: FieldKinds = {
     "block_count": LAYERS,
     "context_length": LENGTH,
     "embedding_length": SIZE,
     "feed_forward_length": SIZE,
-    "attention.causal": Kind(f"true, {CAUSAL}", lambda value: value is True),
+    "attention.causal": FieldKind(f"true, {CAUSAL}", lambda value: value is True),
     "attention.head_count": COUNT,
     "attention.head_count_kv": COUNT,
     "attention.key_length": or_zero(SIZE),
@@ -39,7 +39,7 @@ GGUF_FIELDS: Kinds = {
     "rope.scaling.factor": or_zero(FACTOR, real(0, 0)),
     "rope.scaling.attn_factor": FACTOR,
     "rope.scaling.original_context_length": ORIGINAL_LENGTH,
-    "rope.scaling.yarn_attn_factor": Kind("1", lambda value: value == 1 and not isinstance(value, bool)),
+    "rope.scaling.yarn_attn_factor": FieldKind("1", lambda value: value == 1 and not isinstance(value, bool)),
     "rope.scaling.yarn_ext_factor": real(-1e6, 1e6),
     "rope.scaling.yarn_beta_fast": FACTOR,
     "rope.scaling.yarn_beta_slow": FACTOR,

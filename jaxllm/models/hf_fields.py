@@ -6,7 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, Kind, Kinds, check_fields, either, many, one_of, real, whole
+from jaxllm.weights.fields import (
+    FLAG,
+    NULL,
+    OBJECT,
+    TEXT,
+    FieldKind,
+    FieldKinds,
+    check_fields,
+    either,
+    many,
+    one_of,
+    real,
+    whole,
+)
 from jaxllm.weights.generation import EOS_FIELDS
 
 SIZE = whole(1, 2**24)
@@ -30,12 +43,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 """Of most families."""
 
 
-def maybe(kind: Kind) -> Kind:
+def maybe(kind: FieldKind) -> FieldKind:
     """Null is as good as absent, or says that the model has none."""
     return either(kind, NULL)
 
 
-HF_FIELDS: Kinds = EOS_FIELDS | {
+HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "architectures": maybe(many(TEXT, 64)),
     "quantization_config": maybe(OBJECT),
     "vocab_size": SIZE,
@@ -59,8 +72,8 @@ HF_FIELDS: Kinds = EOS_FIELDS | {
     "use_qkv_bias": MAYBE_FLAG,
     "qk_layernorm": MAYBE_FLAG,
     "use_parallel_residual": MAYBE_FLAG,
-    "is_causal": Kind(f"true or null, {CAUSAL}", lambda value: value is None or value is True),
-    "use_bidirectional_attention": Kind(f"false or null, {CAUSAL}", lambda value: value is None or value is False),
+    "is_causal": FieldKind(f"true or null, {CAUSAL}", lambda value: value is None or value is True),
+    "use_bidirectional_attention": FieldKind(f"false or null, {CAUSAL}", lambda value: value is None or value is False),
     "query_pre_attn_scalar": real(1e-6, 1e9),
     "attn_logit_softcapping": maybe(CAP),
     "final_logit_softcapping": maybe(CAP),
@@ -115,7 +128,7 @@ HF_FIELDS: Kinds = EOS_FIELDS | {
     "v_head_dim": SIZE,
 }
 
-ROPE_FIELDS: Kinds = {
+ROPE_FIELDS: FieldKinds = {
     "rope_type": maybe(TEXT),
     "type": maybe(TEXT),
     "rope_theta": maybe(THETA),

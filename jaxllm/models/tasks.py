@@ -12,7 +12,7 @@ from jaxllm.models.gguf import Metadata, gguf_rows
 from jaxllm.models.hf_fields import COUNT, maybe
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import OBJECT, TEXT, Kinds, check_fields, either, many, shown
+from jaxllm.weights.fields import OBJECT, TEXT, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_json, read_object, read_text
 
 CLASSIFIER = "ForSequenceClassification"
@@ -31,7 +31,7 @@ _POOLING_FLAGS: dict[str, Pooling] = {
 _ACTIVATIONS: dict[str | None, Activation] = {
     "single_label_classification": "softmax", "multi_label_classification": "sigmoid", "regression": "identity",
 }  # fmt: skip
-_CLASSIFIER_FIELDS: Kinds = {
+_CLASSIFIER_FIELDS: FieldKinds = {
     "architectures": maybe(many(TEXT, 64)),
     "id2label": maybe(OBJECT),
     "num_labels": COUNT,

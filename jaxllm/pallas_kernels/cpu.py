@@ -95,7 +95,7 @@ def attention(
     norms: tuple[RootMeanSquare, RootMeanSquare] | None = None,
     **options: Any,
 ) -> tuple[jax.Array, Pages]:
-    """`PagedAttention` of heads that are normed and turned on the way, where that is asked for."""
+    """`PagedAttention` of heads that are normed and rotated on the way, where that is asked for."""
     rotary = None if angles is None else cpu_kernels.Rotary(angles.cos, angles.sin, angles.interleaved)
     heads = None if norms is None else cpu_kernels.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
     return cpu_kernels.attention(
@@ -111,8 +111,8 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Any, group_sizes: Int[Array,
     return cpu_kernels.grouped_matmul(x, matrices[0], group_sizes)
 
 
-def _before(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, cpu_kernels.Norm | None]:
+def _before(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, cpu_kernels.RowNorm | None]:
     """What the kernels take: the norm with `x` as it is, or `x` behind a norm that they do not know."""
     if isinstance(norm, RootMeanSquare):
-        return x, cpu_kernels.Norm(norm.weight, norm.eps)
+        return x, cpu_kernels.RowNorm(norm.weight, norm.eps)
     return (x if norm is None else norm(x)), None

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, gpu_products, reference, tpu_limits
+from jaxllm.pallas_kernels import cpu, reference, tpu_limits
+from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
@@ -95,8 +96,8 @@ class Kernels:
             its values. `one_product` says that queries and latents are projected from the same.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
-        tiles: weights go into tiles for the C++ kernels, where those have them.
-        turns_heads: attention takes the heads' norms and angles, and applies them itself.
+        native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
+        rotates_heads: attention takes the heads' norms and angles, and applies them itself.
         smallest_rows: that a decode is padded to; one alone would leave XLA's fast matrix products.
     """
 
@@ -112,13 +113,13 @@ class Kernels:
     experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
-    tiles: bool = False
-    turns_heads: bool = False
+    native: bool = False
+    rotates_heads: bool = False
     smallest_rows: int = 2
 
 
 def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
-    from jaxllm.pallas_kernels.gpu import paged_attention  # Pallas takes half a second to import
+    from jaxllm.pallas_kernels.gpu.attention import paged_attention  # Pallas takes half a second to import
 
     return paged_attention(*args, **options)
 
@@ -127,7 +128,7 @@ def _gpu_latent_attention(
     q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any
 ) -> tuple[jax.Array, Pages] | None:
     """Where the weight is 16-bit floats: others are expanded and multiplied by XLA, and latents stored by it."""
-    from jaxllm.pallas_kernels.gpu_latent import latent_attention
+    from jaxllm.pallas_kernels.gpu.latent import latent_attention
 
     matrices = weight.kernel_matrices
     if matrices is None or len(matrices) > 1 or matrices[0].scale is not None or matrices[0].dtype.itemsize != 2:
@@ -157,7 +158,7 @@ COMPILED_GPU = replace(
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 
 GPU = replace(
-    COMPILED_GPU, name="gpu", attention=_gpu_attention, latent_attention=_gpu_latent_attention, turns_heads=True
+    COMPILED_GPU, name="gpu", attention=_gpu_attention, latent_attention=_gpu_latent_attention, rotates_heads=True
 )
 """Pallas, through its Triton lowering."""
 
@@ -166,7 +167,7 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
-    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, tiles=True, turns_heads=True,
+    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, native=True, rotates_heads=True,
     page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""

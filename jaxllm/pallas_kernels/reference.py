@@ -194,7 +194,7 @@ def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options
     return lax.fori_loop(0, tiles.number, prefill_tile, out)[:tokens]
 
 
-class Tiles(NamedTuple):
+class QueryTiles(NamedTuple):
     """Tiles of prefill queries: each one's sequence and its token range."""
 
     seq: jax.Array
@@ -203,7 +203,7 @@ class Tiles(NamedTuple):
     number: jax.Array
 
 
-def _tiles(meta: StepMetadata, tile: int) -> Tiles:
+def _tiles(meta: StepMetadata, tile: int) -> QueryTiles:
     """Cut every prefill chunk into tiles, in the order of their tokens.
 
     Worked example, tile 4, one decode and chunks of 5 and 2 tokens: query_start [0, 1, 6, 8]
@@ -219,7 +219,7 @@ def _tiles(meta: StepMetadata, tile: int) -> Tiles:
     seq = jnp.minimum(jnp.searchsorted(ends, slot, side="right"), num_seqs - 1)
     first = jnp.where(seq > 0, ends[seq - 1], 0)
     begin = meta.query_start[seq] + (slot - first) * tile
-    return Tiles(seq, begin, meta.query_start[seq + 1], ends[-1])
+    return QueryTiles(seq, begin, meta.query_start[seq + 1], ends[-1])
 
 
 def _prefill_tile(

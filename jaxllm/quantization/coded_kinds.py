@@ -14,12 +14,12 @@ from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.groups import FLOAT16, GroupsKind
 from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.per_channel import INT8, PerChannelKind
-from jaxllm.quantization.weight import Kind
+from jaxllm.quantization.weight import WeightKind
 
 
 def coded_kind(
     coding: Coding, dtype: np.dtype, rows: Sequence[int], inputs: int, *, devices: int = 1, blocks: bool = False
-) -> Kind:
+) -> WeightKind:
     """What keeps codes of `coding`, for a model that computes in `dtype`.
 
     Args:
@@ -30,7 +30,7 @@ def coded_kind(
     here, whole_rows = inputs // devices, coding.block[1] >= inputs
     group = here if whole_rows else math.gcd(coding.block[1], here)
     int8 = whole_rows and coding.codes == UINT8 and coding.bits == 8 and coding.symmetric and not coding.levels
-    kind: Kind
+    kind: WeightKind
     if coding.codes == FP8 and whole_rows:
         kind = PerChannelKind(FP8, dtype)
     elif coding.codes == FP8:

@@ -31,7 +31,7 @@ from jaxllm.quantization.scale_search import (
     with_average,
 )
 
-Block = Float32[Array, "n 256"]
+SuperBlock = Float32[Array, "n 256"]
 Sweep = tuple[Members, Vector, Vector]
 """Codes, and the weighted sums of weight times code and of code times code."""
 
@@ -83,7 +83,7 @@ def _to_integers(values: Array, top: Array, most: int) -> Array:
 
 
 def _shared_scales(
-    x: Block, weights: Block | None, size: int, most: int, scale_most: int, search: Search
+    x: SuperBlock, weights: SuperBlock | None, size: int, most: int, scale_most: int, search: Search
 ) -> tuple[Array, ...]:
     """Of every block: scale and shift of its groups as integers, those of the block, and the codes."""
     if weights is not None:
@@ -127,14 +127,14 @@ def _fit_integers(values: Float32[Array, "n g"], weights: Float32[Array, "n g"],
     return scale, jnp.stack(found, axis=1).astype(jnp.int32)
 
 
-def q2_k(x: Block, weights: Block | None = None) -> UInt8[Array, "n 84"]:
+def q2_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 84"]:
     sc, mn, d, dmin, codes = _shared_scales(x, weights, 16, 3, 15, Search(-0.5, 15))
     return jnp.concatenate(
         [(sc | mn << 4).astype(jnp.uint8), _quarters(codes), half_bytes(d), half_bytes(dmin)], axis=1
     )
 
 
-def q3_k(x: Block, weights: Block | None = None) -> UInt8[Array, "n 110"]:
+def q3_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 110"]:
     if weights is None:
         d, sc = _signed_scales(_fit_one_by_one(members(x, 16), 4).reshape(-1, 16), 32)
     else:
@@ -169,18 +169,18 @@ def _nibble_pairs(codes: Array) -> UInt8[Array, "n 128"]:
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128).astype(jnp.uint8)
 
 
-def q4_k(x: Block, weights: Block | None = None) -> UInt8[Array, "n 144"]:
+def q4_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 144"]:
     sc, mn, d, dmin, codes = _shared_scales(x, weights, 32, 15, 63, Search(-1.0, 20))
     return jnp.concatenate([half_bytes(d), half_bytes(dmin), _packed_k_scales(sc, mn), _nibble_pairs(codes)], axis=1)
 
 
-def q5_k(x: Block, weights: Block | None = None) -> UInt8[Array, "n 176"]:
+def q5_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 176"]:
     sc, mn, d, dmin, codes = _shared_scales(x, weights, 32, 31, 63, Search(-0.5, 15))
     parts = [half_bytes(d), half_bytes(dmin), _packed_k_scales(sc, mn), _high_bits(codes, 4), _nibble_pairs(codes)]
     return jnp.concatenate(parts, axis=1)
 
 
-def q6_k(x: Block, weights: Block | None = None) -> UInt8[Array, "n 210"]:
+def q6_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 210"]:
     counted = x * x if weights is None else weights
     scales = fit_symmetric(members(x, 16), members(counted, 16), 32).reshape(-1, 16)
     d, sc = _signed_scales(scales, 128)

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, UInt8
 
-Blocks = UInt8[Array, "*n bytes"]
-Values = Float32[Array, "*n elements"]
+BlockBytes = UInt8[Array, "*n bytes"]
+Elements = Float32[Array, "*n elements"]
 
 
-def _half(blocks: Blocks, start: int) -> Float32[Array, "*n 1"]:
+def _half(blocks: BlockBytes, start: int) -> Float32[Array, "*n 1"]:
     return lax.bitcast_convert_type(blocks[..., start : start + 2], jnp.float16).astype(jnp.float32)[..., None]
 
 
@@ -34,32 +34,32 @@ def _flat(values: Array, axes: int) -> Array:
     return values.reshape(*values.shape[:-axes], -1)
 
 
-def _nibbles(packed: Blocks) -> Values:
+def _nibbles(packed: BlockBytes) -> Elements:
     return _flat(_shifted(packed, [0, 4], 15), 2).astype(jnp.float32)
 
 
-def _five_bits(high: UInt8[Array, "*n 4"], packed: UInt8[Array, "*n 16"]) -> Values:
+def _five_bits(high: UInt8[Array, "*n 4"], packed: UInt8[Array, "*n 16"]) -> Elements:
     bits = _flat((high[..., :, None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1), 2)
     return (_flat(_shifted(packed, [0, 4], 15), 2) | (bits << np.uint8(4))).astype(jnp.float32)
 
 
-def _q4_0(blocks: Blocks) -> Values:
+def _q4_0(blocks: BlockBytes) -> Elements:
     return (_nibbles(blocks[..., 2:]) - 8) * _half(blocks, 0)
 
 
-def _q4_1(blocks: Blocks) -> Values:
+def _q4_1(blocks: BlockBytes) -> Elements:
     return _nibbles(blocks[..., 4:]) * _half(blocks, 0) + _half(blocks, 2)
 
 
-def _q5_0(blocks: Blocks) -> Values:
+def _q5_0(blocks: BlockBytes) -> Elements:
     return (_five_bits(blocks[..., 2:6], blocks[..., 6:]) - 16) * _half(blocks, 0)
 
 
-def _q5_1(blocks: Blocks) -> Values:
+def _q5_1(blocks: BlockBytes) -> Elements:
     return _five_bits(blocks[..., 4:8], blocks[..., 8:]) * _half(blocks, 0) + _half(blocks, 2)
 
 
-def _q8_0(blocks: Blocks) -> Values:
+def _q8_0(blocks: BlockBytes) -> Elements:
     return lax.bitcast_convert_type(blocks[..., 2:], jnp.int8).astype(jnp.float32) * _half(blocks, 0)
 
 
@@ -69,7 +69,7 @@ def _two_bits(packed: UInt8[Array, "*n 64"]) -> UInt8[Array, "*n 8 32"]:
     return pairs.reshape(*packed.shape[:-1], 8, 32)
 
 
-def _q2_k(blocks: Blocks) -> Values:
+def _q2_k(blocks: BlockBytes) -> Elements:
     scales, codes = blocks[..., :16], _two_bits(blocks[..., 16:80])
     codes = codes.reshape(*codes.shape[:-2], 16, 16).astype(jnp.float32)
     scale = _half(blocks, 80) * (scales & np.uint8(15)).astype(jnp.float32)
@@ -77,7 +77,7 @@ def _q2_k(blocks: Blocks) -> Values:
     return _flat(codes * scale[..., None] - shift[..., None], 2)
 
 
-def _q3_k(blocks: Blocks) -> Values:
+def _q3_k(blocks: BlockBytes) -> Elements:
     """Codes have two bits among `_two_bits` and one in a mask, where a zero means 4 less."""
     high = _shifted(blocks[..., :32], list(range(8)), 1)
     codes = (_two_bits(blocks[..., 32:96]) | (high << np.uint8(2))).astype(jnp.float32) - 4
@@ -96,7 +96,7 @@ def _k_scales(packed: UInt8[Array, "*n 12"]) -> tuple[Array, Array]:
     return tuple(jnp.concatenate(parts, axis=-1).astype(jnp.float32) for parts in (scales, minima))  # type: ignore[return-value]
 
 
-def _scale_and_shift(blocks: Blocks, codes: UInt8[Array, "*n 8 32"]) -> Values:
+def _scale_and_shift(blocks: BlockBytes, codes: UInt8[Array, "*n 8 32"]) -> Elements:
     scales, minima = _k_scales(blocks[..., 4:16])
     scale, shift = _half(blocks, 0) * scales, _half(blocks, 2) * minima
     return _flat(codes.astype(jnp.float32) * scale[..., None] - shift[..., None], 2)
@@ -108,16 +108,16 @@ def _paired_nibbles(packed: UInt8[Array, "*n 128"]) -> UInt8[Array, "*n 8 32"]:
     return groups.reshape(*packed.shape[:-1], 8, 32)
 
 
-def _q4_k(blocks: Blocks) -> Values:
+def _q4_k(blocks: BlockBytes) -> Elements:
     return _scale_and_shift(blocks, _paired_nibbles(blocks[..., 16:]))
 
 
-def _q5_k(blocks: Blocks) -> Values:
+def _q5_k(blocks: BlockBytes) -> Elements:
     high = _shifted(blocks[..., 16:48], list(range(8)), 1)
     return _scale_and_shift(blocks, _paired_nibbles(blocks[..., 48:]) | (high << np.uint8(4)))
 
 
-def _q6_k(blocks: Blocks) -> Values:
+def _q6_k(blocks: BlockBytes) -> Elements:
     """Each half of a block: 64 bytes of low nibbles make groups 0, 1 and, above them, 2, 3; 32 bytes have the rest."""
     lead = blocks.shape[:-1]
     low = _shifted(blocks[..., :128].reshape(*lead, 2, 64), [0, 4], 15).reshape(*lead, 8, 32)
@@ -126,12 +126,12 @@ def _q6_k(blocks: Blocks) -> Values:
     return _flat(codes.reshape(*lead, 16, 16) * scale[..., None], 2)
 
 
-class Format(NamedTuple):
+class DeviceFormat(NamedTuple):
     """Weights and bytes of one block, the function that expands blocks, and where their float16 scales lie."""
 
     elements: int
     nbytes: int
-    expand: Callable[[Blocks], Values]
+    expand: Callable[[BlockBytes], Elements]
     scales: tuple[int, ...]
 
     @property
@@ -141,16 +141,16 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "Q4_0": Format(32, 18, _q4_0, (0,)),
-    "Q4_1": Format(32, 20, _q4_1, (0, 2)),
-    "Q5_0": Format(32, 22, _q5_0, (0,)),
-    "Q5_1": Format(32, 24, _q5_1, (0, 2)),
-    "Q8_0": Format(32, 34, _q8_0, (0,)),
-    "Q2_K": Format(256, 84, _q2_k, (80, 82)),
-    "Q3_K": Format(256, 110, _q3_k, (108,)),
-    "Q4_K": Format(256, 144, _q4_k, (0, 2)),
-    "Q5_K": Format(256, 176, _q5_k, (0, 2)),
-    "Q6_K": Format(256, 210, _q6_k, (208,)),
+    "Q4_0": DeviceFormat(32, 18, _q4_0, (0,)),
+    "Q4_1": DeviceFormat(32, 20, _q4_1, (0, 2)),
+    "Q5_0": DeviceFormat(32, 22, _q5_0, (0,)),
+    "Q5_1": DeviceFormat(32, 24, _q5_1, (0, 2)),
+    "Q8_0": DeviceFormat(32, 34, _q8_0, (0,)),
+    "Q2_K": DeviceFormat(256, 84, _q2_k, (80, 82)),
+    "Q3_K": DeviceFormat(256, 110, _q3_k, (108,)),
+    "Q4_K": DeviceFormat(256, 144, _q4_k, (0, 2)),
+    "Q5_K": DeviceFormat(256, 176, _q5_k, (0, 2)),
+    "Q6_K": DeviceFormat(256, 210, _q6_k, (208,)),
 }
 """The types of block that weights may be kept in."""
 

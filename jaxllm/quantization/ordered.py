@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
-from jaxllm.quantization.weight import Kind, Weight
+from jaxllm.quantization.weight import Weight, WeightKind
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import Axes
 
@@ -57,7 +57,7 @@ class Ordered(Weight):
 class OrderedKind:
     """Another kind with its columns in the checkpoint's order; segments of a product may each have their own."""
 
-    kind: Kind
+    kind: WeightKind
     joins: ClassVar[bool] = False
 
     @property

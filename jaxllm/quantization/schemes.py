@@ -10,9 +10,9 @@ from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.groups import GroupsKind
 from jaxllm.quantization.per_channel import INT8, PerChannelKind
-from jaxllm.quantization.weight import DenseKind, Kind
+from jaxllm.quantization.weight import DenseKind, WeightKind
 
-SCHEMES: dict[str, Callable[[np.dtype], Kind]] = {
+SCHEMES: dict[str, Callable[[np.dtype], WeightKind]] = {
     "q4_0": lambda dtype: GgufKind("Q4_0", dtype),
     "q4_1": lambda dtype: GgufKind("Q4_1", dtype),
     "q5_0": lambda dtype: GgufKind("Q5_0", dtype),
@@ -57,7 +57,7 @@ RECODED_OTHERS = "q8_0"
 """What all other types become, and tensors that are transposed on the way."""
 
 
-def fitting(scheme: str, inputs: int, dtype: np.dtype) -> Kind:
+def fitting(scheme: str, inputs: int, dtype: np.dtype) -> WeightKind:
     """The kind that `scheme` means for rows, or a device's parts of rows, of `inputs` numbers."""
     kind = SCHEMES[scheme](dtype)
     if inputs % kind.block == 0:

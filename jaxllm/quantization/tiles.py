@@ -20,7 +20,7 @@ from jaxllm.quantization.groups import FLOAT16, Groups, GroupsKind
 from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.per_channel import INT8, PerChannel, PerChannelKind
 from jaxllm.quantization.stored import Stored
-from jaxllm.quantization.weight import DenseKind, Kind, Weight
+from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import Axes
 
@@ -139,7 +139,7 @@ def _blocks(kept: Weight) -> tuple[np.ndarray, np.ndarray | None]:
     return array, None
 
 
-def tile_format(kind: Kind) -> str | None:
+def tile_format(kind: WeightKind) -> str | None:
     """The tiles that hold what `kind` keeps, exactly; None if there are none."""
     if isinstance(kind, DenseKind):
         return FLOATS.get(kind.dtype)
@@ -155,7 +155,7 @@ def tile_format(kind: Kind) -> str | None:
     return None
 
 
-def tiled(kind: Kind, rows: Sequence[int], inputs: int, *, stack: bool) -> Kind:
+def tiled(kind: WeightKind, rows: Sequence[int], inputs: int, *, stack: bool) -> WeightKind:
     """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
     if isinstance(kind, OrderedKind):
         return OrderedKind(tiled(kind.kind, rows, inputs, stack=stack))

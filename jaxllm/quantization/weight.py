@@ -76,7 +76,7 @@ class Weight(ABC):
 
 
 @runtime_checkable
-class Kind(Protocol):
+class WeightKind(Protocol):
     """A way of keeping weights.
 
     Attributes:

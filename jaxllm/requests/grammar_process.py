@@ -1,36 +1,33 @@
 """Compiles grammars in processes of their own, which may crash, hang or run out of memory and hurt nobody.
 
 llguidance walks chains of rules and of `$ref`s on the stack, whose overflow ends a process; GBNF and choices of odd
-shapes take minutes. `python -m jaxllm.requests.grammar_process` is such a process: one JSON object a line in, one a
-line out. What it accepts has been compiled, and asked for its first tokens, in less stack than `jaxllm.engine` gives.
+shapes take minutes. `python -m jaxllm.requests.grammar_process` is such a process. What it accepts has been compiled,
+and asked for its first tokens, in less stack than `jaxllm.engine` gives.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import select
-import signal
 import sys
-import threading
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.asked_process import AskedProcesses, Died, TimedOut, answer_questions
 from jaxllm.errors import Field, InvalidRequestError, one_line
-from jaxllm.line_process import Process, ask, end, limit_memory, start
 from jaxllm.threads import call_with_stack
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-COMPILE_SECONDS = 10
-"""How long one grammar may take."""
+COMPILE_SECONDS = 10.0
+"""How long one grammar may take, the start of its process included."""
 COMPILE_STACK_BYTES = 128 * 2**20
 COMPILE_MEMORY_BYTES = 2**30
 """Beside the stack."""
 MAX_PROCESSES = 4
 IDLE_SECONDS = 300
-"""A process that nobody asks for so long ends."""
+"""A process that nobody asks for that long ends."""
 
 _MASK_STACK_BYTES = 2**20
 """Half of what the threads have on which llguidance fills masks."""
@@ -43,72 +40,37 @@ _TOKENS = re.compile(r"<\[[^]]*]>")
 class GrammarProcesses:
     """At most MAX_PROCESSES at once, started when they are needed; whoever waits for one holds up nobody else."""
 
-    def __init__(self, seconds: int = COMPILE_SECONDS, stack_bytes: int = COMPILE_STACK_BYTES) -> None:
+    def __init__(self, seconds: float = COMPILE_SECONDS, stack_bytes: int = COMPILE_STACK_BYTES) -> None:
         self._seconds = seconds
         self._stack_bytes = stack_bytes
-        self._idle: list[Process] = []
-        self._asked_now: set[Process] = set()
-        self._free = threading.Semaphore(MAX_PROCESSES)
+        self._processes = AskedProcesses("jaxllm.requests.grammar_process", str(stack_bytes), most=MAX_PROCESSES)
 
     def compile(self, kind: str, value: Any) -> str:
         """The grammar text of `StructuredOutputs(**{kind: value})`. Blocks; any thread may call it.
 
         Raises InvalidRequestError when it is refused, or needs more time, stack or memory than it may have.
         """
-        line = json.dumps({kind: value}).encode() + b"\n"
-        with self._free:
-            reply, status = self._asked(line)
-            while status == 0:  # it had just ended, for having been idle
-                reply, status = self._asked(line)
-        if status == -signal.SIGALRM:
-            raise InvalidRequestError([Field(kind), f" takes more than {self._seconds} seconds to compile"])
-        if status is not None and status < 0:
+        try:
+            reply = json.loads(self._processes.ask(json.dumps({kind: value}).encode(), seconds=self._seconds))
+        except TimedOut:
+            raise InvalidRequestError([Field(kind), f" takes more than {self._seconds:g} seconds to compile"]) from None
+        except Died:
             problem = (
                 " is nested too deeply, or a chain of too many rules or $refs: to compile it takes more than "
                 f"{self._stack_bytes:,} bytes of stack or {COMPILE_MEMORY_BYTES:,} of memory"
             )
-            raise InvalidRequestError([Field(kind), problem])
-        if status is not None:
-            raise RuntimeError(f"the process that compiles grammars ended with status {status}")
+            raise InvalidRequestError([Field(kind), problem]) from None
         if "error" in reply:
             raise InvalidRequestError([Field(kind), reply["error"]])
         return reply["grammar"]
 
     def close(self) -> None:
         """End the processes; what they compile now is refused, and a later `compile` starts another."""
-        for process in list(self._asked_now):
-            process.kill()
-        while self._idle:
-            end(self._idle.pop())
-
-    def _asked(self, line: bytes) -> tuple[dict[str, Any], int | None]:
-        """A process's reply, and the exit status of one that died instead."""
-        process = self._idle.pop() if self._idle else self._started()
-        self._asked_now.add(process)
-        reply = None
-        try:
-            reply = ask(process, line)
-        finally:
-            self._asked_now.discard(process)
-            if reply is not None:
-                self._idle.append(process)
-            else:
-                status = end(process, kill=sys.exc_info()[0] is not None)
-        return (reply, None) if reply is not None else ({}, status)
-
-    def _started(self) -> Process:
-        return start("jaxllm.requests.grammar_process", str(self._seconds), str(self._stack_bytes))
+        self._processes.close()
 
 
-def main(seconds: int, stack_bytes: int) -> None:
-    """Compile what stdin asks for until it closes, or nothing comes for long."""
-    limit_memory(COMPILE_MEMORY_BYTES + stack_bytes)
-    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0] and (line := sys.stdin.buffer.readline()):
-        signal.alarm(seconds)  # which ends this process, whatever code it is in then
-        reply = _reply(json.loads(line), stack_bytes)
-        signal.alarm(0)
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+def _answer(stack_bytes: int, asked: bytes) -> bytes:
+    return json.dumps(_reply(json.loads(asked), stack_bytes)).encode()
 
 
 def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
@@ -154,4 +116,5 @@ def _follow(matcher: LLMatcher) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    stack = int(sys.argv[1])
+    answer_questions(partial(_answer, stack), COMPILE_MEMORY_BYTES + stack, idle_seconds=IDLE_SECONDS)

@@ -16,6 +16,9 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
+RankedLogprobs = list[tuple[int, Logprob]]
+"""The candidates at one position by token id: the token itself first, then the most likely ones, best first."""
+
 TokenLogprobs = dict[int, Logprob]
 """Token id -> Logprob: the chosen token first, then the most likely ones, best first."""
 

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.outputs import Logprob, RankedLogprobs
 
 MAX_ENTRIES = 2**20
 """Tokens of a prompt times the vocabulary, where the whole of it is asked for: 4 MB of numbers, 100 MB of JSON."""
-
-Step = list[tuple[int, Logprob]]
-"""One token's candidates: the token itself first, then the most likely ones, best first."""
 
 
 class PromptScores(msgspec.Struct):
@@ -41,7 +38,7 @@ class PromptScores(msgspec.Struct):
     def __len__(self) -> int:
         return len(self.tokens) // 4 + 1
 
-    def steps(self) -> Iterator[Step | None]:
+    def steps(self) -> Iterator[RankedLogprobs | None]:
         """Position by position, made when it is asked for; None for the first."""
         tokens = np.frombuffer(self.tokens, np.int32)
         yield None
@@ -71,7 +68,7 @@ class ScoresInProgress:
         return PromptScores(*(a.tobytes() for a in (self.tokens, self.ids, self.ranks, self.logprobs)))
 
 
-def _of_vocabulary(token: int, row: np.ndarray) -> Step:
+def _of_vocabulary(token: int, row: np.ndarray) -> RankedLogprobs:
     order = np.argsort(-row, kind="stable")
     ranked = [(i, Logprob(v, at)) for at, (i, v) in enumerate(zip(order.tolist(), row[order].tolist(), strict=True), 1)]
     itself = int(np.flatnonzero(order == token)[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.requests.thinking_markers import ThinkingMarkers
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024

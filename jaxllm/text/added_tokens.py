@@ -10,12 +10,12 @@ from tokenizers import AddedToken
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text.backend import rust_errors
-from jaxllm.weights.fields import FLAG, NULL, TEXT, Kind, Kinds, check_fields, either, many
+from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many
 from jaxllm.weights.folder import model_file, read_object
 
 MOST = 2**20
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_TOKEN = Kind(
+_TOKEN = FieldKind(
     f"an object with content and the flags {', '.join(_FLAGS)}",
     lambda value: (
         isinstance(value, dict)
@@ -24,8 +24,8 @@ _TOKEN = Kind(
     ),
 )
 _TOKEN_OR_TEXT = either(TEXT, _TOKEN)
-ADDED_TOKEN_FIELDS: Kinds = {
-    "added_tokens_decoder": Kind(
+ADDED_TOKEN_FIELDS: FieldKinds = {
+    "added_tokens_decoder": FieldKind(
         f"an object of up to {MOST} entries, from ids to tokens; each token is {_TOKEN.accepted}",
         lambda value: (
             isinstance(value, dict)
@@ -36,7 +36,7 @@ ADDED_TOKEN_FIELDS: Kinds = {
     ),
     "extra_special_tokens": either(
         many(_TOKEN_OR_TEXT, MOST),
-        Kind(
+        FieldKind(
             "an object of names and tokens",
             lambda value: (
                 isinstance(value, dict) and len(value) <= MOST and all(map(_TOKEN_OR_TEXT.fits, value.values()))
@@ -125,7 +125,7 @@ def _older_file(path: Path) -> dict[str, int]:
     return given
 
 
-_IDS = Kind(
+_IDS = FieldKind(
     f"an object of up to {MOST} tokens with their ids",
     lambda value: len(value) <= MOST and all(type(i) is int and 0 <= i < 2**31 for i in value.values()),
 )

@@ -67,6 +67,8 @@ def render(
     """
     if continue_final_message:
         messages = [*messages[:-1], _tagged(messages)]
+    if not isinstance(template, str):
+        raise InvalidRequestError(f"chat_template is {one_line(template)}; it must be a text", param="chat_template")
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise InvalidRequestError(
             f"the chat template has {len(template)} characters; accepted are {MAX_TEMPLATE_CHARACTERS}",
@@ -89,11 +91,11 @@ def render(
 
 
 def _tagged(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    content = messages[-1].get("content") if messages else None
-    if isinstance(content, str):
-        return {**messages[-1], "content": content + _CONTINUE}
-    if isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
-        return {**messages[-1], "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE}]}
+    match messages[-1:]:
+        case [{"content": str(content)} as message]:
+            return {**message, "content": content + _CONTINUE}
+        case [{"content": [*parts, {"text": str(text), **rest}]} as message]:
+            return {**message, "content": [*parts, {**rest, "text": text + _CONTINUE}]}
     raise InvalidRequestError("continue_final_message needs a last message whose content is text", param="messages")
 
 

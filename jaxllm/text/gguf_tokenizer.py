@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text.backend import rust_errors
-from jaxllm.weights.fields import FLAG, TEXT, Kind, Kinds, check_fields, many, real, shown, whole
+from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_header import GGUFHeader, read_header
 
 _REVISION = 1  # part of the cache key: raise it whenever this file builds something different
@@ -64,8 +64,8 @@ _SPLITS = {
 
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _TEMPLATE = "tokenizer.chat_template"
-_TOKEN = Kind("a string of up to 4096 characters", lambda value: isinstance(value, str) and len(value) <= 4096)
-_FIELDS: Kinds = {
+_TOKEN = FieldKind("a string of up to 4096 characters", lambda value: isinstance(value, str) and len(value) <= 4096)
+_FIELDS: FieldKinds = {
     "tokenizer.ggml.model": TEXT,
     "tokenizer.ggml.pre": TEXT,
     "tokenizer.ggml.tokens": many(_TOKEN, 2**24),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.requests.thinking_markers import ThinkingMarkers
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer

@@ -14,18 +14,18 @@ from jaxllm.errors import CheckpointError, InvalidRequestError
 from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
 from jaxllm.text.backend import load_backend, rust_errors
 from jaxllm.text.template_process import TemplateProcess
-from jaxllm.weights.fields import FLAG, NULL, TEXT, Kind, Kinds, check_fields, either, many, shown
+from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
 _CACHE_DIR = Path("~/.cache/jaxllm/tokenizers")
-_NAMED_TEMPLATE = Kind(
+_NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
 )
-_CONFIG_FIELDS: Kinds = ADDED_TOKEN_FIELDS | {
+_CONFIG_FIELDS: FieldKinds = ADDED_TOKEN_FIELDS | {
     "add_bos_token": either(FLAG, NULL),
     "add_eos_token": either(FLAG, NULL),
     "chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL),
@@ -302,7 +302,7 @@ def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
-def _read(path: Path, name: str, kinds: Kinds | None = None) -> dict[str, Any]:
+def _read(path: Path, name: str, kinds: FieldKinds | None = None) -> dict[str, Any]:
     """The object in a file of the folder, checked; empty where there is no such file."""
     if not model_file(path, name).exists():
         return {}

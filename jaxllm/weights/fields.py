@@ -18,61 +18,63 @@ MAX_SIZE = 2**48
 MAX_RANK = 8
 
 
-class Kind(NamedTuple):
+class FieldKind(NamedTuple):
     """Values that a field may have, and how an error describes them."""
 
     accepted: str
     fits: Callable[[Any], bool]
 
 
-Kinds = dict[str, Kind]
+FieldKinds = dict[str, FieldKind]
 
 
-def whole(low: int, high: int) -> Kind:
+def whole(low: int, high: int) -> FieldKind:
     """An integer of this range; true and false are none."""
-    return Kind(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
+    return FieldKind(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
-def real(low: float, high: float) -> Kind:
+def real(low: float, high: float) -> FieldKind:
     """A number of this range, NaN excluded."""
-    return Kind(
+    return FieldKind(
         f"a number from {low:g} to {high:g}", lambda value: type(value) in (int, float) and low <= value <= high
     )
 
 
-def one_of(*names: str) -> Kind:
+def one_of(*names: str) -> FieldKind:
     """One of these strings."""
-    return Kind(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+    return FieldKind(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
-def many(kind: Kind, most: int = 2**20) -> Kind:
+def many(kind: FieldKind, most: int = 2**20) -> FieldKind:
     """A list of up to `most` such values."""
-    return Kind(
+    return FieldKind(
         f"a list of up to {most} entries, each {kind.accepted}",
         lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.fits, value)),
     )
 
 
-def several(kind: Kind, count: int) -> Kind:
+def several(kind: FieldKind, count: int) -> FieldKind:
     """A list of `count` such values."""
-    return Kind(
+    return FieldKind(
         f"a list of {count} entries, each {kind.accepted}",
         lambda value: isinstance(value, list) and len(value) == count and all(map(kind.fits, value)),
     )
 
 
-def either(*kinds: Kind) -> Kind:
+def either(*kinds: FieldKind) -> FieldKind:
     """What any of them takes."""
-    return Kind(" or ".join(kind.accepted for kind in kinds), lambda value: any(kind.fits(value) for kind in kinds))
+    return FieldKind(
+        " or ".join(kind.accepted for kind in kinds), lambda value: any(kind.fits(value) for kind in kinds)
+    )
 
 
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TEXT = Kind("a string", lambda value: isinstance(value, str))
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-NULL = Kind("null", lambda value: value is None)
+FLAG = FieldKind("true or false", lambda value: isinstance(value, bool))
+TEXT = FieldKind("a string", lambda value: isinstance(value, str))
+OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
+NULL = FieldKind("null", lambda value: value is None)
 
 
-def check_fields(given: Mapping[str, Any], kinds: Kinds, inside: str = "") -> None:
+def check_fields(given: Mapping[str, Any], kinds: FieldKinds, inside: str = "") -> None:
     """Look at the fields of `given` that `kinds` knows; `inside` goes before their names.
 
     Raises:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.fields import NULL, Kinds, check_fields, either, many, real, whole
+from jaxllm.weights.fields import NULL, FieldKinds, check_fields, either, many, real, whole
 from jaxllm.weights.folder import model_file, read_object
 
 TOKEN_ID = whole(0, 2**31 - 1)
-EOS_FIELDS: Kinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
+EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
 """Of config.json too."""
-GENERATION_FIELDS: Kinds = EOS_FIELDS | {
+GENERATION_FIELDS: FieldKinds = EOS_FIELDS | {
     "temperature": either(real(0, 1e3), NULL),
     "top_p": either(real(1e-6, 1), NULL),
     "top_k": either(whole(-1, 2**31 - 1), NULL),

@@ -18,7 +18,7 @@ from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, SCHEMES, fitting
 from jaxllm.quantization.stored import GGUF_FLOATS
 from jaxllm.quantization.tiles import tiled
-from jaxllm.quantization.weight import Kind
+from jaxllm.quantization.weight import WeightKind
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.loader import ParamSpec, find_sources
 from jaxllm.weights.names import NameMap, Source
@@ -66,14 +66,14 @@ class KindChooser:
             if not fnmatch.filter(self.checkpoint.tensors, pattern):
                 raise ConfigError(f"isq_map has {pattern!r}, which no tensor of {self.checkpoint.path} is named like")
 
-    def __call__(self, spec: ParamSpec) -> tuple[Kind, ...]:
+    def __call__(self, spec: ParamSpec) -> tuple[WeightKind, ...]:
         kinds = self._kinds(spec)
         if not self.tiles:
             return kinds
         rows, inputs, stack = self._rows(spec), self._inputs(spec), len(spec.shape) > 2
         return tuple(tiled(kind, rows, inputs, stack=stack) for kind in kinds)
 
-    def _kinds(self, spec: ParamSpec) -> tuple[Kind, ...]:
+    def _kinds(self, spec: ParamSpec) -> tuple[WeightKind, ...]:
         if not self.checkpoint.tensors:
             return (self._scheme_kind(spec, spec.path),)
         kinds = tuple(self._of(spec, source) for source in find_sources(self.checkpoint, spec, self.names))
@@ -96,7 +96,7 @@ class KindChooser:
             return True
         return self.checkpoint.format != "safetensors" and info.dtype not in GGUF_FLOATS
 
-    def _of(self, spec: ParamSpec, source: Source) -> Kind:
+    def _of(self, spec: ParamSpec, source: Source) -> WeightKind:
         infos = [self.checkpoint.tensors[name] for name in source.tensors]
         if not (self.packed and any(map(self._is_packed, infos))):
             return self._scheme_kind(spec, source.name, {info.dtype for info in infos} if source.moves_rows else set())
@@ -118,7 +118,7 @@ class KindChooser:
         self.recoded[" and ".join(types), kept] += 1
         return kind
 
-    def _scheme_kind(self, spec: ParamSpec, tensor: str, stored: Set[str] = frozenset()) -> Kind:
+    def _scheme_kind(self, spec: ParamSpec, tensor: str, stored: Set[str] = frozenset()) -> WeightKind:
         """By `isq_map` and `isq`; as declared where neither says anything.
 
         Where its blocks do not fit, blocks that the file has and that take no more than what would stand in are kept.

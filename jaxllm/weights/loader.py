@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored, stack, transformed
-from jaxllm.quantization.weight import DenseKind, Kind, Weight, fuse
+from jaxllm.quantization.weight import DenseKind, Weight, WeightKind, fuse
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes, named_sharding
 from jaxllm.weights.checkpoint import Checkpoint
@@ -49,10 +49,10 @@ class ParamSpec:
     dtype: np.dtype
     axes: Axes
     layout: Layout | None
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[WeightKind, ...] = ()
 
     @property
-    def runs(self) -> list[tuple[Kind, Layout | None]]:
+    def runs(self) -> list[tuple[WeightKind, Layout | None]]:
         """Neighbouring segments of one kind, which are one weight where that kind joins them."""
         if not self.kinds or self.layout is None or len(self.layout.segments) == 1:
             return [(kind, self.layout) for kind in self.kinds]
@@ -147,7 +147,7 @@ def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple
         return jax.jit(draw, out_shardings=named_sharding(mesh, axes))  # compiled once for all layers
 
     @functools.cache
-    def quantized(shape: tuple[int, ...], kinds: tuple[Kind, ...], layout: Layout | None) -> Value:
+    def quantized(shape: tuple[int, ...], kinds: tuple[WeightKind, ...], layout: Layout | None) -> Value:
         """One weight for all that are alike: encoding takes longer than drawing."""
         spec = ParamSpec("", shape, np.dtype(np.float32), (), layout, kinds)
         rng, axis = np.random.default_rng(seed), layout.axis if layout else 0

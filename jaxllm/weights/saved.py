@@ -25,15 +25,14 @@ from jaxllm.quantization.groups import GroupsKind
 from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.per_channel import PerChannelKind
 from jaxllm.quantization.stored import GGUF_FLOATS, Stored
-from jaxllm.quantization.weight import DenseKind, Weight
-from jaxllm.quantization.weight import Kind as WeightKind
+from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.fields import (
     FLAG,
     MAX_RANK,
     MAX_SIZE,
-    Kind,
-    Kinds,
+    FieldKind,
+    FieldKinds,
     check_fields,
     is_storable,
     many,
@@ -55,14 +54,14 @@ FLOATS = {np.dtype(dtype).name: label for label, dtype in GGUF_FLOATS.items()}
 
 SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
 
-SAVED_KINDS: dict[str, tuple[type[Any], Kinds]] = {
+SAVED_KINDS: dict[str, tuple[type[Any], FieldKinds]] = {
     "dense": (DenseKind, {"dtype": one_of(*FLOATS)}),
     "gguf": (GgufKind, {"type": one_of(*FORMATS)}),
     "per_channel": (PerChannelKind, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
     "groups": (
         GroupsKind,
         {
-            "bits": Kind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
+            "bits": FieldKind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
             "block": whole(2, 2**20),
             "symmetric": FLAG,
             "scale": one_of(*SCALES),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxllm.cli.chat import Chat, Messages
+from jaxllm.cli.chat import Chat, ChatHistory
 from jaxllm.cli.markdown import MarkdownStream, finished_blocks
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 
@@ -21,9 +21,9 @@ class Scripted:
 
     def __init__(self, *answers: list[str | Exception]):
         self.answers = list(answers)
-        self.seen: list[Messages] = []
+        self.seen: list[ChatHistory] = []
 
-    async def answer(self, messages: Messages) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         self.seen.append([dict(message) for message in messages])
         for piece in self.answers.pop(0):
             if isinstance(piece, Exception):

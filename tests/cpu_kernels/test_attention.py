@@ -220,7 +220,7 @@ def test_dtypes_that_are_not_served_are_refused():
         run(batch, scale=1.0)
 
 
-def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
+def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
     """In float64, from the definition: pairs as complex numbers, times exp(i angle)."""
     half = cos.shape[1]
     pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
@@ -234,7 +234,7 @@ def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("half", [8, 32])
 @pytest.mark.parametrize("norms", [False, True])
-def test_heads_are_normalised_and_turned_first(isa, interleaved, half, norms):
+def test_heads_are_normalised_and_rotated_first(isa, interleaved, half, norms):
     batch = padded(ragged_batch(**MIXED))
     rng = np.random.default_rng(0)
     angles = rng.normal(size=(len(batch.q), half)) * 3
@@ -255,7 +255,7 @@ def test_heads_are_normalised_and_turned_first(isa, interleaved, half, norms):
         x = np.asarray(x, np.float64)
         if heads is not None:
             x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * (1 + np.asarray(weight, np.float64))
-        return turned(x, cos, sin, interleaved)
+        return rotated(x, cos, sin, interleaved)
 
     q, k = ready(batch.q, heads and heads.q), ready(batch.k, heads and heads.k)
     expected, expected_pages = attention_oracle(q, k, batch.v, batch.pages, meta, scale=0.125)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxllm import cpu_kernels
-from jaxllm.cpu_kernels import Norm, Tiles
+from jaxllm.cpu_kernels import RowNorm, Tiles
 from tests.cpu_kernels.weights import FORMATS, ISAS, assert_close, needs_kernels, random_weights, rounded
 
 pytestmark = needs_kernels
@@ -25,7 +25,7 @@ every_format = pytest.mark.parametrize("format", FORMATS)
 @functools.partial(jax.jit, static_argnames=("formats", "rows", "epsilon", "offset"))
 def products(x, arrays, norm=None, residual=None, *, formats, rows, epsilon=1e-6, offset=0.0):
     weights = [Tiles(tiles, *of, scales) for (tiles, scales), *of in zip(arrays, formats, rows, strict=True)]
-    norm = None if norm is None else Norm(norm, epsilon, offset)
+    norm = None if norm is None else RowNorm(norm, epsilon, offset)
     return cpu_kernels.linears(x, weights, norm=norm, residual=residual)
 
 
@@ -236,7 +236,7 @@ def test_mlp(isa, activation):
 def test_an_mlp_is_its_products_one_after_the_other(format):
     """Bit for bit, behind a norm, with a residual; gate and up are of other formats than down."""
     gate, up = random_weights("q4_k", 512, 256, 3), random_weights("q6_k", 512, 256, 4)
-    down, norm = random_weights(format, 45, 512, 5), Norm(jnp.linspace(0.5, 2, 256), 1e-6, 0.5)
+    down, norm = random_weights(format, 45, 512, 5), RowNorm(jnp.linspace(0.5, 2, 256), 1e-6, 0.5)
     same = Tiles(cpu_kernels.repack("f32", np.eye(512, dtype=np.float32)), "f32", 512)
 
     def mlp(x, down, **options):
@@ -253,7 +253,7 @@ def test_an_mlp_is_its_products_one_after_the_other(format):
             np.testing.assert_array_equal(at_once(x, residual), product(hidden, down.tiles, residual=residual))
 
 
-def both(x, gate: Tiles, up: Tiles, norm: Norm):
+def both(x, gate: Tiles, up: Tiles, norm: RowNorm):
     arrays = ((gate.tiles, gate.scales), (up.tiles, up.scales))
     formats, rows = (gate.format, up.format), (gate.rows, up.rows)
     return products(x, arrays, norm.weight, formats=formats, rows=rows, epsilon=1e-6, offset=norm.weight_offset)

@@ -153,7 +153,7 @@ def test_codes_and_scales_are_those_of_the_reference(isa, kind, dtype, dim):
 
 
 @every_kind
-def test_heads_turn_before_they_are_rounded(kind):
+def test_heads_are_rotated_before_they_are_rounded(kind):
     batch = with_codes(padded(ragged_batch(**MIXED)), kind)
     angles = np.random.default_rng(0).normal(size=(len(batch.q), 32)).astype(np.float32)
     rotary = cpu_kernels.Rotary(jnp.cos(angles), jnp.sin(angles))
@@ -170,8 +170,8 @@ def test_heads_turn_before_they_are_rounded(kind):
         rotary=rotary,
     )
     k, halves = np.asarray(batch.k, np.float64), (slice(0, 32), slice(32, 64))
-    turned = (k[..., halves[0]] + 1j * k[..., halves[1]]) * np.exp(1j * angles.astype(np.float64))[:, None]
-    k = jnp.asarray(np.concatenate([turned.real, turned.imag], -1), jnp.float32)
+    rotated = (k[..., halves[0]] + 1j * k[..., halves[1]]) * np.exp(1j * angles.astype(np.float64))[:, None]
+    k = jnp.asarray(np.concatenate([rotated.real, rotated.imag], -1), jnp.float32)
     expected = jax.jit(write_pages)(batch.pages, k, batch.v, meta)
     for buffer, expected_buffer in zip(pages, expected, strict=True):
         got, wanted = (numbers(x[1:]) for x in (buffer, expected_buffer))

@@ -173,7 +173,7 @@ def test_messages_that_are_no_json(process):
 def test_the_process_ends_with_its_owner():
     process = TemplateProcess()
     process.render({"template": "", "messages": []})
-    child = process._process
+    [child] = process.processes.processes
     assert child.poll() is None
     del process
     assert child.poll() is not None

@@ -91,12 +91,12 @@ def with_defect(function: Any, defect: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxllm.pallas_kernels import gpu_prefill
+    from jaxllm.pallas_kernels.gpu import prefill
 
     if defect == "copy":
         return jax.jit(function.__wrapped__)
     if defect == "spill":
-        gpu_prefill._warps = lambda tile_rows, spec: 2
+        prefill._warps = lambda tile_rows, spec: 2
         return function
 
     def step(weights: Any, pages: Any, *rest: Any) -> Any:

@@ -26,15 +26,15 @@ from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare
-from jaxllm.pallas_kernels.gpu_decode import decode_attention
-from jaxllm.pallas_kernels.gpu_groups import RowLists, most_tiles
-from jaxllm.pallas_kernels.gpu_latent import absorb_and_store, expand_heads
-from jaxllm.pallas_kernels.gpu_matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu_norm import add_norm
-from jaxllm.pallas_kernels.gpu_prefill import prefill_attention
-from jaxllm.pallas_kernels.gpu_route import route
-from jaxllm.pallas_kernels.gpu_store import turn_and_store
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.gpu.decode import decode_attention
+from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
+from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
+from jaxllm.pallas_kernels.gpu.route import route
+from jaxllm.pallas_kernels.gpu.store import rotate_and_store
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
 from jaxllm.quantization.coded import FP8
@@ -81,9 +81,9 @@ def attention(
 
     def run(q: Any, new: Any, pages: Any, meta: StepMetadata, few: StepMetadata, angles: Any, norms: Any, sinks: Any):
         if latent_dim is None:
-            turned = Angles(*angles, interleaved=False)
+            rotated = Angles(*angles, interleaved=False)
             own = tuple(RootMeanSquare(weight, 1e-6) for weight in norms) if norms else None
-            q, pages = turn_and_store(q, new, new, pages, meta, spec, turned, own)
+            q, pages = rotate_and_store(q, new, new, pages, meta, spec, rotated, own)
         decoded = decode_attention(q[:64], pages, meta, spec, sinks)
         small = prefill_attention(q[: len(few.positions)], pages, few, spec, sinks)
         return decoded, small, prefill_attention(q, pages, meta, spec, sinks), pages
@@ -104,24 +104,24 @@ def attention(
 
 def latents(heads: int, pages: str = "") -> Program:
     """What stands before attention over DeepSeek's latents, and behind it, of few rows and many."""
-    kept, turning, still, values = 512, 64, 128, 128
-    size = kept + turning
+    kept, rotary, still, values = 512, 64, 128, 128
+    size = kept + rotary
     spec = AttentionSpec(heads, 1, size, 16, BF16, 0.1, None, None, kept, quantized=bool(pages))
     page = array(1024, 1, 16, size + SCALE_BYTES * bool(pages), dtype=QUANTIZED[pages] if pages else BF16)
 
     def run(expand: Any, weight: Any, page: Any, *steps: Any) -> Any:
         norm, found = RootMeanSquare(weight, 1e-6), []
         for q, latent, angles, meta in steps:
-            turned = Angles(*angles, interleaved=True)
-            q, (page,) = absorb_and_store(q, latent, expand, norm, turned, (page,), meta, spec, one_product=False)
+            rotated = Angles(*angles, interleaved=True)
+            q, (page,) = absorb_and_store(q, latent, expand, norm, rotated, (page,), meta, spec, one_product=False)
             found.append((expand_heads(q[..., :kept], expand, still), q, page))
         return found
 
     steps = [
         (
-            array(n, heads, still + turning, dtype=BF16),
+            array(n, heads, still + rotary, dtype=BF16),
             array(n, size, dtype=BF16),
-            (array(n, turning // 2, dtype=F32),) * 2,
+            (array(n, rotary // 2, dtype=F32),) * 2,
             metadata(n, 16, 512),
         )
         for n in (16, 512)

@@ -15,8 +15,8 @@ OPTIMIZED = True
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
 
-ATTENTION = {"turn_and_store", "paged_attention_decode", "paged_attention_combine", "paged_attention_prefill"}
-LATENT = ATTENTION - {"turn_and_store"}
+ATTENTION = {"rotate_and_store", "paged_attention_decode", "paged_attention_combine", "paged_attention_prefill"}
+LATENT = ATTENTION - {"rotate_and_store"}
 
 
 def compiled(architecture: str, *cases: str) -> dict[str, Any]:

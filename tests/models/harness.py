@@ -20,7 +20,7 @@ from jaxllm.models.caches import CacheLayout
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StateRows, StepMetadata
-from jaxllm.quantization.weight import Kind
+from jaxllm.quantization.weight import WeightKind
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, load_parameters
@@ -87,7 +87,7 @@ class Harness:
         dtype: Any = jnp.float32,
         max_len: int = 128,
         kernels: Kernels = REFERENCE,
-        kinds: Callable[[ParamSpec], tuple[Kind, ...]] | None = None,
+        kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None = None,
     ):
         checkpoint = open_checkpoint(path)
         spec = model_spec(checkpoint)

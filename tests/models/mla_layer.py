@@ -20,7 +20,7 @@ from jaxllm.models.layers.mla import MLAConfig, MLAttention
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
-from jaxllm.pallas_kernels.gpu_latent import latent_attention
+from jaxllm.pallas_kernels.gpu.latent import latent_attention
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 
 SIZE = 44
@@ -91,7 +91,7 @@ def hidden_states() -> list[np.ndarray]:
     return [rng.normal(size=(length, SIZE)) for length in LENGTHS]
 
 
-def turned(x: np.ndarray, positions: np.ndarray, interleaved: bool) -> np.ndarray:
+def rotated(x: np.ndarray, positions: np.ndarray, interleaved: bool) -> np.ndarray:
     """`x [L, ..., r]` rotated as complex numbers: channels (2i, 2i + 1), or (i, i + r / 2), make one."""
     half = x.shape[-1] // 2
     angle = positions[:, None] * frequencies(2 * half)
@@ -121,9 +121,9 @@ def oracle(case: Case, x: np.ndarray) -> np.ndarray:
     positions = np.arange(len(x))
     q = project("q", x) if c.q_lora_rank is None else project("q_b", norm("q_a_norm", project("q_a", x)))
     q = q.reshape(len(x), case.heads, c.qk_head_dim)
-    q_nope, q_rope = q[..., : c.qk_nope_head_dim], turned(q[..., c.qk_nope_head_dim :], positions, case.interleaved)
+    q_nope, q_rope = q[..., : c.qk_nope_head_dim], rotated(q[..., c.qk_nope_head_dim :], positions, case.interleaved)
     compressed = project("kv_a", x)
-    k_rope = turned(compressed[:, c.kv_lora_rank :], positions, case.interleaved)
+    k_rope = rotated(compressed[:, c.kv_lora_rank :], positions, case.interleaved)
     kv = project("kv_b", norm("kv_a_norm", compressed[:, : c.kv_lora_rank])).reshape(len(x), case.heads, -1)
     k_nope, v = kv[..., : c.qk_nope_head_dim], kv[..., c.qk_nope_head_dim :]
 

@@ -20,7 +20,7 @@ from jaxllm.pallas_kernels.kernels import CPU, REFERENCE
 from jaxllm.pallas_kernels.products import linear
 from jaxllm.quantization.schemes import fitting
 from jaxllm.quantization.tiles import Tiled, TiledKind, tiled
-from jaxllm.quantization.weight import Kind
+from jaxllm.quantization.weight import WeightKind
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec
 from tests.models.harness import Chunk, Harness
@@ -47,7 +47,7 @@ def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     assert np.abs(np.concatenate(parts) - golden.logits[: len(ids)]).max() <= 1e-4
 
 
-def in_tiles(scheme: str, spec: ParamSpec, *, native: bool) -> tuple[Kind, ...]:
+def in_tiles(scheme: str, spec: ParamSpec, *, native: bool) -> tuple[WeightKind, ...]:
     """Every weight quantized to `scheme`, for the kernels or for the reference; float32 in all else."""
     kind = fitting(scheme, spec.shape[-1], np.dtype(np.float32))
     return (TiledKind(kind) if native else kind,)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_bfloat16_in_tiles_is_the_references(tmp_path: Path) -> None:
     assert 0 < np.sqrt(np.square(native - reference).mean()) < 0.03 * reference.std()
 
 
-def every_dense_weight_in_tiles(spec: ParamSpec) -> tuple[Kind, ...]:
+def every_dense_weight_in_tiles(spec: ParamSpec) -> tuple[WeightKind, ...]:
     (kind,) = spec.kinds
     return (tiled(kind, [spec.shape[-2]], spec.shape[-1], stack=False),)
 

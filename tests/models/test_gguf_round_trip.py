@@ -76,7 +76,7 @@ def differences(ours: Any, theirs: Any, name: str = "config") -> list[str]:
 
 
 def same_rotation(ours: RopeConfig, theirs: RopeConfig) -> bool:
-    """Whether they turn the same channels by the same angles, however they spell it."""
+    """Whether they rotate the same channels by the same angles, however they spell it."""
 
     def kind(rope: RopeConfig) -> tuple[int, bool, int | None]:
         return rope.dim, rope.interleaved, rope.original_length if rope.depends_on_length else None

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels import gpu_norm, gpu_products
+from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.products import experts
 from jaxllm.pallas_kernels.kernels import GPU
 from tests.models.harness import Chunk, Harness
 from tests.models.mla_layer import interpreted
@@ -21,8 +22,8 @@ INTERPRETED = replace(
     GPU,
     attention=partial(GPU.attention, interpret=True),
     latent_attention=interpreted,
-    experts=partial(gpu_products.experts, interpret=True),
-    add_norm=partial(gpu_norm.add_norm, interpret=True),
+    experts=partial(experts, interpret=True),
+    add_norm=partial(add_norm, interpret=True),
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
-from jaxllm.quantization.weight import DenseKind, Fused, Kind
+from jaxllm.quantization.weight import DenseKind, Fused, WeightKind
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec
 from tests.models.harness import Chunk, Harness
@@ -22,7 +22,7 @@ from tests.reference.tiny import write_checkpoint
 FLOAT32, BFLOAT16 = DenseKind(np.dtype(np.float32)), DenseKind(np.dtype(jnp.bfloat16))
 
 
-def last_segment_apart(spec: ParamSpec) -> tuple[Kind, ...]:
+def last_segment_apart(spec: ParamSpec) -> tuple[WeightKind, ...]:
     """v of q·k·v, and up of gate·up, are bfloat16; everything else is float32."""
     count = len(spec.layout.segments) if spec.layout else 1
     return (*[FLOAT32] * (count - 1), BFLOAT16) if count > 1 else (FLOAT32,)

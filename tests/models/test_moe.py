@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.moe import MoE, MoEConfig, route
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata, gpu_products
+from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
+from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.sharding.mesh import build_mesh
 from tests.devices import over_devices
 

@@ -16,13 +16,13 @@ DIM, HEADS, CHANNELS = 12, 3, 20
 POSITIONS = np.array([0, 1, 7, 63, 64, 200])
 
 
-def turned(x: np.ndarray, frequencies: np.ndarray, interleaved: bool, factor: float = 1.0) -> np.ndarray:
+def exactly_rotated(x: np.ndarray, frequencies: np.ndarray, interleaved: bool, factor: float = 1.0) -> np.ndarray:
     """Every pair as a complex number, times `e^(i * position * frequency)`. frequencies: `[T, half]` or `[half]`."""
     x = np.array(x, np.float64)
     part = x[..., :DIM]
     a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else np.split(part, 2, axis=-1)
-    turn = factor * np.exp(1j * POSITIONS[:, None] * frequencies)
-    z = (a + 1j * b) * turn[:, None, :]
+    rotation = factor * np.exp(1j * POSITIONS[:, None] * frequencies)
+    z = (a + 1j * b) * rotation[:, None, :]
     if interleaved:
         x[..., 0:DIM:2], x[..., 1:DIM:2] = z.real, z.imag
     else:
@@ -46,10 +46,10 @@ def base(theta: float = 10_000.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_first_channels_turn_and_the_rest_do_not(x, interleaved):
+def test_the_first_channels_are_rotated_and_the_rest_are_not(x, interleaved):
     rope = RopeConfig(dim=DIM, theta=500.0, interleaved=interleaved)
     out = rotated(rope, x)
-    np.testing.assert_allclose(out, turned(x, base(500.0), interleaved), atol=2e-5)
+    np.testing.assert_allclose(out, exactly_rotated(x, base(500.0), interleaved), atol=2e-5)
     np.testing.assert_array_equal(out[..., DIM:], x[..., DIM:])
 
 
@@ -58,9 +58,9 @@ def test_scores_depend_on_the_distance_alone(x):
     q, k = x[0, 0, :DIM], x[1, 0, :DIM]
 
     def score(at: int, other: int) -> float:
-        turn = [rotate(jnp.asarray(v)[None, None], rope_angles(rope, jnp.array([p]), jnp.array([p + 1])))[0, 0]
+        pair = [rotate(jnp.asarray(v)[None, None], rope_angles(rope, jnp.array([p]), jnp.array([p + 1])))[0, 0]
                 for v, p in ((q, at), (k, other))]  # fmt: skip
-        return float(np.asarray(turn[0]) @ np.asarray(turn[1]))
+        return float(np.asarray(pair[0]) @ np.asarray(pair[1]))
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
     assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
@@ -68,7 +68,7 @@ def test_scores_depend_on_the_distance_alone(x):
 
 def test_linear_scaling_divides_positions(x):
     rope = RopeConfig(dim=DIM, kind="linear", factor=4.0)
-    np.testing.assert_allclose(rotated(rope, x), turned(x, base() / 4, False), atol=2e-5)
+    np.testing.assert_allclose(rotated(rope, x), exactly_rotated(x, base() / 4, False), atol=2e-5)
 
 
 def test_dynamic_scaling_goes_by_each_tokens_length(x):
@@ -76,7 +76,7 @@ def test_dynamic_scaling_goes_by_each_tokens_length(x):
     lengths = np.array([10, 64, 65, 100, 400, 400])
     thetas = [10_000.0 * (3 * max(n, 64) / 64 - 2) ** (DIM / (DIM - 2)) for n in lengths]
     np.testing.assert_allclose(
-        rotated(rope, x, lengths), turned(x, np.stack([base(t) for t in thetas]), False), atol=2e-5
+        rotated(rope, x, lengths), exactly_rotated(x, np.stack([base(t) for t in thetas]), False), atol=2e-5
     )
 
 
@@ -88,15 +88,15 @@ def test_longrope_takes_one_set_of_divisors_or_the_other(x):
     )  # fmt: skip
     lengths = np.array([64, 65, 64, 65, 1, 1000])
     frequencies = np.stack([base() / (long if n > 64 else short) for n in lengths])
-    np.testing.assert_allclose(rotated(rope, x, lengths), turned(x, frequencies, False, 1.25), atol=2e-5)
+    np.testing.assert_allclose(rotated(rope, x, lengths), exactly_rotated(x, frequencies, False, 1.25), atol=2e-5)
 
 
 def test_yarn_keeps_fast_frequencies_and_divides_slow_ones():
     rope = RopeConfig(dim=64, kind="yarn", factor=8.0, original_length=4096)
     plain, scaled = inverse_frequencies(RopeConfig(dim=64)), inverse_frequencies(rope)
-    turns = 4096 * plain / (2 * math.pi)
-    np.testing.assert_allclose(scaled[turns > 40], plain[turns > 40], rtol=1e-6)
-    np.testing.assert_allclose(scaled[turns < 0.7], plain[turns < 0.7] / 8, rtol=1e-6)
+    rotations = 4096 * plain / (2 * math.pi)
+    np.testing.assert_allclose(scaled[rotations > 40], plain[rotations > 40], rtol=1e-6)
+    np.testing.assert_allclose(scaled[rotations < 0.7], plain[rotations < 0.7] / 8, rtol=1e-6)
     assert (np.diff(scaled / plain) <= 1e-7).all()
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import REFERENCE, choose_kernels, gpu_products
+from jaxllm.pallas_kernels import REFERENCE, choose_kernels
+from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.pages import PageUse
 from tests.pallas_kernels.oracle import ragged_batch
@@ -62,7 +63,7 @@ def test_quantized_pages_of_a_float32_model_are_left_to_the_compiler(kind, caplo
     assert choose_kernels("auto", "gpu", kv_cache_dtype=kind, dtype=jnp.bfloat16).name == "gpu"
     assert not caplog.records
     chosen = choose_kernels("auto", "gpu", kv_cache_dtype=kind, dtype=jnp.float32)
-    assert chosen.attention is REFERENCE.attention and not chosen.turns_heads
+    assert chosen.attention is REFERENCE.attention and not chosen.rotates_heads
     (record,) = caplog.records
     assert "plain XLA" in record.message and "\n" not in record.message
     with pytest.raises(ConfigError, match=r"kernel for .* with dtype 'float32'; accepted are .* or a dtype of 16 bits"):

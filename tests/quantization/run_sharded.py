@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import cpu_kernels
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.tiles import TiledKind, tile_format
-from jaxllm.quantization.weight import Kind
+from jaxllm.quantization.weight import WeightKind
 from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.sharding.mesh import TENSOR, build_mesh, named_sharding
 from tests.quantization.blocks import stored
@@ -22,7 +22,7 @@ from tests.quantization.blocks import stored
 ROWS, INPUTS = (64, 64), 1024
 
 
-def kinds() -> dict[str, Kind]:
+def kinds() -> dict[str, WeightKind]:
     """Every scheme, for plain XLA and in the C++ kernels' tiles."""
     plain = {name: make(np.dtype(np.float32)) for name, make in SCHEMES.items()}
     in_tiles = {f"{name} in tiles": TiledKind(kind) for name, kind in plain.items() if tile_format(kind)}  # type: ignore[arg-type]

@@ -18,13 +18,13 @@ from jaxllm.quantization.per_channel import INT8, PerChannelKind
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.tiles import TiledKind, tile_format, tiled
-from jaxllm.quantization.weight import DenseKind, Kind
+from jaxllm.quantization.weight import DenseKind, WeightKind
 from tests.quantization.blocks import stored
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
 
 BF16, FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, WeightKind] = {
     "int8": PerChannelKind(INT8, FLOAT32),
     "w8a8": PerChannelKind(INT8, FLOAT32, activations=True),
     "fp8": PerChannelKind(FP8, FLOAT32),
@@ -37,7 +37,7 @@ def random_values(*shape: int) -> Stored:
     return stored(np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32))
 
 
-def assert_holds(kind: Kind, tensors: list[Stored]) -> None:
+def assert_holds(kind: WeightKind, tensors: list[Stored]) -> None:
     in_tiles = TiledKind(kind)  # type: ignore[arg-type]
     weight, kept = (jax.tree.map(jnp.asarray, each.pack(tensors, None)) for each in (in_tiles, kind))
     shapes = jax.tree.map(lambda array: (array.shape, array.dtype), (weight, in_tiles.abstract(kept.shape)))

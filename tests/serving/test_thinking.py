@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.requests.thinking_markers import ThinkingMarkers
 from jaxllm.serving.thinking import EFFORT_BUDGETS
 from jaxllm.text.reasoning import REASONING_FORMATS, ReasoningFormat
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine

@@ -26,6 +26,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HI = [{"role": "user", "content": "hi"}]
+GO_ON = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 @pytest.fixture(scope="session")
@@ -359,6 +360,21 @@ def test_a_template_that_refuses_or_misbehaves_is_the_requests_error(tmp_path, t
     tokenizer = load_tokenizer(write_directory(tmp_path))
     with pytest.raises(InvalidRequestError, match=message):
         tokenizer.apply_chat_template(HI, chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "message"),
+    [
+        (HI, {"chat_template": 5}, "chat_template is 5; it must be a text"),
+        (["Hi"], GO_ON, "a last message whose content is text"),
+        ([{"role": "user", "content": ["Hi"]}], GO_ON, "a last message whose content is text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], GO_ON, "a last message whose content is text"),
+    ],
+)
+def test_what_a_template_cannot_get_is_refused(tmp_path, messages, arguments, message):
+    tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": "{{ messages }}"}))
+    with pytest.raises(InvalidRequestError, match=message):
+        tokenizer.apply_chat_template(messages, **arguments)
 
 
 def test_a_checkpoints_template_that_never_ends_is_stopped(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import pytest
 
+from jaxllm.cli.convert.conversion import convert_model
 from jaxllm.config import EngineConfig
-from jaxllm.engine.convert import convert
 from jaxllm.engine.start.plan import plan_engine
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.importance import with_importance
@@ -101,7 +101,7 @@ def test_weights_are_encoded_by_it_whatever_their_names(source, tmp_path):
     saved = {}
     for name, given in (("without", None), ("with", imatrix)):
         config = EngineConfig(model=str(path), dtype="float32", skip_tokenizer_init=True, isq="q4_0", imatrix=given)
-        convert(config, tmp_path / name, "orbax")
+        convert_model(config, tmp_path / name, "orbax")
         saved[name] = open_checkpoint(tmp_path / name)
     changed = [n for n in saved["with"].tensors if not np.array_equal(*(s.read(n).data for s in saved.values()))]
     assert changed == ["layers.1.mlp.down.weight"]

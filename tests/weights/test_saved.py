@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxllm.cli.convert.conversion import convert_model
 from jaxllm.config import EngineConfig
-from jaxllm.engine.convert import convert
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig
@@ -39,7 +39,7 @@ def config_of(path: Path, **fields: Any) -> EngineConfig:
 
 
 def saved(source: Path, target: Path, **fields: Any) -> Path:
-    convert(config_of(source, **fields), target, "orbax")
+    convert_model(config_of(source, **fields), target, "orbax")
     return target
 
 

@@ -150,7 +150,7 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
     head.cos = floats(), head.sin = floats();
   }
   const float *q_norm = norms ? floats() : nullptr, *k_norm = norms ? floats() : nullptr;
-  if (2 * head.half > a.dim) return wrong("more channels turn than a head has");
+  if (2 * head.half > a.dim) return wrong("more channels are rotated than a head has");
   const int scale_bytes = is_coded(a.format) ? SCALE_BYTES : 0, value_width = int(v.dimensions()[2]);
   if (a.key_row != a.dim + scale_bytes || a.value_row != value_width + scale_bytes || a.value_dim > value_width) return wrong("a page's rows are not as wide as keys and values");
 
@@ -166,16 +166,16 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
     first_vector[t] = vectors;
     vectors += tasks[t].unit.count;
   }
-  const bool turning = rotary || norms;
+  const bool rotates = rotary || norms;
   const int total = int(positions.element_count());
   static thread_local std::vector<float> room;
-  const size_t turned = turning ? size_t(total) * a.heads * a.dim : 0;
-  room.resize(std::max(room.size(), vectors * (a.value_dim + 2) + turned));
+  const size_t rotated = rotates ? size_t(total) * a.heads * a.dim : 0;
+  room.resize(std::max(room.size(), vectors * (a.value_dim + 2) + rotated));
   float* const results = room.data();
   float* const softmaxes = results + vectors * a.value_dim;
   float* const queries = softmaxes + vectors * 2;
   const bool is_bf16 = a.q_is_bf16;
-  if (turning) a.q = queries, a.q_is_bf16 = false;
+  if (rotates) a.q = queries, a.q_is_bf16 = false;
   const auto result = [&](int t) { return results + first_vector[t] * a.value_dim; };
   const auto softmax = [&](int t) { return softmaxes + first_vector[t] * 2; };
 
@@ -191,12 +191,12 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
   const auto take_in = [&](int token, int page, int row) {
     static thread_local std::vector<float> key;
     key.resize(a.dim);
-    for (int h = 0; turning && h < a.heads; h++)
-      kernel.turn(head, source(q, token, h), token, q_norm, queries + (int64_t(token) * a.heads + h) * a.dim);
+    for (int h = 0; rotates && h < a.heads; h++)
+      kernel.rotate(head, source(q, token, h), token, q_norm, queries + (int64_t(token) * a.heads + h) * a.dim);
     for (int h = 0; h < a.kv_heads; h++) {
       const void* from = source(k, token, h);
-      if (turning) kernel.turn(head, from, token, k_norm, key.data()), from = key.data();
-      kernel.keep(from, is_bf16 && !turning, a.dim, place(new_keys->untyped_data(), a.key_row, page, row, h), a.format);
+      if (rotates) kernel.rotate(head, from, token, k_norm, key.data()), from = key.data();
+      kernel.keep(from, is_bf16 && !rotates, a.dim, place(new_keys->untyped_data(), a.key_row, page, row, h), a.format);
       if (!latent) kernel.keep(source(v, token, h), is_bf16, value_width, place(value_pages, value_row, page, row, h), a.format);
     }
   };

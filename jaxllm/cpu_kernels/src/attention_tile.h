@@ -237,7 +237,7 @@ static void transpose(const float* from, int64_t stride, int rows, int columns, 
 }
 
 // Queries into lanes: [dim][width] floats, or [dim / 2][width] pairs. `room` takes them as rows before.
-static void turn_queries(const Attention& a, const Vectors& v, int count, int width, bool pairs, float* room, float* queries) {
+static void transpose_queries(const Attention& a, const Vectors& v, int count, int width, bool pairs, float* room, float* queries) {
   const int elements = pairs ? a.dim / 2 : a.dim;
   memset(queries, 0, size_t(elements) * width * 4);
   for (int r = 0; r < count; r++) {
@@ -262,7 +262,7 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
   float* queries = room.take<float>(int64_t(a.dim) * width);
   memset(s.sums, 0, size_t(a.value_dim) * width * 4);
   for (int r = 0; r < width; r++) s.greatest[r] *= LOG2_E;
-  turn_queries(a, v, u.count, width, pairs, (float*)room.at, queries);
+  transpose_queries(a, v, u.count, width, pairs, (float*)room.at, queries);
   const int begin = larger(u.key_begin, v.low), end = smaller(u.key_end, v.high + 1);
   for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
     const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;

@@ -41,8 +41,8 @@ struct HeadInput {
   bool is_bf16;
   int dim;
   float epsilon, weight_offset;  // of an RMS norm
-  const float *cos, *sin;        // [tokens, half]; null: nothing turns
-  int half;                      // pairs of channels that turn
+  const float *cos, *sin;        // [tokens, half]; null: nothing is rotated
+  int half;                      // pairs of channels that are rotated
   bool interleaved;              // pairs are neighbours, not `half` apart
 };
 
@@ -103,8 +103,8 @@ struct Kernels {
   void (*product)(const Matrix&, const Activations&, int row, int count, int group, int groups, float* out);
   // gate = activation(gate) * up, [count][PANEL_COLUMNS]
   void (*gate)(Activation, int count, float* gate, const float* up);
-  // One head of one token as floats, normalised with `norm` (or null) and turned.
-  void (*turn)(const HeadInput&, const void* x, int token, const float* norm, float* out);
+  // One head of one token as floats, normalised with `norm` (or null) and rotated.
+  void (*rotate)(const HeadInput&, const void* x, int token, const float* norm, float* out);
   // Stores `count` channels, floats or bf16 bits, as a row of a page; zero for what is not finite.
   void (*keep)(const void* x, bool is_bf16, int count, void* row, PageFormat);
   // out [count][value_dim] is normalised; `softmax` [count][2] gets the greatest logit and the sum of exponentials.

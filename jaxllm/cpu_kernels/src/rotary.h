@@ -6,7 +6,7 @@
 
 namespace ISA {
 
-static void turn(const HeadInput& h, const void* x, int token, const float* norm, float* out) {
+static void rotate(const HeadInput& h, const void* x, int token, const float* norm, float* out) {
   const Row row{x, h.is_bf16, h.dim, norm, h.epsilon, h.weight_offset};
   const float* channels = (const float*)x;
   if (h.is_bf16) {

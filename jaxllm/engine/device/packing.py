@@ -13,7 +13,7 @@ from jaxtyping import Array, Shaped
 from jaxllm.requests.sampling import MAX_LOGPROBS
 
 
-class Field(NamedTuple):
+class PackedField(NamedTuple):
     """One array's place in a vector."""
 
     offset: int
@@ -31,10 +31,10 @@ class Packing:
     """
 
     def __init__(self, **shapes: tuple[int, ...]):
-        self.fields: dict[str, Field] = {}
+        self.fields: dict[str, PackedField] = {}
         offset = 0
         for name, shape in shapes.items():
-            self.fields[name] = Field(offset, shape)
+            self.fields[name] = PackedField(offset, shape)
             offset = self.fields[name].end
         self.size = offset
 

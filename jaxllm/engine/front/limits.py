@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllm.engine.front.thinking import check_thinking
+from jaxllm.engine.front.budget_checks import check_thinking
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams

@@ -12,13 +12,12 @@ from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.requests.outputs import (
     CompletionOutput,
-    Logprob,
     PooledOutput,
+    RankedLogprobs,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
 )
-from jaxllm.requests.prompt_scores import Step
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -77,7 +76,7 @@ def name_tokens(delta: TokenDelta, tokenizer: Tokenizer) -> None:
         delta.logprobs = [_named(entries, tokenizer) for entries in delta.logprobs]
 
 
-def _named(entries: list[tuple[int, Logprob]], tokenizer: Tokenizer) -> list[tuple[int, Logprob]]:
+def _named(entries: RankedLogprobs, tokenizer: Tokenizer) -> RankedLogprobs:
     return [(token, logprob._replace(decoded_token=tokenizer.token_text(token))) for token, logprob in entries]
 
 
@@ -131,7 +130,7 @@ class Collector:
                 self.output.finished = True
                 metrics.finished_time = time.time()
 
-    def _dict(self, step: Step | None) -> TokenLogprobs | None:
+    def _dict(self, step: RankedLogprobs | None) -> TokenLogprobs | None:
         if step is None:
             return None
         return dict(step if self._tokenizer is None else _named(step, self._tokenizer))

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from jaxllm.engine.front.budget_checks import with_markers
 from jaxllm.engine.front.sequences import name_tokens, split_request
-from jaxllm.engine.front.thinking import with_markers
 from jaxllm.engine.messages import EngineClient, EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, JaxLLMError, QueueFullError
 from jaxllm.text.tokenizer import Tokenizer

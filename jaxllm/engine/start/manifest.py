@@ -39,7 +39,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "compiler": f"{compat.compile_options_digest(mesh.size)}, {COMPILER_OPTIONS.get(device.platform, {})}",
         "devices": f"{device.platform}, {mesh.size} x {device.device_kind}",
         "processor": _processor() if on_cpu else "any",
-        "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.tiles else kernels.name,
+        "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.native else kernels.name,
         "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
         "sizes": f"{stated}, caches {fingerprint((sizes.buffers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,

@@ -56,7 +56,7 @@ def choose_kinds(
     kernels = options.kernels
     packed = keeps_packed(config, checkpoint, kernels, platform)
     requantized = config.isq, config.isq_map or {}
-    return KindChooser(checkpoint, spec.names, options.tp, packed, *requantized, tiles=kernels.tiles)
+    return KindChooser(checkpoint, spec.names, options.tp, packed, *requantized, tiles=kernels.native)
 
 
 def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, platform: Platform) -> bool:
@@ -68,7 +68,7 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
         return True  # whoever asks for another kind must say that these are to be expanded first
     if config.dequantize is None and isinstance(checkpoint, SavedCheckpoint) and checkpoint.is_requantized:
         return True  # as with the flags that it was converted with
-    return not config.dequantize if config.dequantize is not None else kernels.tiles or platform.name != "cpu"
+    return not config.dequantize if config.dequantize is not None else kernels.native or platform.name != "cpu"
 
 
 def check_imatrix(config: EngineConfig) -> None:

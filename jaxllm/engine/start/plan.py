@@ -153,7 +153,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.tiles else 1),
+        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native else 1),
         max_model_len=caches.max_model_len,
         page_size=page,
         num_pages=caches.num_pages,

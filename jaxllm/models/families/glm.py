@@ -1,4 +1,4 @@
-"""GLM-4: half of each head turns, in neighbouring pairs (arXiv:2406.12793); the 0414 models have norms behind too."""
+"""GLM-4: half of each head is rotated, in neighbouring pairs (arXiv:2406.12793); the 0414 models have more norms."""
 
 from __future__ import annotations
 

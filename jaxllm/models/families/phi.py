@@ -18,7 +18,7 @@ WHAT_PHI_IS: dict[str, Any] = {
 
 
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Half of each head turns unless `partial_rotary_factor` says otherwise."""
+    """Half of each head is rotated unless `partial_rotary_factor` says otherwise."""
     rope = hf_rope(c, hf_head_dim(c), partial=0.5)
     return DecoderConfig(
         **hf_fields(

@@ -1,4 +1,4 @@
-"""StableLM 3B, StableLM 2 1.6B and 12B: LayerNorm, a quarter of each head turning (arXiv:2402.17834)."""
+"""StableLM 3B, StableLM 2 1.6B and 12B: LayerNorm, a quarter of each head rotated (arXiv:2402.17834)."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in self.qkv.segments(x, norm))
         turning: dict[str, Any] = {}
         knows_norm = self.q_norm is None or isinstance(self.q_norm, RMSNorm)
-        if self.kernels.turns_heads and self.query_scaling is None and knows_norm:
+        if self.kernels.rotates_heads and self.query_scaling is None and knows_norm:
             turning = {"angles": angles, "norms": self._head_norms()}
         else:
             q, k = self._turned(q, k, angles, meta)

@@ -17,7 +17,7 @@ class RopeConfig:
     """One kind of rotary embedding.
 
     Attributes:
-        dim: channels of each head that turn, the first ones; the others stay as they are.
+        dim: channels of each head that are rotated, the first ones; the others stay as they are.
         interleaved: pairs are neighbours (0, 1), (2, 3), …; otherwise they lie `dim / 2` apart.
         kind: "default", "linear" (all frequencies divided by `factor`), "dynamic" (the base grows with the length),
             "llama3" (long wavelengths divided by `factor`), "yarn" (Peng et al. 2023, arXiv:2309.00071) or
@@ -58,8 +58,8 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> np.ndarray:
     if rope.kind == "linear":
         freqs = freqs / rope.factor
     elif rope.kind == "llama3":
-        turns = rope.original_length * freqs / (2 * math.pi)
-        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        rotations = rope.original_length * freqs / (2 * math.pi)
+        kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         freqs = _blend(freqs / rope.factor, freqs, np.clip(kept, 0.0, 1.0))
     elif rope.kind == "yarn":
         freqs = _blend(freqs / rope.factor, freqs, _yarn_kept(rope))
@@ -75,10 +75,10 @@ def _blend(a: np.ndarray, b: np.ndarray, share_of_b: np.ndarray) -> np.ndarray:
 
 
 def _yarn_kept(rope: RopeConfig) -> np.ndarray:
-    """1 for frequencies that turn often within the original length, 0 for those that hardly do, a ramp between."""
+    """1 for frequencies that rotate often within the original length, 0 for those that hardly do, a ramp between."""
 
-    def channel(turns: float) -> float:
-        return rope.dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def channel(rotations: float) -> float:
+        return rope.dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = channel(rope.beta_fast), channel(rope.beta_slow)
     if rope.truncate:
@@ -122,15 +122,15 @@ def _dynamic_shrink(rope: RopeConfig, lengths: Int[Array, "T"]) -> Float[Array, 
 
 
 def rotate(x: Float[Array, "T H D"], angles: Angles | None) -> Float[Array, "T H D"]:
-    """Turn each head's pairs of channels by the token's angles; channels past the rotary ones are left alone.
+    """Rotate each head's pairs of channels by the token's angles; channels past the rotary ones are left alone.
 
-    Without angles nothing turns: the layer knows no positions.
+    Without angles nothing is rotated: the layer knows no positions.
     """
     if angles is None:
         return x
     cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]
-    turning = 2 * cos.shape[-1]
-    y, rest = x[..., :turning].astype(jnp.float32), x[..., turning:]
+    rotary = 2 * cos.shape[-1]
+    y, rest = x[..., :rotary].astype(jnp.float32), x[..., rotary:]
     if angles.interleaved:
         a, b = y[..., 0::2], y[..., 1::2]
         y = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(y.shape)

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from jaxllm.mcp.server import Status, ToolServer
+from jaxllm.mcp.server import ServerStatus, ToolServer
 from jaxllm.mcp.settings import Transport
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.serving.http.api_error import APIError
@@ -64,7 +64,7 @@ class ServerShown(msgspec.Struct, kw_only=True):
     label: str
     description: str | None
     transport: Transport
-    status: Status
+    status: ServerStatus
     error: str | None
     """What is wrong, where the status is failed."""
     tools: list[str]

@@ -1,4 +1,4 @@
-// turn, keep and attend against float64.
+// rotate, keep and attend against float64.
 #include <string.h>
 
 #include <algorithm>
@@ -253,7 +253,7 @@ void check_heads() {
         const std::vector<uint16_t> short_x = bf16s_of(x);
         const std::vector<float> taken = is_bf16 ? floats_of(short_x) : x;
         const int token = 2;
-        kernels().turn({is_bf16, dim, 1e-2f, 1, half ? cosines.data() : nullptr, sines.data(), half, interleaved}, is_bf16 ? (const void*)short_x.data() : x.data(), token,
+        kernels().rotate({is_bf16, dim, 1e-2f, 1, half ? cosines.data() : nullptr, sines.data(), half, interleaved}, is_bf16 ? (const void*)short_x.data() : x.data(), token,
                        with_norm ? norm.data() : nullptr, y.data());
         std::vector<double> expected(taken.begin(), taken.end());
         double squares = 0;
@@ -264,7 +264,7 @@ void check_heads() {
           const double first = a, second = b, cosine = cosines[token * half + i], sine = sines[token * half + i];
           a = first * cosine - second * sine, b = second * cosine + first * sine;
         }
-        for (int d = 0; d < dim; d++) CHECK(fabs(y[d] - expected[d]) <= 1e-5, "turning %d of %d, kind %d, channel %d: %g is not %g", half, dim, kind, d, y[d], expected[d]);
+        for (int d = 0; d < dim; d++) CHECK(fabs(y[d] - expected[d]) <= 1e-5, "rotating %d of %d, kind %d, channel %d: %g is not %g", half, dim, kind, d, y[d], expected[d]);
       }
   }
   const std::vector<float> x = {1, NAN, -2, INFINITY, -INFINITY, 0x1.0181p0f, 3e38f}, kept = {1, 0, -2, 0, 0, 0x1.0181p0f, 3e38f};

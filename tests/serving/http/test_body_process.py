@@ -112,8 +112,7 @@ def test_a_large_body_is_answered(client: TestClient, path: str) -> None:
 
 def test_a_process_that_died_is_replaced(bodies: BodyProcess) -> None:
     bodies.read([b"{}"])
-    first = bodies._process
-    assert first is not None
+    [first] = bodies.processes.processes
     first.kill()
     first.wait()
     assert bodies.read([b'{"a": 1}']) == {"a": 1}
@@ -130,8 +129,7 @@ def test_a_body_of_which_it_dies_is_refused_and_the_next_one_read() -> None:
 def test_closing_ends_the_process_whatever_it_does() -> None:
     process = BodyProcess(largest=2**20)
     process.read([b"{}"])
-    started = process._process
-    assert started is not None
+    [started] = process.processes.processes
     os.kill(started.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(process.read, [b"{}"])

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxllm.pallas_kernels import RootMeanSquare, gpu_float8, gpu_matmul, gpu_norm, gpu_products
-from jaxllm.pallas_kernels.gpu_groups import RowLists, list_rows
+from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels.gpu.float8 import from_e4m3, to_e4m3
+from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul, matmul
+from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.fp8_blocks import Fp8Blocks
 from jaxllm.quantization.groups import Groups, GroupsKind
@@ -71,10 +75,10 @@ def check_grouped(weight: Weight, sizes: list[int], rows: int, *, dtype: Any = j
     x = random.standard_normal((rows // share, weight.shape[-1])).astype(np.float32)
     nobody = group == len(sizes)
     x[nobody.reshape(-1, share).all(axis=1)] = np.nan
-    tile_rows = gpu_matmul.choose_tile_rows(rows, len(sizes))
+    tile_rows = choose_tile_rows(rows, len(sizes))
     lists = list_rows(jnp.asarray(group, jnp.int32), len(sizes), rows, tile_rows, interpret=True)
     x = jnp.asarray(x, dtype)
-    out = gpu_matmul.grouped_matmul(x, matrix, lists, rows, interpret=True)
+    out = grouped_matmul(x, matrix, lists, rows, interpret=True)
     matrices, x = np.asarray(weight.dequantize(), np.float64), np.asarray(x, np.float64)
     for row in np.flatnonzero(~nobody):
         np.testing.assert_allclose(out[row], matrices[group[row]] @ x[row // share], rtol=1e-4, atol=1e-4)
@@ -92,14 +96,14 @@ def test_every_e4m3_number_is_read_right():
     bits = np.arange(256, dtype=np.uint8)
     bits = bits[(bits & 127) != 127]  # not a number
     expected = bits.view(FP8).astype(np.float32)
-    np.testing.assert_array_equal(gpu_float8.from_e4m3(jnp.asarray(bits, jnp.int32)), expected)
+    np.testing.assert_array_equal(from_e4m3(jnp.asarray(bits, jnp.int32)), expected)
 
 
 def test_the_nearest_e4m3_number_is_written():
     random = np.random.default_rng(0)
     x = np.concatenate([random.uniform(-448, 448, 2000), random.normal(0, 0.02, 2000), np.arange(-40, 40) / 1024])
     x = x.astype(np.float32)
-    np.testing.assert_array_equal(gpu_float8.to_e4m3(jnp.asarray(x)), x.astype(FP8).view(np.uint8))
+    np.testing.assert_array_equal(to_e4m3(jnp.asarray(x)), x.astype(FP8).view(np.uint8))
 
 
 def test_neighbouring_rows_share_one_that_is_read():
@@ -115,7 +119,7 @@ def test_groups_at_every_edge_of_the_tiles(sizes):
 
 def test_many_rows_take_larger_tiles():
     values = np.random.default_rng(0).standard_normal((2, 24, 16)).astype(np.float32)
-    assert gpu_matmul.choose_tile_rows(600, 2) == 128
+    assert choose_tile_rows(600, 2) == 128
     check_grouped(Dense(jnp.asarray(values)), [411, 130], 600)
 
 
@@ -125,7 +129,7 @@ def test_many_rows_take_larger_tiles():
 def test_one_matrix(kind, rows):
     weight = KINDS[kind](np.random.default_rng(0).standard_normal((136, 96)).astype(np.float32))
     x = np.random.default_rng(1).standard_normal((rows, 96)).astype(np.float32)
-    out = gpu_matmul.matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=True)
+    out = matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=True)
     expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -135,7 +139,7 @@ def test_what_the_compiler_multiplies_by_itself(kind):
     weight = KINDS[kind](np.random.default_rng(0).standard_normal((40, 96)).astype(np.float32))
     x = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float32)
     residual = np.ones((5, 40), np.float32)
-    out = gpu_products.linear(jnp.asarray(x), weight, residual=jnp.asarray(residual))
+    out = linear(jnp.asarray(x), weight, residual=jnp.asarray(residual))
     expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T + 1
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -154,7 +158,7 @@ def test_lowers_for_cuda_without_expanding_weights(kind):
 
     def multiply(x, weight, rows, tiles):
         (matrix,) = weight.kernel_matrices
-        return gpu_matmul.grouped_matmul(x, matrix, RowLists(rows, tiles), 64)
+        return grouped_matmul(x, matrix, RowLists(rows, tiles), 64)
 
     arguments = jnp.ones((64, 192)), weight, jnp.zeros(4 * 64, jnp.int32), jnp.zeros((8, 3), jnp.int32)
     h100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
@@ -168,7 +172,7 @@ def test_a_sum_and_its_norm_are_the_same_at_once(dtype):
     random = np.random.default_rng(0)
     x, out = (jnp.asarray(random.standard_normal((5, 96)), dtype) for _ in range(2))
     norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, 96), jnp.float32), 1e-5)
-    total, normed = gpu_norm.add_norm(x, out, norm, interpret=True)
+    total, normed = add_norm(x, out, norm, interpret=True)
     np.testing.assert_array_equal(total, x + out)
     exact = np.asarray(x + out, np.float64)
     exact *= np.asarray(norm.weight, np.float64) / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)

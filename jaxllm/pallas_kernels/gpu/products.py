@@ -1,7 +1,7 @@
 """A layer's products on NVIDIA GPUs: the compiler's own where it reads weights as they are, else a Pallas kernel.
 
 XLA multiplies by floats and by codes whose scale can follow the product (int8, fp8) without a copy of the weight. Codes
-of fewer bits, and those with several scales a row, would be expanded in memory first: `gpu_matmul` expands a tile.
+of fewer bits, and those with several scales a row, would be expanded in memory first: `matmul` expands a tile.
 Kinds that it does not know (GGUF's blocks) are expanded whole, or some rows at a time where they are large: that writes
 and reads each number again, so that a step with a few rows takes several times as long as with floats.
 """
@@ -44,27 +44,27 @@ def experts(
     x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: jax.Array | None, gate_up: Any, down: Any, **options: Any
 ) -> Mixture | None:
     """See `Kernels.experts`; None for experts of a kind that no kernel knows."""
-    from jaxllm.pallas_kernels import gpu_experts  # Pallas takes half a second to import
+    from jaxllm.pallas_kernels.gpu import experts as kernel  # Pallas takes half a second to import
 
     if gate_up.kernel_matrices is None or down.kernel_matrices is None:
         return None
-    return gpu_experts.experts(x, logits, bias, gate_up.kernel_matrices, down.kernel_matrices, **options)
+    return kernel.experts(x, logits, bias, gate_up.kernel_matrices, down.kernel_matrices, **options)
 
 
 def add_norm(
     x: Float[Array, "T E"], out: Float[Array, "T E"] | Mixture, norm: RootMeanSquare
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """`x + out`, and the norm of it."""
-    from jaxllm.pallas_kernels import gpu_norm
+    from jaxllm.pallas_kernels.gpu import norm as kernel
 
-    return gpu_norm.add_norm(x, out if isinstance(out, Mixture) else out.astype(x.dtype), norm)
+    return kernel.add_norm(x, out if isinstance(out, Mixture) else out.astype(x.dtype), norm)
 
 
 def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
-        from jaxllm.pallas_kernels import gpu_matmul
+        from jaxllm.pallas_kernels.gpu import matmul as kernel
 
-        return gpu_matmul.matmul(x, matrix).astype(dtype)
+        return kernel.matmul(x, matrix).astype(dtype)
     factors = matrix.dtype if matrix.scale is None else x.dtype
     out = lax.dot_general(
         x.astype(factors),

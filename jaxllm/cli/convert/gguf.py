@@ -8,8 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from jaxllm.cli.convert.plan import ConversionPlan, plan_conversion
 from jaxllm.config import EngineConfig
-from jaxllm.engine.convert.plan import ConversionPlan, plan_conversion
 from jaxllm.engine.start.progress import Progress
 from jaxllm.errors import ConfigError
 from jaxllm.models.importance import with_importance
@@ -18,7 +18,7 @@ from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import BLOCKS
 from jaxllm.quantization.stored import GGUF_FLOATS
-from jaxllm.quantization.weight import DenseKind, Kind
+from jaxllm.quantization.weight import DenseKind, WeightKind
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.loader import find_sources
 
@@ -72,7 +72,7 @@ def _types(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, str]:
     return found
 
 
-def _type(name: str, info: TensorInfo, kind: Kind) -> str:
+def _type(name: str, info: TensorInfo, kind: WeightKind) -> str:
     if isinstance(kind, GgufKind):
         return kind.type if info.shape[-1] % kind.block == 0 else info.dtype
     if not isinstance(kind, DenseKind):

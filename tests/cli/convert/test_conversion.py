@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.cli.convert import safetensors as to_safetensors
+from jaxllm.cli.convert.conversion import TargetFormat, convert_model
 from jaxllm.config import EngineConfig
-from jaxllm.engine.convert import Format, convert
-from jaxllm.engine.convert import safetensors as to_safetensors
 from jaxllm.errors import CheckpointError, ConfigError, JaxLLMError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
@@ -36,9 +36,9 @@ from tests.weights.models import real_model
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def converted(source: Path, target: Path, to: Format, **fields: Any) -> Path:
+def converted(source: Path, target: Path, to: TargetFormat, **fields: Any) -> Path:
     fields = {"dtype": "float32", "skip_tokenizer_init": True} | fields
-    convert(EngineConfig(model=str(source), **fields), target, to)
+    convert_model(EngineConfig(model=str(source), **fields), target, to)
     return target
 
 

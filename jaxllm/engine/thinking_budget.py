@@ -14,7 +14,7 @@ from jaxllm.engine.detokenizer import REPLACEMENT
 from jaxllm.engine.markers import MARKER_TOKENS, MarkerSearch, closing_tokens
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.requests.thinking_markers import ThinkingMarkers
 
 
 class Thinking:

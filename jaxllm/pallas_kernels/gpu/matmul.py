@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu_float8 import from_e4m3
-from jaxllm.pallas_kernels.gpu_groups import RowLists
+from jaxllm.pallas_kernels.gpu.float8 import from_e4m3
+from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 
 MAX_TILE_ROWS = 128

@@ -2,7 +2,7 @@
 
 Before it, two kinds of programs work beside each other. Those of a (block of channels, head, tile of rows) multiply
 queries by their head's rows of the matrix that expands latents, read where they lie, once for each tile. Those of a
-token norm and turn its latent, store it, and turn the rest of its queries; padding tokens write nothing to pages.
+token norm and rotate its latent, store it, and rotate the rest of its queries; padding tokens write nothing to pages.
 Behind it a program of a (head, tile of rows) multiplies by that head's other rows.
 """
 
@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu import attend_to_pages
-from jaxllm.pallas_kernels.gpu_store import store_token, turned_with
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec, Part
+from jaxllm.pallas_kernels.gpu.attention import attend_to_pages
+from jaxllm.pallas_kernels.gpu.store import rotation_partner, store_token
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, Part
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages
@@ -31,7 +31,7 @@ BLOCK = 128
 BLOCK_OUT = 64
 """Channels of a value that a program makes."""
 HEADS = 16
-"""Heads whose channels are turned together."""
+"""Heads whose channels are rotated together."""
 
 
 def latent_attention(
@@ -75,7 +75,7 @@ def absorb_and_store(
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """Queries in the space of latents, and the pages with the new ones.
 
-    A head's first rows of `expand`, as many as its queries have channels that do not turn, are what absorbs them.
+    A head's first rows of `expand`, as many as its queries have channels that are not rotated, are what absorbs them.
     """
     tokens, heads, query_dim = q.shape
     size, latent_dim, (buffer,) = latent.shape[1], expand.shape[1], pages
@@ -195,8 +195,8 @@ def _kernel(
     *angle_refs, _pages, out_ref, pages_ref = refs
     program = pl.program_id(0)
     tokens = queries_ref.shape[0]
-    kept, turning = spec.parts[0], Part(spec.value_dim, spec.head_dim - spec.value_dim)
-    still = query_dim - turning.size
+    kept, rotary = spec.parts[0], Part(spec.value_dim, spec.head_dim - spec.value_dim)
+    still = query_dim - rotary.size
 
     @pl.when(program < absorbing)
     def _() -> None:
@@ -226,40 +226,40 @@ def _kernel(
 
     @pl.when((token >= 0) & (seq < num_seqs))
     def _() -> None:
-        channel = jnp.arange(turning.padded)
-        partner, sign, angle = turned_with(channel, turning.size, interleaved)
-        turns = channel < turning.size
+        channel = jnp.arange(rotary.padded)
+        partner, sign, angle = rotation_partner(channel, rotary.size, interleaved)
+        rotates = channel < rotary.size
 
-        def turned(ref: Any, first: Array, live: Array) -> Array:
-            """The turning channels, of which the first are at places `first [n]` of the token's row, float32."""
-            mask = live[:, None] & turns[None, :]
+        def rotated(ref: Any, first: Array, live: Array) -> Array:
+            """The rotary channels, of which the first are at places `first [n]` of the token's row, float32."""
+            mask = live[:, None] & rotates[None, :]
             x, other = (
                 triton_load(ref.at[token, first[:, None] + at[None, :]], mask=mask, other=0).astype(jnp.float32)
                 for at in (channel, partner)
             )
             if not angle_refs:
                 return x
-            cos, sin = (triton_load(ref.at[token, angle], mask=turns, other=0) for ref in angle_refs)
+            cos, sin = (triton_load(ref.at[token, angle], mask=rotates, other=0) for ref in angle_refs)
             return x * cos[None, :] + other * (sin * sign)[None, :]
 
-        def turn_queries(index: Array, carry: Array) -> Array:
+        def rotate_queries(index: Array, carry: Array) -> Array:
             head = index * HEADS + jnp.arange(HEADS)
             live = head < spec.heads
             at = jnp.where(live, token * spec.heads + head, out_ref.shape[0])[:, None]
-            x = turned(queries_ref, head * query_dim + still, live).astype(spec.dtype)
-            mask = live[:, None] & turns[None, :]
-            triton_store(out_ref.at[at, turning.start + channel[None, :]], x, mask=mask)
+            x = rotated(queries_ref, head * query_dim + still, live).astype(spec.dtype)
+            mask = live[:, None] & rotates[None, :]
+            triton_store(out_ref.at[at, rotary.start + channel[None, :]], x, mask=mask)
             return carry
 
-        lax.fori_loop(0, pl.cdiv(spec.heads, HEADS), turn_queries, 0)
+        lax.fori_loop(0, pl.cdiv(spec.heads, HEADS), rotate_queries, 0)
 
         dim = jnp.arange(kept.padded)
         inside = dim < kept.size
         x = triton_load(latent_ref.at[token, begin + dim], mask=inside, other=0).astype(jnp.float32)
         weight = triton_load(norm_ref.at[dim], mask=inside, other=0)
         x = x * lax.rsqrt(jnp.sum(x * x) / kept.size + eps) * weight
-        key = turned(latent_ref, jnp.full((1,), begin + kept.size), jnp.full((1,), True))
+        key = rotated(latent_ref, jnp.full((1,), begin + kept.size), jnp.full((1,), True))
         position = positions_ref[token]
         page = page_table_ref[seq, lax.div(position, spec.page_size)]
         row = page * spec.page_size + lax.rem(position, spec.page_size)
-        store_token(pages_ref, row, [(x[None, :], dim, inside), (key, turning.start + channel, turns)], spec)
+        store_token(pages_ref, row, [(x[None, :], dim, inside), (key, rotary.start + channel, rotates)], spec)

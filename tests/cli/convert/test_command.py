@@ -15,8 +15,8 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Pat
     found: list[tuple[EngineConfig, Path, str]] = []
     stub_module(
         monkeypatch,
-        "jaxllm.engine.convert",
-        convert=lambda config, destination, to, on_progress: found.append((config, destination, to)),
+        "jaxllm.cli.convert.conversion",
+        convert_model=lambda config, destination, to, on_progress: found.append((config, destination, to)),
     )
     return found
 

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.models.layers.rope import RopeConfig, rope_angles, rotate
-from jaxllm.pallas_kernels import RootMeanSquare, gpu_decode, reference
-from jaxllm.pallas_kernels.gpu import paged_attention
-from jaxllm.pallas_kernels.gpu_prefill import prefill_tiles
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels import RootMeanSquare, reference
+from jaxllm.pallas_kernels.gpu import decode
+from jaxllm.pallas_kernels.gpu.attention import paged_attention
+from jaxllm.pallas_kernels.gpu.prefill import prefill_tiles
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
@@ -36,7 +37,7 @@ def run(
     if "angles" in options:
         attend = jax.jit(partial(paged_attention, interpret=interpret, **options))
     else:
-        attend = jitted(gpu_decode.TARGET_PROGRAMS, interpret=interpret, **options)
+        attend = jitted(decode.TARGET_PROGRAMS, interpret=interpret, **options)
     out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, sinks=sinks)
     return np.asarray(out), tuple(np.asarray(buffer) for buffer in pages)
 
@@ -120,7 +121,7 @@ def test_splits_combine_to_the_same(sinks):
 
 @pytest.mark.parametrize("programs", [1, 3])
 def test_programs_take_turns_at_the_splits(monkeypatch, programs):
-    monkeypatch.setattr(gpu_decode, "TARGET_PROGRAMS", programs)
+    monkeypatch.setattr(decode, "TARGET_PROGRAMS", programs)
     check(ragged_batch(decodes=(1100, 1, 300), heads=2, kv_heads=1, unused=NAN))
 
 
@@ -139,38 +140,38 @@ def test_a_sequences_splits_depend_on_it_alone():
 def test_a_window_reads_no_page_before_it():
     """Pages that no query sees hold NaN; and the number of blocks does not grow with the context."""
     spec = AttentionSpec(4, 2, 64, 16, jnp.float32, 1.0, 100, None)
-    blocks = [int(gpu_decode._blocks(jnp.int32(context), spec)[1]) for context in (100, 1000, 100_000)]
+    blocks = [int(decode._blocks(jnp.int32(context), spec)[1]) for context in (100, 1000, 100_000)]
     assert max(blocks) <= 100 // spec.block_k + 2
     check(ragged_batch(decodes=(900, 130), prefills=((700, 40),), window=100, unused=NAN), window=100)
 
 
-class Turned(NamedTuple):
+class Rotary(NamedTuple):
     angles: Any
     norms: Any
 
 
-def turning(batch: RaggedBatch, dim: int, interleaved: bool, normed: bool) -> Turned:
+def rotary_inputs(batch: RaggedBatch, dim: int, interleaved: bool, normed: bool) -> Rotary:
     random = np.random.default_rng(5)
     rope = RopeConfig(dim=dim, interleaved=interleaved)
     angles = rope_angles(rope, batch.meta.positions, batch.meta.rotary_lengths)
     weights = random.uniform(0.5, 1.5, (2, batch.q.shape[-1]))
     norms = tuple(RootMeanSquare(jnp.asarray(w, jnp.float32), 1e-6) for w in weights)
-    return Turned(angles, norms if normed else None)
+    return Rotary(angles, norms if normed else None)
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(
     ("dim", "interleaved", "head_dim"), [(64, False, 64), (64, True, 64), (32, False, 80), (96, False, 96)]
 )
-def test_heads_are_normed_and_turned_on_the_way(dim, interleaved, head_dim, normed):
+def test_heads_are_normed_and_rotated_on_the_way(dim, interleaved, head_dim, normed):
     batch = ragged_batch(**MIXED, head_dim=head_dim, unused=NAN)
-    turned = turning(batch, dim, interleaved, normed)
+    rotary = rotary_inputs(batch, dim, interleaved, normed)
     q, k = batch.q, batch.k
-    if turned.norms:
-        q, k = (norm(x) for norm, x in zip(turned.norms, (q, k), strict=True))
-    beforehand = dataclasses.replace(batch, q=rotate(q, turned.angles), k=rotate(k, turned.angles))
+    if rotary.norms:
+        q, k = (norm(x) for norm, x in zip(rotary.norms, (q, k), strict=True))
+    beforehand = dataclasses.replace(batch, q=rotate(q, rotary.angles), k=rotate(k, rotary.angles))
     expected, expected_pages = run(beforehand, scale=0.1)
-    out, pages = run(batch, scale=0.1, angles=turned.angles, norms=turned.norms)
+    out, pages = run(batch, scale=0.1, angles=rotary.angles, norms=rotary.norms)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     for buffer, expected_buffer in zip(pages, expected_pages, strict=True):
         np.testing.assert_allclose(buffer[1:], expected_buffer[1:], rtol=1e-5, atol=1e-6)

@@ -9,48 +9,49 @@ import numpy as np
 import pytest
 
 from jaxllm.models.layers.rope import RopeConfig, rope_angles
-from jaxllm.pallas_kernels import RootMeanSquare, gpu_latent
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage
 from tests.pallas_kernels.oracle import ragged_batch
 
 STILL, VALUES = 18, 20
-"""Channels of a head's query that do not turn, and of its value."""
+"""Channels of a head's query that are not rotated, and of its value."""
 
 
-def turned(x: np.ndarray, angles: Any) -> np.ndarray:
+def exactly_rotated(x: np.ndarray, angles: Any) -> np.ndarray:
     """`x [T, H, r]`, pairs of whose channels are complex numbers."""
-    turn = (np.asarray(angles.cos, np.float64) + 1j * np.asarray(angles.sin, np.float64))[:, None]
+    rotation = (np.asarray(angles.cos, np.float64) + 1j * np.asarray(angles.sin, np.float64))[:, None]
     if angles.interleaved:
-        z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
+        z = (x[..., 0::2] + 1j * x[..., 1::2]) * rotation
         return np.stack([z.real, z.imag], -1).reshape(x.shape)
     half = x.shape[-1] // 2
-    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    z = (x[..., :half] + 1j * x[..., half:]) * rotation
     return np.concatenate([z.real, z.imag], -1)
 
 
 def check(
-    *, heads: int = 5, latents: int = 40, turning: int = 12, interleaved: bool = True, dtype: Any = jnp.float32,
-    pages: str = "", turns: bool = True, one_product: bool = True, tolerance: float = 2e-5, **batch_options: Any,
+    *, heads: int = 5, latents: int = 40, rotary: int = 12, interleaved: bool = True, dtype: Any = jnp.float32,
+    pages: str = "", rotates: bool = True, one_product: bool = True, tolerance: float = 2e-5, **batch_options: Any,
 ) -> None:  # fmt: skip
-    size = latents + turning
+    size = latents + rotary
     batch = ragged_batch(heads=heads, kv_heads=1, head_dim=size, value_dim=latents, **batch_options)
     meta, random = batch.meta, np.random.default_rng(4)
     tokens = len(meta.positions)
-    q = jnp.asarray(random.standard_normal((tokens, heads, STILL + turning)), dtype)
+    q = jnp.asarray(random.standard_normal((tokens, heads, STILL + rotary)), dtype)
     latent = jnp.asarray(random.standard_normal((tokens, size)), dtype)
     expand = jnp.asarray(random.standard_normal((heads * (STILL + VALUES), latents)), dtype)
     norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, latents), jnp.float32), 1e-3)
-    angles = rope_angles(RopeConfig(dim=turning, interleaved=interleaved), meta.positions, meta.rotary_lengths)
+    angles = rope_angles(RopeConfig(dim=rotary, interleaved=interleaved), meta.positions, meta.rotary_lengths)
     shape = (*batch.pages[0].shape[:-1], size + SCALE_BYTES * bool(pages))
     before = jnp.zeros(shape, QUANTIZED[pages] if pages else dtype)
     spec = AttentionSpec(heads, 1, size, shape[2], jnp.dtype(dtype), 1.0, None, None, latents, bool(pages))
-    found, (after,) = gpu_latent.absorb_and_store(
+    found, (after,) = absorb_and_store(
         q,
         latent,
         expand,
         norm,
-        angles if turns else None,
+        angles if rotates else None,
         (before,),
         meta,
         spec,
@@ -59,7 +60,7 @@ def check(
     )
 
     def rotated(x: np.ndarray) -> np.ndarray:
-        return turned(x, angles) if turns else x
+        return exactly_rotated(x, angles) if rotates else x
 
     exact_q, exact = np.asarray(q, np.float64), np.asarray(latent, np.float64)
     rows = np.asarray(expand, np.float64).reshape(heads, STILL + VALUES, latents)
@@ -72,9 +73,9 @@ def check(
         np.asarray(found, np.float64)[live], expected[live], rtol=tolerance, atol=tolerance * scale
     )
     stored = from_storage(after, jnp.float32) if pages else after
-    kept, turning_part = exact[:, :latents], exact[:, None, latents:]
+    kept, rotary_part = exact[:, :latents], exact[:, None, latents:]
     kept = kept / np.sqrt((kept**2).mean(-1, keepdims=True) + 1e-3) * np.asarray(norm.weight, np.float64)
-    keys = np.concatenate([kept, rotated(turning_part)[:, 0]], -1)
+    keys = np.concatenate([kept, rotated(rotary_part)[:, 0]], -1)
     untouched = np.ones(shape[:1] + shape[2:3], bool)
     for token in np.flatnonzero(live):
         position = int(meta.positions[token])
@@ -95,10 +96,10 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed": MIXED,
     "queries from a latent of their own": {**MIXED, "one_product": False},
     "halves": {**MIXED, "interleaved": False},
-    "nothing turns": {**MIXED, "turns": False},
+    "nothing is rotated": {**MIXED, "rotates": False},
     "one head": {**MIXED, "heads": 1},
-    "more heads than are turned together": {"decodes": (3, 40), "heads": 33},
-    "512 and 64": {"decodes": (3, 40), "heads": 2, "latents": 512, "turning": 64},
+    "more heads than are rotated together": {"decodes": (3, 40), "heads": 33},
+    "512 and 64": {"decodes": (3, 40), "heads": 2, "latents": 512, "rotary": 64},
     "more channels than a block": {**MIXED, "latents": 144},
 }
 
@@ -128,7 +129,7 @@ def test_values_are_expanded(sizes, tokens, dtype, tolerance):
     random = np.random.default_rng(tokens)
     x = jnp.asarray(random.standard_normal((tokens, heads, latents)), dtype)
     expand = jnp.asarray(random.standard_normal((heads * (STILL + values), latents)) * latents**-0.5, dtype)
-    out = gpu_latent.expand_heads(x, expand, STILL, interpret=True)
+    out = expand_heads(x, expand, STILL, interpret=True)
     rows = np.asarray(expand, np.float64).reshape(heads, STILL + values, latents)[:, STILL:]
     expected = np.einsum("thl,hvl->thv", np.asarray(x, np.float64), rows)
     assert out.dtype == dtype

@@ -11,10 +11,10 @@ import pytest
 from jaxllm import SamplingParams
 from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.engine.masks import allow_only
-from jaxllm.engine.thinking import Thinking
+from jaxllm.engine.thinking_budget import Thinking
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.requests.thinking_markers import ThinkingMarkers
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.engine.real_vocabulary import llm_with_real_vocabulary
 

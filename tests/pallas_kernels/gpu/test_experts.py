@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels import Mixture, RootMeanSquare, StepMetadata, gpu_experts, gpu_norm, gpu_route
-from jaxllm.pallas_kernels.gpu_groups import RowLists, list_rows
-from tests.pallas_kernels.test_gpu_matmul import KINDS
+from jaxllm.pallas_kernels import Mixture, RootMeanSquare, StepMetadata
+from jaxllm.pallas_kernels.gpu.experts import experts
+from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
+from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.route import route
+from tests.pallas_kernels.gpu.test_matmul import KINDS
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def groups_of(found: RowLists, num_groups: int, tile_rows: int) -> list[list[int
 
 
 def check_routing(case: Case) -> None:
-    found = gpu_route.route(
+    found = route(
         jnp.asarray(case.logits), None if case.bias is None else jnp.asarray(case.bias), case.first, case.here,
         case.router, 16, step_of(case.live), interpret=True,
     )  # fmt: skip
@@ -182,7 +185,7 @@ def test_a_token_that_is_not_finite_has_no_finite_weight():
     logits = broken.logits.copy()
     logits[4, 3] = np.nan
     options = None, 0, 128, QWEN, 16, step_of(np.ones(9, bool))
-    found, clean = (gpu_route.route(jnp.asarray(x), *options, interpret=True) for x in (logits, broken.logits))
+    found, clean = (route(jnp.asarray(x), *options, interpret=True) for x in (logits, broken.logits))
     assert np.isnan(found.weights[4]).all()
     np.testing.assert_array_equal(np.delete(found.weights, 4, axis=0), np.delete(clean.weights, 4, axis=0))
     pairs = sorted(pair for rows in groups_of(found.pairs, 128, 16) for pair in rows)
@@ -225,7 +228,7 @@ def check_layer(
     random = np.random.default_rng(9)
     x = jnp.asarray(random.standard_normal((tokens, SIZE)), dtype)
     extra = jnp.asarray(random.standard_normal((tokens, SIZE)), jnp.float32) if shared else None
-    mixture = gpu_experts.experts(
+    mixture = experts(
         x,
         jnp.asarray(routed.logits),
         None,
@@ -257,7 +260,7 @@ def check_sum(x: jax.Array, mixture: Mixture) -> None:
     """Added to the residual and normed in one kernel."""
     random = np.random.default_rng(10)
     norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, x.shape[1]), jnp.float32), 1e-5)
-    total, normed = gpu_norm.add_norm(x, mixture, norm, interpret=True)
+    total, normed = add_norm(x, mixture, norm, interpret=True)
     assert total.dtype == normed.dtype == x.dtype
     tolerance = 1e-5 if x.dtype == jnp.float32 else 1e-2
     exact = np.asarray(x, np.float64) + np.asarray(mixture.summed(), np.float64)

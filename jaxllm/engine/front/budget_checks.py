@@ -11,7 +11,7 @@ from jaxllm.engine.markers import closing_tokens
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.thinking import ThinkingMarkers
+from jaxllm.requests.thinking_markers import ThinkingMarkers
 from jaxllm.text.reasoning import prompt_markers, template_reasoning
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -11,15 +11,15 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxllm.cli.convert.files import copy_tokenizer
+from jaxllm.cli.convert.plan import plan_conversion
 from jaxllm.config import EngineConfig
-from jaxllm.engine.convert.files import copy_tokenizer
-from jaxllm.engine.convert.plan import plan_conversion
 from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.progress import Progress
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.quantization.ordered import Ordered
-from jaxllm.quantization.weight import DenseKind, Fused, Kind, Weight
+from jaxllm.quantization.weight import DenseKind, Fused, Weight, WeightKind
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.folder import MANIFEST
 from jaxllm.weights.loader import ParamSpec, Value, read_parameters
@@ -62,7 +62,7 @@ def write_orbax(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_p
     copy_tokenizer(config, checkpoint, target)
 
 
-def _parts(spec: ParamSpec, value: Value) -> list[tuple[str, Kind, Any]]:
+def _parts(spec: ParamSpec, value: Value) -> list[tuple[str, WeightKind, Any]]:
     """(name, kind, weight or array) of a parameter; of each segment by itself where they are of several kinds."""
     rows = [segment.rows for segment in spec.layout.segments] if spec.layout else []
     axis = spec.layout.axis if spec.layout else 0

@@ -1,6 +1,6 @@
 """Paged attention for NVIDIA GPUs: a Pallas kernel for what stands before it, one for decode rows, one for prefill.
 
-`gpu_store`, `gpu_decode` and `gpu_prefill` say how each works and what it should cost; `gpu_tile` is the inner loop
+`store`, `decode` and `prefill` say how each works and what it should cost; `tile` is the inner loop
 that the last two share.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.pallas_kernels.gpu_decode import decode_attention
-from jaxllm.pallas_kernels.gpu_prefill import prefill_attention
-from jaxllm.pallas_kernels.gpu_store import turn_and_store
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.gpu.decode import decode_attention
+from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
+from jaxllm.pallas_kernels.gpu.store import rotate_and_store
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, write_pages
@@ -36,7 +36,7 @@ def paged_attention(
     norms: tuple[RootMeanSquare, RootMeanSquare] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """Norms and turns heads where that is asked for, writes the pages, then attends; see `kernels.PagedAttention`.
+    """Norms and rotates heads where that is asked for, writes the pages, then attends; see `kernels.PagedAttention`.
 
     Accumulates in float32; the dots take the query's dtype (bfloat16, float16 or float32), and pages of another dtype
     are cast to it as they are read. `interpret` runs the kernels as XLA operations, on any platform.
@@ -49,7 +49,7 @@ def paged_attention(
     if v is None:
         pages = write_pages(pages, k, v, meta)
     else:
-        q, pages = turn_and_store(q, k, v, pages, meta, spec, angles, norms, interpret=interpret)
+        q, pages = rotate_and_store(q, k, v, pages, meta, spec, angles, norms, interpret=interpret)
     return attend_to_pages(q, pages, meta, spec, sinks, interpret=interpret), pages
 
 

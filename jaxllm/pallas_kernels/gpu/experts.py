@@ -1,8 +1,8 @@
 """The experts of an MoE layer on NVIDIA GPUs, from logits to what is summed: three kernels of a step of few tokens.
 
-Tokens are routed (`gpu_route`), then multiplied by their experts' matrices where these and the tokens lie
-(`gpu_matmul`), with the activation at the end of the first product. The sum is left to the kernel that adds the
-residual (`gpu_norm`).
+Tokens are routed (`route`), then multiplied by their experts' matrices where these and the tokens lie
+(`matmul`), with the activation at the end of the first product. The sum is left to the kernel that adds the
+residual (`norm`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.gpu_matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu_route import route
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
+from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture

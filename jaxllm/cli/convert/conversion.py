@@ -6,28 +6,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from jaxllm.cli.convert.destination import new_destination
 from jaxllm.config import EngineConfig
-from jaxllm.engine.convert.destination import new_destination
 from jaxllm.engine.start.progress import Progress
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.source import resolve_model
 
-Format = Literal["orbax", "safetensors", "gguf"]
+TargetFormat = Literal["orbax", "safetensors", "gguf"]
 
 
-def convert(config: EngineConfig, destination: Path, to: Format, on_progress: Progress | None = None) -> None:
+def convert_model(
+    config: EngineConfig, destination: Path, to: TargetFormat, on_progress: Progress | None = None
+) -> None:
     """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
 
     Raises:
         ConfigError: the destination exists or cannot be written, or the format cannot hold what is asked for.
         ModelNotFoundError, CheckpointError: as `LLM` would.
     """
-    from jaxllm.engine.convert.gguf import write_gguf
-    from jaxllm.engine.convert.orbax import write_orbax
-    from jaxllm.engine.convert.safetensors import write_safetensors
+    from jaxllm.cli.convert.gguf import write_gguf
+    from jaxllm.cli.convert.orbax import write_orbax
+    from jaxllm.cli.convert.safetensors import write_safetensors
 
-    writers: dict[Format, Callable[[EngineConfig, Checkpoint, Path, Progress | None], None]] = {
+    writers: dict[TargetFormat, Callable[[EngineConfig, Checkpoint, Path, Progress | None], None]] = {
         "orbax": write_orbax,
         "safetensors": write_safetensors,
         "gguf": write_gguf,

@@ -1,4 +1,4 @@
-"""What stands before attention on NVIDIA GPUs, in one kernel: heads normed and turned, keys and values in their pages.
+"""What stands before attention on NVIDIA GPUs, in one kernel: heads normed and rotated, keys and values in their pages.
 
 One program per (token, KV head) has the query heads that share the KV head, its key and its value. It costs a read and
 a write of each; the pages are updated in place. Padding tokens write nothing.
@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu_float8 import round_to_even, to_e4m3
-from jaxllm.pallas_kernels.gpu_tile import AttentionSpec
+from jaxllm.pallas_kernels.gpu.float8 import round_to_even, to_e4m3
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import LARGEST_CODE, SCALE_BYTES, Pages
@@ -26,7 +26,7 @@ from jaxllm.pallas_kernels.pages import LARGEST_CODE, SCALE_BYTES, Pages
 LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-def turn_and_store(
+def rotate_and_store(
     q: Float[Array, "T H D"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
@@ -38,7 +38,7 @@ def turn_and_store(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Pages]:
-    """The queries and the pages with the new keys and values; without `angles` heads do not turn.
+    """The queries and the pages with the new keys and values; without `angles` heads are not rotated.
 
     What is not finite is stored as zero; see `pages.write_pages`.
     """
@@ -51,12 +51,12 @@ def turn_and_store(
     ]
     flat = [buffer.reshape(-1, buffer.shape[-1]) for buffer in pages]
     arrays = [meta.positions, meta.seq_ids, meta.page_table, qkv, *tables, *flat]
-    turned, *flat = pl.pallas_call(
+    rotated, *flat = pl.pallas_call(
         functools.partial(
             _kernel,
             spec=spec,
             num_seqs=meta.page_table.shape[0],
-            turning=0 if angles is None else 2 * angles.cos.shape[1],
+            rotary_dim=0 if angles is None else 2 * angles.cos.shape[1],
             interleaved=angles is not None and angles.interleaved,
             eps=None if norms is None else tuple(norm.eps for norm in norms),
         ),
@@ -68,9 +68,9 @@ def turn_and_store(
         input_output_aliases={len(arrays) - 2: 1, len(arrays) - 1: 2},
         interpret=interpret,
         compiler_params=triton_compiler_params(num_warps=2, num_stages=1),
-        name="turn_and_store",
+        name="rotate_and_store",
     )(*arrays)
-    return turned.reshape(q.shape), tuple(x.reshape(buffer.shape) for x, buffer in zip(flat, pages, strict=True))
+    return rotated.reshape(q.shape), tuple(x.reshape(buffer.shape) for x, buffer in zip(flat, pages, strict=True))
 
 
 def _kernel(
@@ -81,24 +81,24 @@ def _kernel(
     *refs: Any,
     spec: AttentionSpec,
     num_seqs: int,
-    turning: int,
+    rotary_dim: int,
     interleaved: bool,
     eps: tuple[float, ...] | None,
 ) -> None:
     *tables, _k_pages, _v_pages, q_out, k_pages, v_pages = refs
-    angle_refs, weight_refs = (tables[:2], tables[2:]) if turning else ((), tables)
+    angle_refs, weight_refs = (tables[:2], tables[2:]) if rotary_dim else ((), tables)
     token, kv_head = pl.program_id(0), pl.program_id(1)
     dim = jnp.arange(spec.parts[0].padded)
     inside = dim < spec.head_dim
-    partner, sign, angle = turned_with(dim, turning, interleaved)
-    turns = dim < turning
+    partner, sign, angle = rotation_partner(dim, rotary_dim, interleaved)
+    rotates = dim < rotary_dim
 
     def load(head: Array, channel: Array, mask: Array) -> Array:
         at = head * spec.head_dim + channel[None, :]
         return triton_load(qkv_ref.at[token, at], mask=mask, other=0).astype(jnp.float32)
 
     def prepared(head: Array, live: Array, which: int) -> Array:
-        """Heads `head [n, 1]`, normed and turned, float32."""
+        """Heads `head [n, 1]`, normed and rotated, float32."""
         mask = live & inside[None, :]
         x = load(head, dim, mask)
         factor = lax.rsqrt(jnp.sum(x * x, axis=1) / spec.head_dim + eps[which])[:, None] if eps else None
@@ -110,11 +110,11 @@ def _kernel(
             return (x * factor * weight[None, :]).astype(spec.dtype).astype(jnp.float32)
 
         x = normed(x, dim, inside)
-        if not turning:
+        if not rotary_dim:
             return x
-        cos, sin = (triton_load(ref.at[token, angle], mask=turns, other=0) for ref in angle_refs)
-        other = normed(load(head, partner, live & turns[None, :]), partner, turns)
-        return jnp.where(turns[None, :], x * cos[None, :] + other * (sin * sign)[None, :], x)
+        cos, sin = (triton_load(ref.at[token, angle], mask=rotates, other=0) for ref in angle_refs)
+        other = normed(load(head, partner, live & rotates[None, :]), partner, rotates)
+        return jnp.where(rotates[None, :], x * cos[None, :] + other * (sin * sign)[None, :], x)
 
     seq = seq_ids_ref[token]
 
@@ -136,9 +136,9 @@ def _kernel(
             store_token(ref, row, [(x, dim, inside)], spec)
 
 
-def turned_with(channel: Array, turning: int, interleaved: bool) -> tuple[Array, Array, Array]:
-    """The channel that each one is turned with, the sign of its part, and the pair's angle, by number."""
-    half = turning // 2
+def rotation_partner(channel: Array, rotary_dim: int, interleaved: bool) -> tuple[Array, Array, Array]:
+    """The channel that each one is rotated with, the sign of its part, and the pair's angle, by number."""
+    half = rotary_dim // 2
     if interleaved:
         return channel ^ 1, jnp.where(channel % 2 == 0, -1.0, 1.0), lax.div(channel, 2)
     first = channel < half

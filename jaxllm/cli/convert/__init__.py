@@ -29,9 +29,9 @@ def convert(
         destination: The directory, or .gguf file, to write. It must not exist.
         to: orbax is read by jaxllm, in any quantization; safetensors holds floats; gguf takes its block types.
     """
-    from jaxllm.engine.convert import convert as write
+    from jaxllm.cli.convert.conversion import convert_model
     from jaxllm.engine.start.progress import load_bar
 
     with load_bar(config.model) as on_progress:
-        write(config, destination.expanduser(), to, on_progress)
+        convert_model(config, destination.expanduser(), to, on_progress)
     print(destination)

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu_tile import MASKED, AttentionSpec, attend, cdiv, first_key, load_queries, start_softmax
+from jaxllm.pallas_kernels.gpu.tile import MASKED, AttentionSpec, attend, cdiv, first_key, load_queries, start_softmax
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 

@@ -1,0 +1,266 @@
+"""Work that may crash, hang or need too much memory, done by processes that are asked for it and replaced after that.
+
+`AskedProcesses` starts `python -m MODULE ARGUMENTS...`, whose `main` calls `answer_questions`. Questions and answers
+are bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, cast
+
+Process = subprocess.Popen[bytes]
+
+ORPHAN_SECONDS = 10.0
+"""A process whose owner has died, and cannot stop it any more, stops itself this long after the deadline."""
+OUT_OF_MEMORY = 3
+"""The exit status of a process that has met a MemoryError."""
+
+_HEADER = struct.Struct("<Qd")
+"""The number of bytes that follow, and the seconds that an answer may take."""
+
+
+class TimedOut(Exception):
+    """The answer was not there at its deadline, and the process was stopped."""
+
+
+class Died(Exception):
+    """The question was more than the process could take: too little memory or stack, or a crash."""
+
+
+class AskedProcesses:
+    """At most `most` processes at once, started when they are needed; any thread may ask.
+
+    Who asks waits while all of them are busy. The processes end with `close`, with this object and with the program.
+    """
+
+    def __init__(self, module: str, *arguments: str, most: int = 1) -> None:
+        self._command = (sys.executable, "-m", module, *arguments)
+        self._places = threading.Semaphore(most)
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix=module)  # each starts when it is first needed
+        self._lock = threading.Lock()
+        self._questions: set[_Question] = set()
+        self._idle: list[Process] = []
+        weakref.finalize(self, _end_all, self._idle).atexit = False  # they end with us, and not with a forked child
+
+    @property
+    def processes(self) -> list[Process]:
+        """Those that wait for a question, and those that answer one."""
+        with self._lock:
+            return self._idle + [question.process for question in self._questions if question.process is not None]
+
+    def ask(self, *pieces: bytes, seconds: float) -> bytes:
+        """The answer to a question that comes in pieces; it may take `seconds`, the start of a process included.
+
+        Raises:
+            TimedOut: it takes longer.
+            Died: the process needs too much memory or crashes, or is ended by `close` meanwhile.
+            RuntimeError: the process ends in any other way, which is a fault of its program.
+        """
+        return self._ask(_Question(), pieces, seconds)
+
+    async def ask_from_loop(self, *pieces: bytes, seconds: float) -> bytes:
+        """`ask` without holding up the event loop; the process of one that is cancelled is stopped."""
+        import asyncio  # here, as it would double the time in which a process starts
+
+        question = _Question()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, question, pieces, seconds)
+        except asyncio.CancelledError:
+            question.stop()
+            raise
+
+    def close(self) -> None:
+        """End all processes; `Died` is raised for what they are asked now. A later `ask` starts another."""
+        with self._lock:
+            questions, idle = list(self._questions), list(self._idle)
+            self._idle.clear()
+        for question in questions:
+            question.stop()
+        _end_all(idle)
+
+    def _ask(self, question: _Question, pieces: tuple[bytes, ...], seconds: float) -> bytes:
+        with self._places:
+            with self._lock:
+                self._questions.add(question)
+            timer = threading.Timer(seconds, question.time_out)
+            timer.start()
+            try:
+                answer, status = self._answer(question, pieces, seconds)
+            finally:
+                timer.cancel()
+                with self._lock:
+                    self._questions.discard(question)
+        if answer is not None:
+            return answer
+        if question.timed_out:
+            raise TimedOut
+        if status < 0 or status == OUT_OF_MEMORY:
+            raise Died
+        raise RuntimeError(f"`{' '.join(self._command[1:])}` ended with status {status}")
+
+    def _answer(self, question: _Question, pieces: tuple[bytes, ...], seconds: float) -> tuple[bytes | None, int]:
+        """The answer, or None and the exit status of the process that ended instead."""
+        while True:
+            process, was_idle = self._take()
+            question.begin(process)
+            answer = None
+            try:
+                answer = _exchange(process, pieces, seconds)
+                status = process.wait() if answer is None else 0
+            finally:
+                is_stopped = question.finish()
+                if answer is None or is_stopped:
+                    _end(process)
+                else:
+                    with self._lock:
+                        self._idle.append(process)
+            if answer is not None or status != 0 or not was_idle:
+                return answer, status
+            # Nobody had asked it for long, and it was just ending.
+
+    def _take(self) -> tuple[Process, bool]:
+        """A process that waits for a question, or else a new one."""
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                pipe = subprocess.PIPE
+                return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL), False
+            if process.poll() is None:
+                return process, True
+            _end(process)
+
+
+class _Question:
+    """What is being asked; any thread may stop the process that answers it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self.process: Process | None = None
+        """None before it is given to one, and after that one has answered."""
+        self.timed_out = False
+
+    def begin(self, process: Process) -> None:
+        with self._lock:
+            self.process = process
+            if self._is_stopped:
+                process.kill()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+            if self.process is not None:
+                self.process.kill()
+
+    def time_out(self) -> None:
+        self.timed_out = True
+        self.stop()
+
+    def finish(self) -> bool:
+        """The process is no longer asked; returns whether it has been stopped."""
+        with self._lock:
+            self.process = None
+            return self._is_stopped
+
+
+def _exchange(process: Process, pieces: tuple[bytes, ...], seconds: float) -> bytes | None:
+    """The answer; None if the process ends instead."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        _send(cast(BinaryIO, process.stdin), pieces, seconds)
+    except BrokenPipeError:
+        return None
+    received = _receive(cast(BinaryIO, process.stdout))
+    return None if received is None else received[0]
+
+
+def _end(process: Process) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _end_all(processes: list[Process]) -> None:
+    while processes:
+        _end(processes.pop())
+
+
+def answer_questions(
+    answer: Callable[[bytes], bytes],
+    memory_bytes: int,
+    *,
+    processor_seconds: float = 0.0,
+    idle_seconds: float | None = None,
+) -> None:
+    """Answer what stdin asks, on stdout, until stdin closes: the whole work of a process of `AskedProcesses`.
+
+    The process ends when it needs more than `memory_bytes`, when one answer takes more than `processor_seconds` of
+    processor time (0 is no limit), and when nobody has asked for `idle_seconds`; outside POSIX systems none of these
+    holds.
+    """
+    if os.name == "posix":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner ends this
+    _limit_memory(memory_bytes)
+    try:
+        while _is_asked_within(idle_seconds) and (question := _receive(sys.stdin.buffer)) is not None:
+            content, seconds = question
+            _alarm(seconds + ORPHAN_SECONDS, processor_seconds)
+            reply = answer(content)
+            _alarm(0.0, 0.0)
+            _send(sys.stdout.buffer, (reply,))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+def _limit_memory(most: int) -> None:
+    """Bytes that this process may have; no core is kept of a crash."""
+    if os.name == "posix":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _alarm(seconds: float, processor_seconds: float) -> None:
+    """End this process, whatever code it is in then, after that much time of the clock or the processor; 0 is never."""
+    if os.name == "posix":
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+
+
+def _is_asked_within(seconds: float | None) -> bool:
+    if seconds is None or os.name != "posix":
+        return True
+    return bool(select.select([sys.stdin], [], [], seconds)[0])
+
+
+def _send(pipe: BinaryIO, pieces: tuple[bytes, ...], seconds: float = 0.0) -> None:
+    pipe.write(_HEADER.pack(sum(map(len, pieces)), seconds))
+    for piece in pieces:
+        pipe.write(piece)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO) -> tuple[bytes, float] | None:
+    """What was sent, and the seconds; None if the other end has closed."""
+    header = pipe.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    size, seconds = _HEADER.unpack(header)
+    content = pipe.read(size)
+    return (content, seconds) if len(content) == size else None

@@ -1,0 +1,185 @@
+"""Processes that are asked: what becomes of a question, whatever becomes of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jaxllm import asked_process
+from jaxllm.asked_process import AskedProcesses, Died, TimedOut
+
+WORKER = "tests.asked_worker"
+PLENTY = 60.0
+"""Seconds, for a busy machine."""
+
+
+@pytest.fixture
+def pool() -> Iterator[AskedProcesses]:
+    pool = AskedProcesses(WORKER, most=2)
+    yield pool
+    pool.close()
+
+
+def pid(pool: AskedProcesses, *pieces: bytes) -> int:
+    """That of the process which has answered."""
+    return int(pool.ask(*pieces, seconds=PLENTY))
+
+
+def is_over(process: subprocess.Popen[bytes]) -> bool:
+    return process.returncode is not None
+
+
+def test_one_process_answers_one_question_after_the_other(pool: AskedProcesses) -> None:
+    assert pool.processes == []
+    assert pool.ask(b"reverse ", b"\n{ab", b"c}", seconds=PLENTY) == b"}cba{\n"
+    [process] = pool.processes
+    assert pid(pool) == pid(pool) == process.pid
+    long = b"x" * 2**22
+    assert pool.ask(b"reverse ", long, b"y", seconds=PLENTY) == b"y" + long
+
+
+@pytest.mark.parametrize("told", [b"exit 0", b"exit 1"])
+def test_a_program_that_just_ends_is_at_fault(pool: AskedProcesses, told: bytes) -> None:
+    with pytest.raises(RuntimeError, match=rf"^`-m {WORKER}` ended with status {told.decode()[-1]}$"):
+        pool.ask(told, seconds=PLENTY)
+    assert pool.processes == []
+
+
+@pytest.mark.parametrize("told", [b"abort", b"allocate 4294967296", b"spin 100"])
+def test_one_that_dies_of_a_question_is_replaced(pool: AskedProcesses, told: bytes) -> None:
+    before = pid(pool)
+    with pytest.raises(Died):
+        pool.ask(told, seconds=PLENTY)
+    assert pid(pool) != before
+
+
+def test_one_that_takes_too_long_is_replaced(pool: AskedProcesses) -> None:
+    before = pid(pool)
+    began = time.monotonic()
+    with pytest.raises(TimedOut):
+        pool.ask(b"sleep 60", seconds=0.2)
+    assert time.monotonic() - began < 30
+    assert pid(pool) != before
+
+
+def test_one_that_is_stuck_is_replaced(pool: AskedProcesses) -> None:
+    before = pid(pool)
+    os.kill(before, signal.SIGSTOP)
+    with pytest.raises(TimedOut):
+        pool.ask(b"reverse " + b"x" * 2**22, seconds=0.2)
+    assert pid(pool) != before
+
+
+def test_one_that_died_by_itself_is_replaced(pool: AskedProcesses) -> None:
+    before = pid(pool)
+    [process] = pool.processes
+    process.kill()
+    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    assert pid(pool) != before
+
+
+def test_ctrl_c_does_not_reach_it(pool: AskedProcesses) -> None:
+    before = pid(pool)
+    os.kill(before, signal.SIGINT)
+    assert pid(pool) == before
+
+
+def test_their_number_is_bounded_and_the_rest_wait(pool: AskedProcesses) -> None:
+    with ThreadPoolExecutor(5) as threads:
+        asked = [threads.submit(pid, pool, b"sleep 0.3") for _ in range(5)]
+        assert len({question.result() for question in asked}) == 2
+    assert len(pool.processes) == 2
+
+
+def test_who_waits_for_one_does_not_hold_up_who_asks_the_other(pool: AskedProcesses) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(pool.ask, b"sleep 60", seconds=PLENTY)
+        assert pool.ask(b"reverse ab", seconds=PLENTY) == b"ba"
+        assert not slow.done()
+        pool.close()
+        with pytest.raises(Died):
+            slow.result()
+
+
+def test_one_that_nobody_asks_ends_and_is_replaced() -> None:
+    pool = AskedProcesses(WORKER, "0.05")
+    pids = set()
+    for number in range(8):  # just before, just when and after it ends
+        pids.add(pid(pool))
+        time.sleep(0.04 + 0.005 * number)
+    assert len(pids) > 1
+    pool.close()
+
+
+def test_closing_ends_them_and_a_later_question_starts_another(pool: AskedProcesses) -> None:
+    before = pid(pool)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pool.ask, b"sleep 60", seconds=PLENTY)
+        while waiting.running() and not pool._questions:
+            time.sleep(0.01)
+        processes = pool.processes
+        os.kill(before, signal.SIGSTOP)
+        pool.close()
+        with pytest.raises(Died):
+            waiting.result(30)
+    assert processes and all(map(is_over, processes)) and pool.processes == []
+    assert pid(pool) != before
+
+
+def test_they_end_with_their_owner() -> None:
+    pool = AskedProcesses(WORKER)
+    pid(pool)
+    [process] = pool.processes
+    del pool
+    assert is_over(process)
+
+
+def test_one_whose_owner_is_gone_ends_by_itself() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-m", WORKER], stdin=pipe, stdout=pipe) as process:
+        assert process.stdin is not None
+        asked_process._send(process.stdin, (b"sleep 60",), seconds=0.1)  # type: ignore[arg-type]
+        assert process.wait(30) == -signal.SIGALRM
+
+
+def test_an_answer_that_was_not_waited_for_is_given_to_nobody(
+    pool: AskedProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(pipe: object) -> None:
+        raise KeyboardInterrupt
+
+    before = pid(pool)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(asked_process, "_receive", interrupted)
+        pool.ask(b"reverse ab", seconds=PLENTY)
+    assert pool.processes == []
+    assert pid(pool) != before
+
+
+def test_the_event_loop_goes_on_meanwhile(pool: AskedProcesses) -> None:
+    async def run() -> None:
+        slow = asyncio.create_task(pool.ask_from_loop(b"sleep 60", seconds=PLENTY))
+        assert await pool.ask_from_loop(b"reverse ab", seconds=PLENTY) == b"ba"
+        while len(pool.processes) < 2:
+            await asyncio.sleep(0.01)
+        [process] = [one for one in pool.processes if one not in pool._idle]
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        while not is_over(process):
+            await asyncio.sleep(0.01)
+        with pytest.raises(TimedOut):
+            await pool.ask_from_loop(b"sleep 60", seconds=0.2)
+        assert (
+            await asyncio.gather(*(pool.ask_from_loop(b"reverse ab", seconds=PLENTY) for _ in range(4))) == [b"ba"] * 4
+        )
+
+    asyncio.run(asyncio.wait_for(run(), PLENTY))
