@@ -15,6 +15,8 @@ PROMPT_TAIL = 16
 """Tokens at a prompt's end in which an opening marker is looked for."""
 
 
+CITATION_END = "</co:"
+"""What begins the closing tag of Cohere's citations, `<co>Paris</co: 0:[1]>`; what is cited follows."""
 HARMONY = "harmony"
 """gpt-oss's messages on channels, which have a parser of their own."""
 HARMONY_TOKENS = (
@@ -30,7 +32,9 @@ class ReasoningFormat:
         detect: it is the format of a template that contains one of these.
         behind: what the family writes right behind `close`.
         answer: what begins the answer's text behind that, where it is marked.
-        around: marks around the answer's text, which are no part of it.
+        around: marks in and around the answer's text, which are no part of it.
+        wrapper: tags that may stand around all of the answer's text, and that may be text elsewhere.
+        variants: other opening and closing marks that models of the family write.
         special: further special tokens that the answer's parser must see.
         always_open: the answer begins inside the reasoning even if neither template nor model opens it.
     """
@@ -44,11 +48,23 @@ class ReasoningFormat:
     answer: str = ""
     around: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
+    wrapper: tuple[str, str] | None = None
+    variants: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """All marks that open the reasoning."""
+        return (self.open, *(open for open, _ in self.variants))
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """All marks that close the reasoning."""
+        return (self.close, *(close for _, close in self.variants))
 
     @property
     def openings(self) -> tuple[str, ...]:
         """What an answer begins with that has reasoning, or whose text is marked."""
-        return tuple(filter(None, (self.open, self.answer)))
+        return tuple(filter(None, (*self.opens, self.answer)))
 
     def markers(self, *, opened: bool, text_follows: bool = False) -> ThinkingMarkers:
         """For a request whose prompt has `opened` the block, or has not; with `text_follows` nothing else can."""
@@ -75,7 +91,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         ("<|START_THINKING|>",),
-        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<co>", CITATION_END),
     ),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
     ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",), behind="\n\n"),

@@ -5,6 +5,7 @@ The formats are those that the families' templates and model cards show; names a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -17,9 +18,11 @@ from jaxllm.serving.parsing.calls import (
     sectioned_calls,
     short_id,
 )
-from jaxllm.serving.parsing.invocations import action_calls, invoked_calls, pythonic_calls
+from jaxllm.serving.parsing.invocations import action_calls, invoked_calls
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, OutputFormats, Tags, ToolFormat
+from jaxllm.serving.parsing.pythonic import pythonic_calls
+from jaxllm.serving.parsing.source import Scan
 from jaxllm.text.reasoning import (
     HARMONY,
     HARMONY_TOKENS,
@@ -28,7 +31,7 @@ from jaxllm.text.reasoning import (
     template_reasoning,
 )
 
-_BARE_JSON = CallSyntax(json_calls, first="{[")
+_BARE_JSON = CallSyntax(partial(json_calls, bare=True), first="{[")
 _DEEPSEEK_MARKERS = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -36,6 +39,11 @@ _DEEPSEEK_MARKERS = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
+
+
+def _sections(scan: Callable[..., Scan[None]], open: str, call: str) -> tuple[CallSyntax, ...]:
+    """Calls that each begin with `call`, after `open`, which models leave out, or write before a call that is none."""
+    return CallSyntax(scan, open, ends_reasoning=True), CallSyntax(partial(scan, inside=True), call)
 
 
 def _json_call(name_key: str = "name", arguments_key: str = "arguments") -> str:
@@ -62,13 +70,14 @@ def _deepseek(
         stop=stop,
         marked=begin,
     )
-    return ToolFormat(name, (CallSyntax(scan, begin),), layout, detect, _DEEPSEEK_MARKERS)
+    return ToolFormat(name, _sections(scan, begin, call), layout, detect, _DEEPSEEK_MARKERS)
 
 
 def _gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
     scan = partial(gemma_call, quote=quote, close=close)
     layout = Layout(f"{open}call:{{name}}", close, marked=open, arguments="gemma", quote=quote)
-    return ToolFormat(name, (CallSyntax(scan, open),), layout, ((open,),), (open, close, quote))
+    syntax = CallSyntax(scan, open, ends_reasoning=True)
+    return ToolFormat(name, (syntax,), layout, ((open,),), (open, close, quote))
 
 
 def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
@@ -85,7 +94,7 @@ def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
     )
     scan = partial(invoked_calls, prefix=prefix, end=close)
     detect = ((open,), (prefix, calls.removeprefix(prefix))) if prefix else ((open,),)
-    return ToolFormat(name, (CallSyntax(scan, open),), layout, detect, (open, close))
+    return ToolFormat(name, _sections(scan, open, f'<{prefix}invoke name="'), layout, detect, (open, close))
 
 
 def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
@@ -126,19 +135,18 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "kimi_k2",
-        (
-            CallSyntax(
-                partial(
-                    sectioned_calls,
-                    open="<|tool_call_begin|>",
-                    prefix="functions.",
-                    middles=("<|tool_call_argument_begin|>",),
-                    closers=("<|tool_call_end|>",),
-                    end="<|tool_calls_section_end|>",
-                    numbered=True,
-                ),
-                "<|tool_calls_section_begin|>",
+        _sections(
+            partial(
+                sectioned_calls,
+                open="<|tool_call_begin|>",
+                prefix="functions.",
+                middles=("<|tool_call_argument_begin|>",),
+                closers=("<|tool_call_end|>",),
+                end="<|tool_calls_section_end|>",
+                numbered=True,
             ),
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
         ),
         Layout(
             "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
@@ -201,7 +209,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "glm45",
-        (CallSyntax(keyed_call, "<tool_call>"),),
+        (CallSyntax(keyed_call, "<tool_call>", ends_reasoning=True),),
         Layout(
             "<tool_call>{name}",
             "</tool_call>",
@@ -214,7 +222,10 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "qwen3_coder",
-        (CallSyntax(wrapped_function_tag, "<tool_call>"), CallSyntax(function_tag, "<function=")),
+        (
+            CallSyntax(partial(wrapped_function_tag, wrapper="tool_call"), "<tool_call>", ends_reasoning=True),
+            CallSyntax(partial(function_tag, wrapper="tool_call"), "<function="),
+        ),
         Layout(
             "<tool_call>\n<function={name}>\n",
             "</function>\n</tool_call>",
@@ -238,7 +249,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _tagged("granite", "<|tool_call|>", "", "<|tool_call|>", "<|start_of_role|>"),
     ToolFormat(
         "hermes",
-        (CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>"),),
+        (CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>", ends_reasoning=True),),
         Layout(f"<tool_call>\n{_json_call()}", "}\n</tool_call>", between="\n", marked="<tool_call>"),
         (("<tool_call>",),),
         ("<tool_call>", "</tool_call>"),

@@ -18,11 +18,13 @@ class CallSyntax:
         scan: reads what follows `marker`.
         marker: text that begins calls anywhere; "" for calls that begin a line without one.
         first: without a marker, the characters that a call begins with; "" stands for the tools' names.
+        ends_reasoning: a call of it inside open reasoning ends that; its marker is a token that models do not quote.
     """
 
     scan: CallScan
     marker: str = ""
     first: str = ""
+    ends_reasoning: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import detect_formats
@@ -46,3 +46,12 @@ def seen(output: ParsedOutput) -> tuple:
 def parse_whole(parser: OutputParser, text: str) -> ParsedOutput:
     """What a fresh `parser` finds in a whole answer."""
     return join_events([*parser.feed(text), *parser.finish()])
+
+
+def parse_every_way(fresh: Callable[[], OutputParser], text: str) -> tuple:
+    """What is seen of a text, which is the same fed whole and in pieces of 1, 3 and 7 characters."""
+    whole = seen(parse_whole(fresh(), text))
+    for size in (1, 3, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert seen(parse_pieces(fresh(), pieces)) == whole, size
+    return whole

@@ -46,7 +46,6 @@ DIFFERENT = {
     "glm/glm47-missing-last-close-arg-value": "a value may hold </tool_call>, so only </arg_value> ends it",
     "mistral/v13think-stop-at-open-marker": "a marker that opens nothing is content",
     "qwen3-xml/q38-truncated-at-tool-call-open": "a marker that opens nothing is content",
-    "qwen3-xml/llamacpp-q35-call-inside-think": "calls inside reasoning are reasoning",
 }
 
 

@@ -21,7 +21,8 @@ SCRAPS = [
     '"{\\"a\\": 1}"', "é🌸", '<invoke name="get_weather">', '<parameter name="city">', "</invoke>", "functions.", ":0",
     '<｜DSML｜invoke name="get_time">', '<｜DSML｜parameter name="days" string="false">', "</｜DSML｜parameter>",
     "Action: ", " to=functions.get_weather", "analysis", "final", "(", ")", "city=", "'a\\'b\\x41'", "True",
-    '"tool_name"',
+    '"tool_name"', '{"name": "get_news", "arguments": {"a": [1]}}', '{"name": "get_time", "arguments": "soon"}',
+    "get_news(a=(1, 2))", '<invoke name="get_news">', "</think>",
 ]  # fmt: skip
 formats = st.builds(OutputFormats, st.sampled_from(TOOL_FORMATS), st.sampled_from([None, *REASONING_FORMATS]))
 
