@@ -29,7 +29,7 @@ class ReasoningFormat:
     """One way of marking reasoning.
 
     Attributes:
-        detect: it is the format of a template that contains one of these.
+        detect: it is the format of a template that contains one of these; of a group within them, all.
         behind: what the family writes right behind `close`.
         answer: what begins the answer's text behind that, where it is marked.
         around: marks in and around the answer's text, which are no part of it.
@@ -42,7 +42,7 @@ class ReasoningFormat:
     name: str
     open: str
     close: str
-    detect: tuple[str, ...]
+    detect: tuple[str | tuple[str, ...], ...]
     behind: str = ""
     always_open: bool = False
     answer: str = ""
@@ -95,6 +95,30 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
     ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",), behind="\n\n"),
+    ReasoningFormat(
+        "granite",
+        "Here is my thought process:",
+        "Here is my response:",
+        ("Here is my thought process",),
+        behind="\n\n",
+        variants=(("Here's my thought process:", "Here's my response:"),),
+    ),
+    ReasoningFormat(
+        "hunyuan_a13b",
+        "<think>",
+        "</think>",
+        (("<think>", "<answer>"),),
+        behind="\n<answer>\n",
+        wrapper=("<answer>", "</answer>"),
+    ),
+    ReasoningFormat(
+        "ernie45",
+        "<think>",
+        "</think>",
+        (("<think>", "<response>"),),
+        behind="\n\n",
+        wrapper=("<response>", "</response>"),
+    ),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), behind="\n\n"),
     ReasoningFormat("deepseek_r1", "<think>", "</think>", (), behind="\n\n", always_open=True),
 )
@@ -103,7 +127,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
 def template_reasoning(chat_template: str | None) -> ReasoningFormat | None:
     """The format that answers to prompts of this template have; None where it shows none."""
     template = chat_template or ""
-    return next((known for known in REASONING_FORMATS if any(text in template for text in known.detect)), None)
+    return next((known for known in REASONING_FORMATS if _speaks(template, known)), None)
+
+
+def _speaks(template: str, known: ReasoningFormat) -> bool:
+    groups = ((group,) if isinstance(group, str) else group for group in known.detect)
+    return any(all(text in template for text in group) for group in groups)
 
 
 def opens_reasoning(reasoning: ReasoningFormat | None, prompt_text: str, continued: str = "") -> bool:

@@ -97,6 +97,28 @@ def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
     return ToolFormat(name, _sections(scan, open, f'<{prefix}invoke name="'), layout, detect, (open, close))
 
 
+def _function_tags(name: str, wrapper: str, detect: tuple[str, ...], verbatim: bool = False) -> ToolFormat:
+    """Calls as <function=…> tags within <`wrapper`>, values on lines of their own unless they are `verbatim`."""
+    open, close = f"<{wrapper}>", f"</{wrapper}>"
+    line = "" if verbatim else "\n"
+    layout = Layout(
+        f"{open}\n<function={{name}}>\n",
+        f"</function>\n{close}",
+        between="\n",
+        marked=open,
+        arguments=Tags(
+            (f"<parameter={{key}}>{line}",),
+            f"{line}</parameter>",
+            also_ends=rf"{line and chr(92) + 'n'}<(\/function>|parameter=)",
+            exact=True,
+        ),
+    )
+    tag = partial(function_tag, wrapper=wrapper, verbatim=verbatim)
+    wrapped = partial(wrapped_function_tag, wrapper=wrapper, verbatim=verbatim)
+    syntaxes = CallSyntax(wrapped, open, ends_reasoning=True), CallSyntax(tag, "<function=")
+    return ToolFormat(name, syntaxes, layout, (detect,), (open, close))
+
+
 def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
     """A list of JSON calls between two tags."""
     layout = Layout(_json_call(), "}", start=f"{open}[", between=", ", stop=f"]{close}", marked=open)
@@ -220,24 +242,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         (("<arg_key>",),),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    ToolFormat(
-        "qwen3_coder",
-        (
-            CallSyntax(partial(wrapped_function_tag, wrapper="tool_call"), "<tool_call>", ends_reasoning=True),
-            CallSyntax(partial(function_tag, wrapper="tool_call"), "<function="),
-        ),
-        Layout(
-            "<tool_call>\n<function={name}>\n",
-            "</function>\n</tool_call>",
-            between="\n",
-            marked="<tool_call>",
-            arguments=Tags(
-                ("<parameter={key}>\n",), "\n</parameter>", also_ends=r"\n<(\/function>|parameter=)", exact=True
-            ),
-        ),
-        (("<function=", "<parameter="),),
-        ("<tool_call>", "</tool_call>"),
-    ),
+    _function_tags("seed_oss", "seed:tool_call", ("<seed:tool_call>",)),
+    _function_tags("mimo", "tool_call", ("<function=", "<parameter=", "MiMo"), verbatim=True),
+    _function_tags("qwen3_coder", "tool_call", ("<function=", "<parameter=")),
     ToolFormat(
         "llama_function_tag",
         (CallSyntax(function_tag, "<function="),),
@@ -246,7 +253,13 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     _tagged("nemotron", "<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>"),
     _tagged("jamba", "<tool_calls>", "</tool_calls>", "<tool_calls>"),
-    _tagged("granite", "<|tool_call|>", "", "<|tool_call|>", "<|start_of_role|>"),
+    ToolFormat(
+        "granite",
+        (CallSyntax(json_calls, "<|tool_call|>"), CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>")),
+        Layout(_json_call(), "}", start="<|tool_call|>[", between=", ", stop="]", marked="<|tool_call|>"),
+        (("<|tool_call|>", "<|start_of_role|>"),),
+        ("<|tool_call|>",),
+    ),
     ToolFormat(
         "hermes",
         (CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>", ends_reasoning=True),),

@@ -52,10 +52,10 @@ def keyed_call(source: Source, writer: CallWriter) -> Scan[None]:
     writer.end()
 
 
-def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", exact: bool = False) -> Scan[None]:
+def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", verbatim: bool = False) -> Scan[None]:
     """Behind <function=: name>, then {…} or <parameter=key>raw value</parameter> …, then </function>, and </`wrapper`>.
 
-    Values are what stands between the tags if `exact`; else a value on lines of its own is without their newlines.
+    Values are what stands between the tags if `verbatim`; else a value on lines of its own is without their newlines.
     """
     name = yield from tool_name(source, writer)
     yield from expect(source, ">")
@@ -65,18 +65,18 @@ def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", exact
         yield from named_arguments(source, writer, name)
     else:
         writer.begin(name)
-        yield from _parameters(source, writer, name, ends, exact)
+        yield from _parameters(source, writer, name, ends, verbatim)
     yield from closing(source, writer, *ends)
 
 
-def wrapped_function_tag(source: Source, writer: CallWriter, *, wrapper: str, exact: bool = False) -> Scan[None]:
+def wrapped_function_tag(source: Source, writer: CallWriter, *, wrapper: str, verbatim: bool = False) -> Scan[None]:
     """Behind <`wrapper`>: function tags."""
     yield from skip_space(source)
     yield from expect(source, "<function=")
-    yield from function_tag(source, writer, wrapper=wrapper, exact=exact)
+    yield from function_tag(source, writer, wrapper=wrapper, verbatim=verbatim)
 
 
-def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[str], exact: bool) -> Scan[None]:
+def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[str], verbatim: bool) -> Scan[None]:
     """Up to and with one of `ends`. A value on lines of its own ends at a newline and a tag, another at a tag.
 
     </parameter> may be missing.
@@ -84,7 +84,7 @@ def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[st
     while (yield from one_of(source, ("<parameter=", *ends))) not in ends:
         key = yield from text_until(source, ">")
         writer.key(key)
-        line = not exact and (yield from peek(source)) == "\n" and (yield from literal(source, "\n"))
+        line = not verbatim and (yield from peek(source)) == "\n" and (yield from literal(source, "\n"))
         stops = ["</parameter>", "</function>", "<parameter="]
         if line:
             stops = ["\n" + stop for stop in stops]

@@ -156,8 +156,12 @@ class OutputParser:
         """Reasoning up to and with its closing mark, or up to and with a call."""
         source = self._source
         calls = {syntax.marker: syntax for syntax in self._syntaxes if syntax.ends_reasoning}
+        stops = (*reasoning.closes, *calls, *reasoning.around)
         try:
-            while (stop := (yield from copy_until(source, (*reasoning.closes, *calls), self._thoughts))) in calls:
+            while (stop := (yield from copy_until(source, stops, self._thoughts))) not in reasoning.closes:
+                if stop in reasoning.around:
+                    yield from self._mark(stop)
+                    continue
                 yield from self._calls(calls[stop])
                 if self._writer.count:
                     self._begins.add_mark(reasoning.close)
@@ -195,12 +199,12 @@ class OutputParser:
             try:
                 yield from _citation(source)
             except MalformedError:
-                self._content("".join(source.kept))
+                self._left("".join(source.kept))
         elif self._wrapper and mark == self._wrapper[0]:
             if self._has_content:
                 self._content(mark)
             else:
-                self._wrapped = True
+                self._wrapped = self._after_block = True
                 self._begins.add_mark(self._wrapper[1])
         elif self._wrapped:
             self._after_block = True
@@ -240,7 +244,7 @@ class OutputParser:
         self._left("".join(source.kept))
 
     def _left(self, text: str) -> None:
-        """Text that was read as calls and is none."""
+        """Text that was read as calls or as a mark and is none."""
         if self._in_reasoning and not self._writer.count:
             self._thoughts(text)
         else:

@@ -11,7 +11,7 @@ from jaxllm.serving.parsing.events import Content, Reasoning, ToolArguments, Too
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.parsing.source import Source
-from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, parser, seen
+from tests.serving.parsing.splitting import TOOLS, parse_every_way, parse_pieces, parse_whole, parser, seen
 
 PARIS = '{"city": "Paris"}'
 PARIS_CALL = ("get_weather", PARIS)
@@ -117,6 +117,18 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
             [PARIS_CALL],
         ),
+        (
+            "seed_oss",
+            "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+            "</seed:tool_call>\n<function=get_time>\n</function>\n</seed:tool_call>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "mimo",
+            "<tool_call><function=get_weather><parameter=city>\nNull \n</parameter></function></tool_call>",
+            [("get_weather", '{"city": "\\nNull \\n"}')],
+        ),
+        ("granite", f"<tool_call>[{JSON_CALL}]", [PARIS_CALL]),
         ("phi4_mini_json", f"<|tool_call|>[{JSON_CALL}, {JSON_CALL}]<|/tool_call|>", [PARIS_CALL] * 2),
         ("phi4_mini_json", f"functools[{JSON_CALL}]", [PARIS_CALL]),
         ("granite", f"<|tool_call|>[{JSON_CALL}]", [PARIS_CALL]),
@@ -372,6 +384,35 @@ def test_marks_around_the_text_are_left_out(parse_tools: bool) -> None:
     for split in (parse_whole, parse_pieces):
         fresh = parser("cohere_command", "cohere", parse_tools=parse_tools)
         assert seen(split(fresh, answer)) == ("Paris, I <b>say</b>.", "Hm.", [])
+
+
+@pytest.mark.parametrize("parse_tools", [False, True])
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [
+        (
+            "cohere",
+            "<|START_THINKING|>A <co>fish: 🐟</co: 0:[1]><|END_THINKING|>\n<|START_RESPONSE|>It is <co>blue</co: "
+            "0:[1,2],1:[3, 4]>.<|END_RESPONSE|>",
+            ("It is blue.", "A fish: 🐟"),
+        ),
+        ("cohere", "Say </co: yes> and <b>", ("Say </co: yes> and <b>", None)),
+        ("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nHi.\n</answer>", ("Hi.", "Hm.")),
+        ("hunyuan_a13b", "<think>\n\n</think>\n\n<answer>Hi.\n</answer>\n", ("Hi.", None)),
+        ("hunyuan_a13b", "Use <answer> and </answer> so.", ("Use <answer> and </answer> so.", None)),
+        ("hunyuan_a13b", "<answer>\nUnfinished. ", ("Unfinished. ", None)),
+        ("ernie45", "<think>Hm.\n</think>\n\n<response>\nHi.\n</response>\n", ("Hi.", "Hm.")),
+        ("ernie45", "<think>Hm.\n</think>\nHi.", ("Hi.", "Hm.")),
+        ("granite", "Here is my thought process:\nHm.\n\nHere is my response:\nHi.", ("Hi.", "Hm.")),
+        ("granite", "Here's my thought process: Hm. Here's my response: Hi.", ("Hi.", "Hm.")),
+        ("granite", "Here is my thoughtful answer.", ("Here is my thoughtful answer.", None)),
+    ],
+)
+def test_marks_of_reasoning_that_are_words_tags_and_citations(
+    name: str, answer: str, expected: tuple, parse_tools: bool
+) -> None:
+    content, reasoning, calls = parse_every_way(lambda: parser("hermes", name, parse_tools=parse_tools), answer)
+    assert (content, reasoning, calls) == (*expected, [])
 
 
 def test_kimis_calls_keep_the_ids_that_the_model_gave_them() -> None:
