@@ -172,9 +172,11 @@ class ServeConfig(EngineConfig):
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     tool_call_parser: str = "auto"
-    """Format of tool calls in generated text: auto reads it off the chat template, none refuses tools."""
+    """Format of tool calls in generated text: auto reads it off the chat template, none refuses tools, and a name of
+    ours or of vLLM's takes that format."""
     reasoning_parser: str = "auto"
-    """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content."""
+    """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content, and a
+    name of ours or of vLLM's takes that format."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
     enable_force_include_usage: bool = False

@@ -256,6 +256,42 @@ def json_calls(source: Source, writer: CallWriter, *, close: str = "", bare: boo
     yield from closing(source, writer, close)
 
 
+def named_objects(source: Source, writer: CallWriter, *, close: str) -> Scan[None]:
+    """[{"NAME": {…}}, …], and `close`. One among them that is no call of a known tool is left."""
+    yield from skip_space(source)
+    yield from expect(source, "[")
+    before = writer.count
+    while True:
+        yield from skip_space(source)
+        yield from or_leave(source, writer, _named_object(source, writer), json_value(source, _nowhere))
+        yield from skip_space(source)
+        if (yield from one_of(source, (",", "]"))) == "]":
+            break
+    if writer.count == before:
+        raise MalformedError
+    writer.claim()
+    yield from closing(source, writer, close)
+
+
+def _named_object(source: Source, writer: CallWriter) -> Scan[None]:
+    try:
+        yield from expect(source, "{")
+        yield from skip_space(source)
+        yield from expect(source, '"')
+        name = yield from tool_name(source, writer)
+        yield from expect(source, '"')
+        yield from skip_space(source)
+        yield from expect(source, ":")
+        yield from named_arguments(source, writer, name)
+        yield from skip_space(source)
+        yield from expect(source, "}")
+        writer.claim()
+    except UnfinishedError:
+        raise
+    except MalformedError:
+        raise BrokenCallError from None
+
+
 def or_leave(source: Source, writer: CallWriter, call: Scan[None], same: Scan[None]) -> Scan[None]:
     """`call`; where it is broken, what `same` reads in its place is left as text between calls."""
     count, start = writer.count, source.position

@@ -5,11 +5,13 @@ The formats are those that the families' templates and model cards show; names a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.parsing.aliases import REASONING_ALIASES, TOOL_ALIASES, UNREAD
 from jaxllm.serving.parsing.calls import (
     fenced_calls,
     json_calls,
@@ -19,6 +21,7 @@ from jaxllm.serving.parsing.calls import (
     short_id,
 )
 from jaxllm.serving.parsing.invocations import action_calls, invoked_calls
+from jaxllm.serving.parsing.more_formats import MORE_FORMATS
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, OutputFormats, Tags, ToolFormat
 from jaxllm.serving.parsing.pythonic import pythonic_calls
@@ -93,7 +96,8 @@ def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
         arguments=Tags((parameter,), f"</{prefix}parameter>"),
     )
     scan = partial(invoked_calls, prefix=prefix, end=close)
-    detect = ((open,), (prefix, calls.removeprefix(prefix))) if prefix else ((open,),)
+    parts = ((prefix, calls.removeprefix(prefix)),) if prefix and not prefix.endswith(" ") else ()
+    detect = ((open,), *parts)
     return ToolFormat(name, _sections(scan, open, f'<{prefix}invoke name="'), layout, detect, (open, close))
 
 
@@ -128,6 +132,7 @@ def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
 
 # The first whose strings the template has is the template's, so the more particular come first.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    *MORE_FORMATS,
     ToolFormat(
         HARMONY,
         (),
@@ -143,6 +148,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     _invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),
     _invoked("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls", typed=True),
+    _invoked("deepseek_v41", "｜DSML｜ ", "｜DSML｜ calls", typed=True),
     _invoked("minimax_m2", "", "minimax:tool_call", typed=False),
     _deepseek(
         "deepseek_v3",
@@ -316,28 +322,42 @@ def detect_formats(
     """The formats that a model answers in.
 
     `chat_template` is its Jinja source. A template that shows no format of tool calls gets "json". A parser of "auto"
-    is detected from the template, "none" parses nothing, and a name takes that format.
+    is detected from the template, "none" parses nothing, and a name takes that format; vLLM's names are known too.
 
     Raises:
         ConfigError: a parser has an unknown name.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if _speaks(template, known)), None)
-    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, spoken)
-    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, template_reasoning(template))
+    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, TOOL_ALIASES, spoken)
+    detected = template_reasoning(template)
+    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, detected)
     return OutputFormats(tools, reasoning)
 
 
-def _choose(field: str, wanted: str, formats: tuple[Named, ...], detected: Named | None) -> Named | None:
+def _choose(
+    field: str, wanted: str, formats: tuple[Named, ...], aliases: Mapping[str, str], detected: Named | None
+) -> Named | None:
     if wanted == "none":
         return None
     if wanted == "auto":
         return detected
-    found = next((known for known in formats if known.name == wanted), None)
+    own: dict[str, Named] = {known.name: known for known in formats}
+    found = own.get(wanted) or own.get(aliases.get(wanted, ""))
     if found is None:
-        names = ", ".join(["auto", "none", *(known.name for known in formats)])
-        raise ConfigError(f"{field} is {wanted!r}; it must be one of {names}")
+        raise ConfigError(f"{field} is {wanted!r}{_unknown(wanted, ('auto', 'none', *own), aliases)}")
     return found
+
+
+def _unknown(wanted: str, names: Sequence[str], aliases: Mapping[str, str]) -> str:
+    """What to say of a name that is none of `names`, and what is nearest to it."""
+    nearest = UNREAD.get(wanted, "")
+    if wanted not in UNREAD:
+        close = difflib.get_close_matches(wanted, [*names, *aliases], n=1)
+        nearest = close[0] if close else ""
+    hint = f"; the nearest is {nearest}" if nearest in (*names, *aliases) else ""
+    known = ", a format of vLLM's that jaxllm does not read" if wanted in UNREAD else ""
+    return f"{known}; it must be one of {', '.join(names)}, or vLLM's name for one of them{hint}"
 
 
 def _speaks(template: str, known: ToolFormat) -> bool:

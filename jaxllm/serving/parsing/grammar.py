@@ -150,11 +150,15 @@ class _Grammar:
 
     def _tagged_arguments(self, rule: str, parameters: dict[str, Any], strict: bool, tags: Tags) -> str:
         """Properties in the schema's order, each as key and raw value."""
-        newline = r'"\n"' if tags.exact else r'"\n"?'
+        newline = _quoted(tags.between) if tags.exact else r'"\n"?'
         parts = [] if tags.exact else [newline]
         for at, (key, schema) in enumerate(parameters.get("properties", {}).items()):
-            is_text = "true" if value_types(schema, parameters) == {"string"} else "false"
-            opening = (part.replace("{string}", is_text).replace("{key}", key) for part in tags.open)
+            types = value_types(schema, parameters)
+            is_text = "true" if types == {"string"} else "false"
+            stated = part_type(types)
+            opening = (
+                part.replace("{string}", is_text).replace("{type}", stated).replace("{key}", key) for part in tags.open
+            )
             value = self._raw_value(f"{rule}_{at}", schema, parameters, tags, strict)
             self._rules[f"{rule}_{at}"] = f"{f' {newline} '.join(map(self._text, opening))} {value} {newline}"
             parts.append(f"{rule}_{at}" + ("" if key in parameters.get("required", ()) else "?"))
@@ -259,6 +263,12 @@ class _Grammar:
     def _lark(self, start: str) -> str:
         rules = "".join(f"{name}: {body}\n" for name, body in self._rules.items())
         return f"%llguidance {{}}\nstart: {start}\n{rules}"
+
+
+def part_type(types: set[str]) -> str:
+    """What a tag says of a value that may be of `types`: of several that none of them is text."""
+    named = types - {"integer"} if "number" in types else types
+    return next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
 
 
 def _quoted(text: str) -> str:

@@ -33,16 +33,18 @@ class Tags:
 
     Attributes:
         open: the opening tag, or its parts, between which a newline may come; with {key} in it, and {string} where it
-            says whether the value is text ("true") or JSON ("false").
+            says whether the value is text ("true") or JSON ("false"), or {type} where it says which type it has.
         close: the closing tag.
         also_ends: a regular expression of other text that ends a value, so that none can have it.
-        exact: newlines are where `open` and `close` have them, and one is behind each argument; else they may come.
+        exact: newlines are where `open` and `close` have them, and `between` is behind each argument; else they may
+            come.
     """
 
     open: tuple[str, ...]
     close: str
     also_ends: str = ""
     exact: bool = False
+    between: str = "\n"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable
 from functools import partial
 
-from jaxllm.serving.parsing.calls import BrokenCallError, CallWriter, closing, or_leave, tool_name
+from jaxllm.serving.parsing.calls import BrokenCallError, CallWriter, closing, json_calls, or_leave, tool_name
 from jaxllm.serving.parsing.json_text import is_scalar, quoted_text
 from jaxllm.serving.parsing.source import (
     Emit,
@@ -58,6 +58,31 @@ def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None
     if writer.count == before:
         raise MalformedError
     writer.claim()
+    yield from closing(source, writer, end)
+
+
+def listed_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
+    """An array of calls as JSON, or a list of calls of Python's; then perhaps `end`."""
+    start = source.position
+    yield from skip_space(source)
+    yield from expect(source, "[")
+    yield from skip_space(source)
+    as_json = (yield from peek(source)) == "{"
+    source.put_back(source.position - start)
+    yield from (json_calls(source, writer, close=end) if as_json else pythonic_calls(source, writer, end=end))
+
+
+def python_lines(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
+    """name(key=value, …), each on a line; then `end`, which may be missing."""
+    before = writer.count
+    while True:
+        yield from skip_space(source)
+        yield from or_leave(source, writer, python_call(source, writer), _any_call(source))
+        yield from skip_space(source)
+        if not (yield from any_left(source)) or (yield from next_of(source, (end[0],))):
+            break
+    if writer.count == before:
+        raise MalformedError
     yield from closing(source, writer, end)
 
 

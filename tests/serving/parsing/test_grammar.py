@@ -24,7 +24,7 @@ from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, t
 llguidance = pytest.importorskip("llguidance")
 
 ENDINGS = [
-    "<|end|><|start|>assistant",
+    "<|end|><|start|>assistant", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
     '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
     '<|"|>}', "<escape>}", "}",
 ]  # fmt: skip
@@ -108,9 +108,12 @@ def _written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
             tags = layout.arguments
             assert isinstance(tags, Tags)
             body = "".join(
-                "".join(tags.open).replace("{key}", key).replace("{string}", str(isinstance(value, str)).lower())
+                "".join(tags.open)
+                .replace("{key}", key)
+                .replace("{string}", str(isinstance(value, str)).lower())
+                .replace("{type}", {str: "string", int: "number", list: "array"}[type(value)])
                 + f"{value}{tags.close}"
-                + "\n" * tags.exact
+                + tags.between * tags.exact
                 for key, value in arguments.items()
             )
         texts.append(layout.head(name, len(texts)) + body + layout.end)
@@ -181,7 +184,7 @@ def _random_answer(vocabulary: Vocabulary, outputs: StructuredOutputs, seed: int
     matcher = _matcher(vocabulary, outputs)
     randomly = np.random.default_rng(seed)
     ids: list[int] = []
-    while len(ids) < 300 and not matcher.is_stopped():
+    while len(ids) < 600 and not matcher.is_stopped():
         if matcher.is_accepting() and randomly.random() < 0.3:
             return vocabulary.decode(ids)
         if randomly.random() < 0.2:

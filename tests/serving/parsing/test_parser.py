@@ -60,6 +60,12 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             [("get_time", "{}")],
         ),
         (
+            "deepseek_v41",
+            '<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">\n<｜DSML｜ parameter name="city" string="true">'
+            "Paris</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+            [PARIS_CALL],
+        ),
+        (
             "minimax_m2",
             '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris\n<b>"x"</b></parameter>\n'
             '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="get_time"></invoke>\n</minimax:tool_call>',
@@ -117,6 +123,58 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
             [PARIS_CALL],
         ),
+        (
+            "lfm2",
+            "<|tool_call_start|>[get_weather(city='Paris'), get_time()]<|tool_call_end|>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        ("lfm2", f"<|tool_call_start|>\n[{JSON_CALL}]<|tool_call_end|>", [PARIS_CALL]),
+        (
+            "olmo3",
+            "<function_calls>get_weather(city='Paris')\nget_time()</function_calls>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "apertus",
+            f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"get_time": {{}}}}]<|tools_suffix|>',
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "dots",
+            '<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+            "</dots_function_call>",
+            [PARIS_CALL],
+        ),
+        (
+            "plamo3",
+            "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
+            "get_weather<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json"
+            f"<|plamo:msg|>{PARIS}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+            "<|plamo:end_tool_requests:plamo|>",
+            [PARIS_CALL],
+        ),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
+            'type="string"<|sep|>7<|close|>argument<|sep|>&amp;<|close|>argument<|sep|><|open|>argument key="a &amp; '
+            '&quot;b&quot;" type="number"<|sep|>7<|close|>argument<|sep|><|close|>call<|sep|><|open|>call '
+            'tool="get_weather" index="2"<|sep|><|open|>json type="object"<|sep|>{"city": "Paris"}<|close|>json<|sep|>'
+            '<|close|>call<|sep|><|open|>call tool="get_time" index="3"<|sep|><|close|>call<|sep|>'
+            "<|close|>tools<|sep|>",
+            [
+                ("get_weather", '{"city": "7<|close|>argument<|sep|>&amp;", "a & \\"b\\"": 7}'),
+                PARIS_CALL,
+                ("get_time", "{}"),
+            ],
+        ),
+        ("longcat", f"<longcat_tool_call>{JSON_CALL}</longcat_tool_call>", [PARIS_CALL]),
+        (
+            "internlm",
+            f'<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {PARIS}}}<|action_end|>\n',
+            [PARIS_CALL],
+        ),
+        ("granite-20b-fc", f"<function_call> {JSON_CALL}\n<function_call> {JSON_CALL}", [PARIS_CALL] * 2),
+        ("gigachat3", f"<|function_call|>{JSON_CALL}", [PARIS_CALL]),
         (
             "seed_oss",
             "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
