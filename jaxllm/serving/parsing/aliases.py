@@ -52,7 +52,6 @@ UNREAD = {
     "k2_horizon": "",
     "minicpm5": "qwen3_coder",
     "minimax_m2_append_think": "none",
-    "minimax_m3": "minimax_m2",
     "muse": "",
     "muse_glimmer": "",
     "musespark1x": "",

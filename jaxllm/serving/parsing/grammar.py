@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tokenizers
@@ -159,7 +160,8 @@ class _Grammar:
             opening = (
                 part.replace("{string}", is_text).replace("{type}", stated).replace("{key}", key) for part in tags.open
             )
-            value = self._raw_value(f"{rule}_{at}", schema, parameters, tags, strict)
+            own = replace(tags, close=tags.close.replace("{key}", key))
+            value = self._raw_value(f"{rule}_{at}", schema, parameters, own, strict)
             self._rules[f"{rule}_{at}"] = f"{f' {newline} '.join(map(self._text, opening))} {value} {newline}"
             parts.append(f"{rule}_{at}" + ("" if key in parameters.get("required", ()) else "?"))
         self._rules[rule] = " ".join(parts) or '""'

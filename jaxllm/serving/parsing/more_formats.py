@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from jaxllm.serving.parsing.calls import json_calls, named_objects, sectioned_calls
+from jaxllm.serving.parsing.elements import CALLS, CALLS_END, INVOKE, INVOKE_END, MARK, element_calls
 from jaxllm.serving.parsing.invocations import invoked_calls
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, Tags, ToolFormat
 from jaxllm.serving.parsing.pythonic import listed_calls, python_lines
@@ -86,6 +87,21 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
         ("<|open|>", "<|close|>", SEP),
     ),
     ToolFormat(
+        "minimax_m3",
+        (
+            CallSyntax(element_calls, CALLS, ends_reasoning=True),
+            CallSyntax(partial(element_calls, inside=True), INVOKE),
+        ),
+        Layout(
+            f'{INVOKE}{{name}}">',
+            f"{INVOKE_END}\n",
+            start=f"{CALLS}\n",
+            stop=CALLS_END,
+            arguments=Tags((f"{MARK}<{{key}}>",), f"{MARK}</{{key}}>", exact=True, between=""),
+        ),
+        ((MARK,),),
+    ),
+    ToolFormat(
         "dots",
         (
             CallSyntax(
@@ -144,5 +160,11 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
         ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
     ),
     _json_between("granite-20b-fc", "<function_call>", ""),
-    _json_between("gigachat3", "<|function_call|>", ""),
+    ToolFormat(
+        "gigachat3",
+        (CallSyntax(json_calls, "<|function_call|>"), CallSyntax(json_calls, "function call<|role_sep|>")),
+        Layout(f"<|function_call|>{_CALL}", "}", between="\n", marked="<|function_call|>"),
+        (("<|function_call|>",), ("function call<|role_sep|>",)),
+        ("<|function_call|>", "<|role_sep|>"),
+    ),
 )

@@ -34,7 +34,7 @@ class Tags:
     Attributes:
         open: the opening tag, or its parts, between which a newline may come; with {key} in it, and {string} where it
             says whether the value is text ("true") or JSON ("false"), or {type} where it says which type it has.
-        close: the closing tag.
+        close: the closing tag, which may have {key} in it.
         also_ends: a regular expression of other text that ends a value, so that none can have it.
         exact: newlines are where `open` and `close` have them, and `between` is behind each argument; else they may
             come.

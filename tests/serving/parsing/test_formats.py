@@ -21,6 +21,7 @@ TEMPLATES = {
         "think",
     ),
     "Qwen3-Coder": ("'<tool_call>\\n<function=' + tool_call.name + '>\\n' + '<parameter=' + name", "qwen3_coder", None),
+    "MiniMax M3": ("{%- set ns = ']<]minimax[>[' -%}'<invoke name=' <mm:think>", "minimax_m3", "minimax_m3"),
     "LFM2.5": ("'<|tool_call_start|>[' + calls + ']<|tool_call_end|>' <think> </think>", "lfm2", "think"),
     "OLMo 3": ("'<function_calls>' + calls + '</function_calls>' <functions>", "olmo3", None),
     "Apertus": ("'<|tools_prefix|>' '<|tools_suffix|>' '<|inner_prefix|>'", "apertus", "apertus"),

@@ -24,7 +24,7 @@ from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, t
 llguidance = pytest.importorskip("llguidance")
 
 ENDINGS = [
-    "<|end|><|start|>assistant", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
+    "<|end|><|start|>assistant", "]<]minimax[>[</city>", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
     '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
     '<|"|>}', "<escape>}", "}",
 ]  # fmt: skip
@@ -112,7 +112,7 @@ def _written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
                 .replace("{key}", key)
                 .replace("{string}", str(isinstance(value, str)).lower())
                 .replace("{type}", {str: "string", int: "number", list: "array"}[type(value)])
-                + f"{value}{tags.close}"
+                + f"{value}{tags.close.replace('{key}', key)}"
                 + tags.between * tags.exact
                 for key, value in arguments.items()
             )

@@ -167,6 +167,13 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
                 ("get_time", "{}"),
             ],
         ),
+        (
+            "minimax_m3",
+            ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris'
+            "]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+            [PARIS_CALL],
+        ),
+        ("gigachat3", f"function call<|role_sep|>\n{JSON_CALL}", [PARIS_CALL]),
         ("longcat", f"<longcat_tool_call>{JSON_CALL}</longcat_tool_call>", [PARIS_CALL]),
         (
             "internlm",

@@ -173,3 +173,50 @@ def test_following_a_schema_is_bounded() -> None:
     assert value_types({"$ref": "#/$defs/d0"}, root) == set()
     assert value_types({"$ref": "#/$defs/c0"}, root) == set()
     assert value_types({"$ref": "#/$defs/u0"}, root) == {"string"}
+
+
+def _element(name: str, *inner: str) -> str:
+    return f"]<]minimax[>[<{name}>{''.join(inner)}]<]minimax[>[</{name}>"
+
+
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        ([_element("tags", _element("item", "a"), _element("item", "1"))], {"tags": ["a", "1"]}),
+        ([_element("tags", '["a", "1"]')], {"tags": ["a", "1"]}),
+        ([_element("tags"), _element("to"), _element("note")], {"tags": [], "to": {}, "note": ""}),
+        ([_element("to", _element("zip", "018"), _element("n", " 7 "))], {"to": {"zip": "018", "n": 7}}),
+        ([_element("any", _element("item", "1"), _element("item", "2"))], {"any": [1, 2]}),
+        ([_element("free", _element("t", "x"), _element("t", "y"))], {"free": {"t": ["x", "y"]}}),
+        ([_element("free", "hi ", _element("k", "v"), " there")], {"free": {"k": "v", "$text": "hi  there"}}),
+        (["\n", _element("note", "\n a <b> & c\n"), "\n"], {"note": "\n a <b> & c\n"}),
+        ([_element("free", _element("tool_call", _element("invoke", "v")))], {"free": {"tool_call": {"invoke": "v"}}}),
+    ],
+)
+def test_nested_elements_follow_their_schema(inner: list[str], arguments: dict) -> None:
+    properties = {
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "to": {"$ref": "#/$defs/to"},
+        "note": {"type": "string"},
+        "any": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+    }
+    to = {"type": "object", "properties": {"zip": {"type": "string"}, "n": {"type": "integer"}}}
+    known = tool("plot", {"type": "object", "properties": properties, "$defs": {"to": to}})
+    mark = "]<]minimax[>["
+    text = f'{mark}<tool_call>\n{mark}<invoke name="plot">{"".join(inner)}{mark}</invoke>\n{mark}</tool_call>'
+    content, _, calls = read("minimax_m3", text, known)
+    assert content is None and [(name, json.loads(found)) for name, found in calls] == [("plot", arguments)]
+
+
+@pytest.mark.parametrize("inner", ["junk", "]<]minimax[>[<note>a]<]minimax[>[</other>", "]<]minimax[>[<note>open"])
+def test_elements_that_are_malformed_make_no_call(inner: str) -> None:
+    text = f']<]minimax[>[<invoke name="plot">{inner}]<]minimax[>[</invoke>'
+    assert read("minimax_m3", text, tool("plot", {})) == (text, None, [])
+
+
+def test_elements_nest_only_so_deep() -> None:
+    inner = "v"
+    for _ in range(70):
+        inner = _element("n", inner)
+    text = f']<]minimax[>[<invoke name="plot">{inner}]<]minimax[>[</invoke>'
+    assert read("minimax_m3", text, tool("plot", {})) == (text, None, [])
