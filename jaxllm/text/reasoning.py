@@ -125,7 +125,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         "hunyuan_a13b",
         "<think>",
         "</think>",
-        (("<think>", "<answer>"),),
+        (("<think>", "<answer>"), ("<think>", "<|extra_0|>")),
         behind="\n<answer>\n",
         wrapper=("<answer>", "</answer>"),
     ),

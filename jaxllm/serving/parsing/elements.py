@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxllm.serving.parsing.calls import CallWriter, closing, tool_name
+from jaxllm.serving.parsing.calls import closing, tool_name
 from jaxllm.serving.parsing.source import (
     MalformedError,
     Scan,
@@ -19,6 +19,7 @@ from jaxllm.serving.parsing.source import (
     text_until,
 )
 from jaxllm.serving.parsing.values import followed, json_from_raw, properties_of, value_types
+from jaxllm.serving.parsing.writer import CallWriter
 
 MAX_NESTING = 64
 """Of elements, each level of which takes some of Python's stack."""

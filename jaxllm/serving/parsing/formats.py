@@ -12,20 +12,14 @@ from typing import TypeVar
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.parsing.aliases import REASONING_ALIASES, TOOL_ALIASES, UNREAD
-from jaxllm.serving.parsing.calls import (
-    fenced_calls,
-    json_calls,
-    line_call,
-    mistral_calls,
-    sectioned_calls,
-    short_id,
-)
+from jaxllm.serving.parsing.calls import fenced_calls, json_calls, line_call, mistral_calls, sectioned_calls
 from jaxllm.serving.parsing.invocations import action_calls, invoked_calls
 from jaxllm.serving.parsing.more_formats import MORE_FORMATS
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, OutputFormats, Tags, ToolFormat
 from jaxllm.serving.parsing.pythonic import pythonic_calls
 from jaxllm.serving.parsing.source import Scan
+from jaxllm.serving.parsing.writer import short_id
 from jaxllm.text.reasoning import (
     HARMONY,
     HARMONY_TOKENS,
@@ -101,10 +95,12 @@ def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
     return ToolFormat(name, _sections(scan, open, f'<{prefix}invoke name="'), layout, detect, (open, close))
 
 
-def _function_tags(name: str, wrapper: str, detect: tuple[str, ...], verbatim: bool = False) -> ToolFormat:
-    """Calls as <function=…> tags within <`wrapper`>, values on lines of their own unless they are `verbatim`."""
+def _function_tags(
+    name: str, wrapper: str, detect: tuple[str, ...], *, lines: bool = True, verbatim: bool = False
+) -> ToolFormat:
+    """Calls as <function=…> tags within <`wrapper`>; values are written on `lines` of their own, or beside tags."""
     open, close = f"<{wrapper}>", f"</{wrapper}>"
-    line = "" if verbatim else "\n"
+    line = "\n" if lines else ""
     layout = Layout(
         f"{open}\n<function={{name}}>\n",
         f"</function>\n{close}",
@@ -248,8 +244,8 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         (("<arg_key>",),),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    _function_tags("seed_oss", "seed:tool_call", ("<seed:tool_call>",)),
-    _function_tags("mimo", "tool_call", ("<function=", "<parameter=", "MiMo"), verbatim=True),
+    _function_tags("seed_oss", "seed:tool_call", ("<seed:tool_call>",), lines=False),
+    _function_tags("mimo", "tool_call", ("<function=", "<parameter=", "MiMo"), lines=False, verbatim=True),
     _function_tags("qwen3_coder", "tool_call", ("<function=", "<parameter=")),
     ToolFormat(
         "llama_function_tag",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxllm.serving.parsing.calls import CallWriter, closing, named_arguments
+from jaxllm.serving.parsing.calls import closing, named_arguments
 from jaxllm.serving.parsing.events import Content, Event, Reasoning
 from jaxllm.serving.parsing.source import (
     MalformedError,
@@ -22,6 +22,7 @@ from jaxllm.serving.parsing.source import (
     next_of,
     skip_space,
 )
+from jaxllm.serving.parsing.writer import CallWriter
 
 _HEADERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "to=")
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from jaxllm.serving.parsing.calls import CallWriter, closing, fenced_calls, tool_name
+from jaxllm.serving.parsing.calls import closing, fenced_calls, tool_name
 from jaxllm.serving.parsing.source import Scan, Source, any_left, expect, literal, one_of, skip_space, text_until
 from jaxllm.serving.parsing.values import parameter_types, properties_of, raw_value
+from jaxllm.serving.parsing.writer import CallWriter
 
 _STATED: dict[str, set[str]] = {'string="true">': {"string"}, 'string="false">': set()}
 """What a parameter's tag may say of its value: text as it is, or JSON."""

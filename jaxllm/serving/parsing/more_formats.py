@@ -164,7 +164,7 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
         "gigachat3",
         (CallSyntax(json_calls, "<|function_call|>"), CallSyntax(json_calls, "function call<|role_sep|>")),
         Layout(f"<|function_call|>{_CALL}", "}", between="\n", marked="<|function_call|>"),
-        (("<|function_call|>",), ("function call<|role_sep|>",)),
+        (("<|function_call|>",), ("'function call'", "<|role_sep|>")),
         ("<|function_call|>", "<|role_sep|>"),
     ),
 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.serving.parsing.calls import CallWriter, closing, named_arguments, tool_name
+from jaxllm.serving.parsing.calls import closing, named_arguments, tool_name
 from jaxllm.serving.parsing.json_text import MAX_DEPTH, quoted_text
 from jaxllm.serving.parsing.source import (
     Emit,
@@ -30,6 +30,7 @@ from jaxllm.serving.parsing.values import (
     raw_value,
     value_types,
 )
+from jaxllm.serving.parsing.writer import CallWriter
 
 _BARE = re.compile(r"[^,:{}\[\]]+")
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxllm.serving.parsing.calls import CallScan, long_id
+from jaxllm.serving.parsing.calls import CallScan
+from jaxllm.serving.parsing.writer import long_id
 from jaxllm.text.reasoning import HARMONY, ReasoningFormat
 
 

@@ -10,7 +10,6 @@ from operator import attrgetter
 import msgspec
 
 from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.harmony import Harmony
 from jaxllm.serving.parsing.output_format import CallSyntax, OutputFormats
@@ -28,6 +27,7 @@ from jaxllm.serving.parsing.source import (
     possible_start,
     skip_space,
 )
+from jaxllm.serving.parsing.writer import CallWriter
 from jaxllm.text.reasoning import CITATION_END, ReasoningFormat
 
 _CITED = re.compile(r"[0-9:,.\[\] ]+")

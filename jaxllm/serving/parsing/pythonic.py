@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Callable
 from functools import partial
 
-from jaxllm.serving.parsing.calls import BrokenCallError, CallWriter, closing, json_calls, or_leave, tool_name
+from jaxllm.serving.parsing.calls import BrokenCallError, closing, json_calls, or_leave, tool_name
 from jaxllm.serving.parsing.json_text import is_scalar, quoted_text
 from jaxllm.serving.parsing.source import (
     Emit,
@@ -26,6 +26,7 @@ from jaxllm.serving.parsing.source import (
     skip_space,
     text_until,
 )
+from jaxllm.serving.parsing.writer import CallWriter
 
 MAX_NESTING = 64
 """Of the values of a call, each level of which takes some of Python's stack."""

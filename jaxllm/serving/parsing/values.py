@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.json_text import quoted_text
 from jaxllm.serving.parsing.source import Emit, Scan, Source, copy_until
+from jaxllm.serving.parsing.writer import CallWriter
 
 MAX_PARTS = 200
 """How many schemas are followed to see what one value is."""

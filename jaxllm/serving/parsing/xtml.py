@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from jaxllm.serving.parsing.calls import CallWriter, closing, json_arguments, tool_name
+from jaxllm.serving.parsing.calls import closing, json_arguments, tool_name
 from jaxllm.serving.parsing.source import Scan, Source, any_left, expect, next_of, one_of, skip_space, text_until
 from jaxllm.serving.parsing.values import raw_value
+from jaxllm.serving.parsing.writer import CallWriter
 
 SEP = "<|sep|>"
 CALL = '<|open|>call tool="'

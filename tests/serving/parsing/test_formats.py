@@ -35,6 +35,8 @@ TEMPLATES = {
     "Seed-OSS": ("'<seed:tool_call>\\n<function=' + name + '<parameter=' + key <seed:think>", "seed_oss", "seed_oss"),
     "Granite 3.2": ("<|start_of_role|>Write 'Here is my thought process:' <|tool_call|>", "granite", "granite"),
     "Hunyuan A13B": ("<tool_calls> <think> <answer>", "jamba", "hunyuan_a13b"),
+    "Hunyuan A13B without answers": ("<tool_calls> <think>\\n\\n</think> <|extra_0|>", "jamba", "hunyuan_a13b"),
+    "GigaChat 3 10B": ("role_sep=\"<|role_sep|>\\n\" 'role': 'function call',", "gigachat3", None),
     "ERNIE 4.5 Thinking": ("<tool_call> <think> <response>", "hermes", "ernie45"),
     "Mistral-7B v0.3": ("{{- \"[TOOL_CALLS] [\" }}{{- '\"name\": ' }}", "mistral_v3", None),
     "Mistral-Small 3.2": ("'[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' + arguments", "mistral", None),

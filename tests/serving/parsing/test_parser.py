@@ -189,6 +189,11 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             [PARIS_CALL, ("get_time", "{}")],
         ),
         (
+            "seed_oss",
+            "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>",
+            [PARIS_CALL],
+        ),
+        (
             "mimo",
             "<tool_call><function=get_weather><parameter=city>\nNull \n</parameter></function></tool_call>",
             [("get_weather", '{"city": "\\nNull \\n"}')],
