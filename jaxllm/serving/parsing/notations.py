@@ -56,7 +56,8 @@ def keyed_call(source: Source, writer: CallWriter) -> Scan[None]:
 def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", verbatim: bool = False) -> Scan[None]:
     """Behind <function=: name>, then {…} or <parameter=key>raw value</parameter> …, then </function>, and </`wrapper`>.
 
-    Values are what stands between the tags if `verbatim`; else a value on lines of its own is without their newlines.
+    A value is what stands between the tags if `verbatim`, as a string unless the schema says otherwise; else one on
+    lines of its own is without their newlines.
     """
     name = yield from tool_name(source, writer)
     yield from expect(source, ">")
@@ -89,7 +90,8 @@ def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[st
         stops = ["</parameter>", "</function>", "<parameter="]
         if line:
             stops = ["\n" + stop for stop in stops]
-        stop = yield from raw_value(source, parameter_types(writer, name, key), stops, writer.write)
+        types = parameter_types(writer, name, key) or ({"string"} if verbatim else set())
+        stop = yield from raw_value(source, types, stops, writer.write)
         if stop == stops[0]:
             yield from expect(source, stop)
             writer.claim()

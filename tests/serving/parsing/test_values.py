@@ -147,6 +147,15 @@ def test_raw_values_follow_their_schema(name: str, schema: Any, raw: str, value:
     assert (found, type(found)) == (value, type(value))
 
 
+@pytest.mark.parametrize("value", ["\n北京 &amp;\n", "null", "42", "", "a\nb"])
+def test_mimos_values_are_verbatim(value: str) -> None:
+    values = f"<parameter=at>{value}</parameter><parameter=n> 7 </parameter>"
+    text = f"<tool_call><function=plot>{values}</function></tool_call>"
+    known = tool("plot", {"type": "object", "properties": {"at": {}, "n": {"type": "integer"}}})
+    content, _, calls = read("mimo", text, known)
+    assert content is None and json.loads(calls[0][1]) == {"at": value, "n": 7}
+
+
 def test_gemmas_nested_values_follow_their_schema() -> None:
     schema = {
         "type": "object",
