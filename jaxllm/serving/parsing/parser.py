@@ -50,8 +50,8 @@ class OutputParser:
     call that the model did not finish. What looked like a call and was none is looked through once more, since another
     may begin in it.
 
-    Reasoning: ends at its closing mark, or at a call whose marker models write nowhere else. A closing mark right
-    behind it, or where no reasoning is open, is left out.
+    Reasoning: ends at its closing mark, or at a call whose marker models write nowhere else. A closing mark where no
+    reasoning is open is left out at the answer's beginning, and right behind reasoning or a call.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class OutputParser:
         around = formats.reasoning.around if formats.reasoning else ()
         self._wrapper = formats.reasoning.wrapper if formats.reasoning else None
         self._wrapped = False
+        self._closes = formats.reasoning.closes if formats.reasoning else ()
         self._begins = _Beginnings(self._syntaxes, schemas, (*around, *(self._wrapper or ())[:1]))
         self._line_is_blank = True
         self._has_content = False
@@ -140,16 +141,24 @@ class OutputParser:
             self._after_block = True
             yield from self._thinking(reasoning)
             self._in_reasoning = False
-            if not self._writer.count:
-                yield from skip_space(source)
         elif (yield from next_of(source, reasoning.closes)):
             self._after_block = True
         else:
             self._content("".join(source.kept))
             return
-        while mark := (yield from next_of(source, reasoning.closes)):
+        yield from self._stray_marks()
+
+    def _stray_marks(self) -> Scan[None]:
+        """Marks that would close reasoning and come right behind it, or behind a call, are no part of the text."""
+        source = self._source
+        start = source.position
+        yield from skip_space(source)
+        space = source.position - start
+        while mark := (yield from next_of(source, self._closes)):
+            space = 0
             source.take(len(mark))
             yield from skip_space(source)
+        source.put_back(space)
         source.kept.clear()
 
     def _thinking(self, reasoning: ReasoningFormat) -> Scan[None]:
@@ -242,6 +251,8 @@ class OutputParser:
         self._looked_through = max(self._looked_through, source.position)
         source.put_back(again)
         self._left("".join(source.kept))
+        if writer.count > count and not again and self._closes:
+            yield from self._stray_marks()
 
     def _left(self, text: str) -> None:
         """Text that was read as calls or as a mark and is none."""

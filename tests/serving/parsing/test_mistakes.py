@@ -297,5 +297,8 @@ def test_a_value_may_hold_tags_that_end_nothing_there() -> None:
 @pytest.mark.parametrize("text", ["</think>Hi", "\n</think>\n\nHi", "<think>\n</think>\n</think>\nHi"])
 def test_a_closing_mark_that_closes_nothing(text: str) -> None:
     assert read("hermes", text, "think") == ("Hi", None, [])
+    call = f"<tool_call>{CALL}</tool_call>"
+    assert read("hermes", f"{call}\n</think>\n\nHi", "think") == ("Hi", None, REFUNDS)
+    assert read("hermes", f"One\n{call}\n Two </think>", "think") == ("One\n\n Two </think>", None, REFUNDS)
     assert read("hermes", "Say </think>", "think") == ("Say </think>", None, [])
     assert read("hermes", "</thin ice", "think") == ("</thin ice", None, [])
