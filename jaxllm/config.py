@@ -158,9 +158,11 @@ class ModelConfig(EngineConfig):
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     tool_call_parser: str = "auto"
-    """Format of tool calls in generated text: auto reads it off the chat template, none refuses tools."""
+    """Format of tool calls in generated text: auto reads it off the chat template, none refuses tools, and a name of
+    ours or of vLLM's takes that format."""
     reasoning_parser: str = "auto"
-    """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content."""
+    """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content, and a
+    name of ours or of vLLM's takes that format."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Which hidden states make an embedding; auto is what the checkpoint asks for, else the last token's."""
     score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"

@@ -25,6 +25,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
+from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.served_model import read_chat_template
 from jaxllm.serving.state import ServerState
@@ -51,12 +52,14 @@ def serve(config: ServeConfig) -> None:
     second signal exits at once. So does the first after shutdown_timeout + END_SECONDS, whatever still hangs then, and
     one that comes while the model loads. SIGHUP has config.mcp_config read again.
 
-    Raises ConfigError when the port cannot be had, and whatever building the engine raises.
+    Raises ConfigError when the port cannot be had or a parser's name is unknown, and whatever building the engine
+    raises.
     """
     configure_logging(config)
     listener = bind(config.host, config.port)
     with listener, _ending_on_sigterm():
         read_chat_template(config)
+        detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names before loading
         tool_servers, _ = find_settings(config.mcp_config)
         if tool_servers is not None:
             logger.info("tool servers from %s", tool_servers)

@@ -15,6 +15,8 @@ PROMPT_TAIL = 16
 """Tokens at a prompt's end in which an opening marker is looked for."""
 
 
+CITATION_END = "</co:"
+"""What begins the closing tag of Cohere's citations, `<co>Paris</co: 0:[1]>`; what is cited follows."""
 HARMONY = "harmony"
 """gpt-oss's messages on channels, which have a parser of their own."""
 HARMONY_TOKENS = (
@@ -27,10 +29,12 @@ class ReasoningFormat:
     """One way of marking reasoning.
 
     Attributes:
-        detect: it is the format of a template that contains one of these.
+        detect: it is the format of a template that contains one of these; of a group within them, all.
         behind: what the family writes right behind `close`.
         answer: what begins the answer's text behind that, where it is marked.
-        around: marks around the answer's text, which are no part of it.
+        around: marks in and around the answer's text, which are no part of it.
+        wrapper: tags that may stand around all of the answer's text, and that may be text elsewhere.
+        variants: other opening and closing marks that models of the family write.
         special: further special tokens that the answer's parser must see.
         always_open: the answer begins inside the reasoning even if neither template nor model opens it.
     """
@@ -38,17 +42,29 @@ class ReasoningFormat:
     name: str
     open: str
     close: str
-    detect: tuple[str, ...]
+    detect: tuple[str | tuple[str, ...], ...]
     behind: str = ""
     always_open: bool = False
     answer: str = ""
     around: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
+    wrapper: tuple[str, str] | None = None
+    variants: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """All marks that open the reasoning."""
+        return (self.open, *(open for open, _ in self.variants))
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """All marks that close the reasoning."""
+        return (self.close, *(close for _, close in self.variants))
 
     @property
     def openings(self) -> tuple[str, ...]:
         """What an answer begins with that has reasoning, or whose text is marked."""
-        return tuple(filter(None, (self.open, self.answer)))
+        return tuple(filter(None, (*self.opens, self.answer)))
 
     def markers(self, *, opened: bool, text_follows: bool = False) -> ThinkingMarkers:
         """For a request whose prompt has `opened` the block, or has not; with `text_follows` nothing else can."""
@@ -75,10 +91,52 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         ("<|START_THINKING|>",),
-        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<co>", CITATION_END),
+    ),
+    ReasoningFormat(
+        "kimi_k3",
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        (("'<|open|>'", "'think'"), "<|open|>think<|sep|>"),
+        around=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        special=("<|open|>", "<|close|>", "<|sep|>"),
+        variants=(("<|open|>think<|sep|>", "<|open|>response<|sep|>"),),
+    ),
+    ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>", ("<mm:think>",)),
+    ReasoningFormat("longcat", "<longcat_think>", "</longcat_think>", ("<longcat_think>",)),
+    ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>",)),
+    ReasoningFormat(
+        "plamo3",
+        "<|plamo:begin_think:plamo|>",
+        "<|plamo:end_think:plamo|>",
+        ("<|plamo:begin_think:plamo|>",),
     ),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
     ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",), behind="\n\n"),
+    ReasoningFormat(
+        "granite",
+        "Here is my thought process:",
+        "Here is my response:",
+        ("Here is my thought process",),
+        behind="\n\n",
+        variants=(("Here's my thought process:", "Here's my response:"),),
+    ),
+    ReasoningFormat(
+        "hunyuan_a13b",
+        "<think>",
+        "</think>",
+        (("<think>", "<answer>"), ("<think>", "<|extra_0|>")),
+        behind="\n<answer>\n",
+        wrapper=("<answer>", "</answer>"),
+    ),
+    ReasoningFormat(
+        "ernie45",
+        "<think>",
+        "</think>",
+        (("<think>", "<response>"),),
+        behind="\n\n",
+        wrapper=("<response>", "</response>"),
+    ),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), behind="\n\n"),
     ReasoningFormat("deepseek_r1", "<think>", "</think>", (), behind="\n\n", always_open=True),
 )
@@ -87,7 +145,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
 def template_reasoning(chat_template: str | None) -> ReasoningFormat | None:
     """The format that answers to prompts of this template have; None where it shows none."""
     template = chat_template or ""
-    return next((known for known in REASONING_FORMATS if any(text in template for text in known.detect)), None)
+    return next((known for known in REASONING_FORMATS if _speaks(template, known)), None)
+
+
+def _speaks(template: str, known: ReasoningFormat) -> bool:
+    groups = ((group,) if isinstance(group, str) else group for group in known.detect)
+    return any(all(text in template for text in group) for group in groups)
 
 
 def opens_reasoning(reasoning: ReasoningFormat | None, prompt_text: str, continued: str = "") -> bool:

@@ -129,6 +129,12 @@ def test_port_in_use_is_said_before_the_model_loads() -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("field", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_before_the_model_loads(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is 'hermse'"):
+        serve(ServeConfig(model="no-such-model", port=0, **{field: "hermse"}))
+
+
 def test_the_second_of_two_servers_is_refused_while_the_first_loads() -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]

@@ -52,6 +52,7 @@ def client(make_client: Any, engine: FakeEngine) -> TestClient:
 
 
 @pytest.mark.covers("SamplingFields", "max_thinking_tokens")
+@pytest.mark.covers("SamplingFields", "thinking_token_budget")
 @pytest.mark.covers("Thinking", "budget_tokens")
 @pytest.mark.parametrize(
     ("path", "fields", "budget"),
@@ -59,6 +60,11 @@ def client(make_client: Any, engine: FakeEngine) -> TestClient:
         ("/v1/chat/completions", {}, None),
         ("/v1/chat/completions", {"max_thinking_tokens": 7}, 7),
         ("/v1/chat/completions", {"max_thinking_tokens": 0}, 0),
+        ("/v1/chat/completions", {"thinking_token_budget": 7}, 7),
+        ("/v1/chat/completions", {"thinking_token_budget": 7, "max_thinking_tokens": 7}, 7),
+        ("/v1/chat/completions", {"thinking_token_budget": -1}, None),
+        ("/v1/responses", {"thinking_token_budget": 0}, 0),
+        ("/v1/completions", {"thinking_token_budget": 7}, 7),
         ("/v1/chat/completions", {"thinking": {"type": "enabled", "budget_tokens": 8}}, 8),
         ("/v1/chat/completions", {"max_thinking_tokens": 8, "thinking": {"type": "enabled", "budget_tokens": 8}}, 8),
         ("/v1/chat/completions", {"reasoning_effort": "low", "max_thinking_tokens": 9}, 9),
@@ -204,6 +210,13 @@ def test_a_completions_prompt_may_open_the_block(client: TestClient, engine: Fak
             "/v1/chat/completions",
             {"max_thinking_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 6}},
             "max_thinking_tokens",
+            "one setting",
+        ),
+        ("/v1/chat/completions", {"thinking_token_budget": -2}, "thinking_token_budget", "-1"),
+        (
+            "/v1/responses",
+            {"max_thinking_tokens": 5, "thinking_token_budget": 6},
+            "thinking_token_budget",
             "one setting",
         ),
         ("/v1/chat/completions", {"max_thinking_tokens": 5, "use_beam_search": True}, "max_thinking_tokens", "beam"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -96,12 +96,27 @@ class SamplingFields(RequestModel):
     """Neither the end of the sequence nor a stop token may come before this many tokens."""
     max_thinking_tokens: int | None = None
     """After this many tokens of reasoning it is ended: the model's closing mark is forced. 0 or more."""
+    thinking_token_budget: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    """max_thinking_tokens by vLLM's name; -1 sets no bound."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; true by default."""
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
     """Lower runs earlier."""
     cache_salt: str | None = Field(default=None, min_length=1)
     """Only requests with the same salt share cached prefixes."""
+
+    @model_validator(mode="after")
+    def _one_thinking_budget(self) -> Self:
+        budget, own = self.thinking_token_budget, self.max_thinking_tokens
+        if budget is not None and own is not None and budget != own:
+            raise refuse(
+                f"thinking_token_budget is {budget} and max_thinking_tokens is {own}: they are one setting, "
+                "give one of them",
+                "thinking_token_budget",
+            )
+        if budget is not None and budget >= 0:
+            self.max_thinking_tokens = budget
+        return self
 
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that are set."""

@@ -7,13 +7,8 @@ known tool.
 from __future__ import annotations
 
 import re
-import secrets
-import string
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
-from jaxllm.serving.parsing.events import Event, ToolArguments, ToolCall
 from jaxllm.serving.parsing.json_text import json_object, json_value, object_in_string
 from jaxllm.serving.parsing.source import (
     Emit,
@@ -24,10 +19,12 @@ from jaxllm.serving.parsing.source import (
     any_left,
     expect,
     literal,
+    next_of,
     one_of,
     peek,
     skip_space,
 )
+from jaxllm.serving.parsing.writer import CallWriter
 
 _NAME_KEYS = ('"name"', '"function"', '"tool_name"')
 _ARGUMENT_KEYS = ('"arguments"', '"parameters"')
@@ -35,54 +32,6 @@ _OTHER_KEYS = ('"type"', '"id"', '"index"', '"tool_call_id"')
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 _CALL_ID = re.compile(r"[a-zA-Z0-9_-]+")
 _NUMBER = re.compile(r"[0-9]+")
-_ALPHANUMERIC = string.ascii_letters + string.digits
-
-
-def long_id() -> str:
-    return "call_" + secrets.token_hex(12)
-
-
-def short_id() -> str:
-    """Mistral's templates take ids of exactly nine alphanumerics."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-
-
-class CallWriter:
-    """Turns what scanners find into events; a call begins with its arguments' first character.
-
-    Attributes:
-        schemas: the known tools' parameters, by name.
-        count: calls begun.
-    """
-
-    def __init__(
-        self, source: Source, events: list[Event], schemas: dict[str, dict[str, Any]], new_id: Callable[[], str]
-    ):
-        self.schemas = schemas
-        self.count = 0
-        self._source = source
-        self._events = events
-        self._new_id = new_id
-        self._given: set[str] = set()
-
-    def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call; `call_id` is the model's own name for it, where it has to see that again. No two calls share one."""
-        if call_id is None or call_id in self._given:
-            call_id = self._new_id()
-        self._given.add(call_id)
-        self._events.append(ToolCall(self.count, call_id, name))
-        self.count += 1
-
-    def write(self, text: str) -> None:
-        """More of the arguments; what was read up to here is part of the call."""
-        self._source.kept.clear()
-        self._events.append(ToolArguments(self.count - 1, text))
-
-    def complete(self) -> None:
-        """What was read up to here is part of the call."""
-        self._source.kept.clear()
-
-
 CallScan = Callable[[Source, CallWriter], Scan[None]]
 
 
@@ -98,18 +47,19 @@ def tool_name(source: Source, writer: CallWriter) -> Scan[str]:
     return name
 
 
-def json_arguments(source: Source, begin: Callable[[], None], write: Emit) -> Scan[None]:
-    """An object, the JSON text of one in a string, or null for an empty one; `begin` is called once it has begun."""
+class BrokenCallError(MalformedError):
+    """What began as a call's JSON does is no call of a known tool."""
+
+
+def json_arguments(source: Source, write: Emit) -> Scan[None]:
+    """An object, the JSON text of one in a string, or null for an empty one."""
     char = yield from peek(source)
     if char == "{":
-        begin()
         yield from json_object(source, write)
     elif char == '"':
-        begin()
         yield from object_in_string(source, write)
     else:
         yield from expect(source, "null")
-        begin()
         write("{}")
 
 
@@ -117,24 +67,31 @@ def json_call(source: Source, writer: CallWriter, *, inner: bool = False) -> Sca
     """{"name": …, "arguments": {…}}, the keys in any order; arguments that come before the name wait for it.
 
     "function" may stand for "name" or hold such an object, "parameters" for "arguments"; without arguments they are {}.
+    What follows the arguments in the object is skipped. Raises BrokenCallError behind the first of these keys.
     """
     yield from expect(source, "{")
+    key = yield from _call_key(source)
+    try:
+        yield from _json_members(source, writer, key, inner)
+    except UnfinishedError:
+        raise
+    except MalformedError:
+        raise BrokenCallError from None
+
+
+def _json_members(source: Source, writer: CallWriter, key: str, inner: bool) -> Scan[None]:
     name: str | None = None
     waiting: list[str] = []
     called = False
     while True:
-        yield from skip_space(source)
-        key = yield from one_of(source, (*_NAME_KEYS, *_ARGUMENT_KEYS, *_OTHER_KEYS))
-        yield from skip_space(source)
-        yield from expect(source, ":")
-        yield from skip_space(source)
-        if key in _OTHER_KEYS:
-            yield from json_value(source, lambda text: None)
-        elif called or (key in _NAME_KEYS and name is not None) or (key in _ARGUMENT_KEYS and waiting):
+        if called or key in _OTHER_KEYS:
+            yield from json_value(source, _nowhere)
+        elif (key in _NAME_KEYS and name is not None) or (key in _ARGUMENT_KEYS and waiting):
             raise MalformedError
         elif key in _ARGUMENT_KEYS:
-            begin = partial(writer.begin, name) if name is not None else lambda: None
-            yield from json_arguments(source, begin, writer.write if name is not None else waiting.append)
+            if name is not None:
+                writer.begin(name)
+            yield from json_arguments(source, writer.write if name is not None else waiting.append)
             called = name is not None
         elif key == '"function"' and not inner and (yield from peek(source)) == "{":
             yield from json_call(source, writer, inner=True)
@@ -150,31 +107,112 @@ def json_call(source: Source, writer: CallWriter, *, inner: bool = False) -> Sca
         yield from skip_space(source)
         if (yield from one_of(source, (",", "}"))) == "}":
             break
+        key = yield from _call_key(source, any_key=called)
     if not called:
         if name is None:
             raise MalformedError
         writer.begin(name)
-        writer.write("{}")
-    writer.complete()
+        writer.end()
+    writer.claim()
 
 
-def json_calls(source: Source, writer: CallWriter, *, close: str = "") -> Scan[None]:
-    """One call as JSON, several with semicolons, commas or whitespace between, or an array; then perhaps `close`."""
+def _call_key(source: Source, any_key: bool = False) -> Scan[str]:
+    """A key and its colon; "" for `any_key`."""
+    key = ""
+    yield from skip_space(source)
+    if not any_key:
+        key = yield from one_of(source, (*_NAME_KEYS, *_ARGUMENT_KEYS, *_OTHER_KEYS))
+    elif (yield from peek(source)) == '"':
+        yield from json_value(source, _nowhere)
+    yield from skip_space(source)
+    yield from expect(source, ":")
+    yield from skip_space(source)
+    return key
+
+
+def _nowhere(text: str) -> None:
+    """Text that is read and not used."""
+
+
+def json_calls(source: Source, writer: CallWriter, *, close: str = "", bare: bool = False) -> Scan[None]:
+    """One call as JSON, several with semicolons, commas or whitespace between, or an array; then perhaps `close`.
+
+    An object among them that began as a call and is none of a known tool is left, and the next is read. A `bare` one,
+    which no marker tells from other JSON, is not read to its end for that: it may be the answer, which streams.
+    """
     yield from skip_space(source)
     array = (yield from peek(source)) == "["
     if array:
         source.take(1)
+    before = writer.count
     while True:
         yield from skip_space(source)
-        yield from json_call(source, writer)
+        call = json_call(source, writer)
+        if bare and not array and writer.count == before:
+            yield from call
+        else:
+            yield from or_leave(source, writer, call, json_value(source, _nowhere))
         if array:
             yield from skip_space(source)
             if (yield from one_of(source, (",", "]"))) == "]":
-                writer.complete()
                 break
         elif not (yield from _another_follows(source)):
             break
+    if writer.count == before:
+        raise MalformedError
+    if array:
+        writer.claim()
     yield from closing(source, writer, close)
+
+
+def named_objects(source: Source, writer: CallWriter, *, close: str) -> Scan[None]:
+    """[{"NAME": {…}}, …], and `close`. One among them that is no call of a known tool is left."""
+    yield from skip_space(source)
+    yield from expect(source, "[")
+    before = writer.count
+    while True:
+        yield from skip_space(source)
+        yield from or_leave(source, writer, _named_object(source, writer), json_value(source, _nowhere))
+        yield from skip_space(source)
+        if (yield from one_of(source, (",", "]"))) == "]":
+            break
+    if writer.count == before:
+        raise MalformedError
+    writer.claim()
+    yield from closing(source, writer, close)
+
+
+def _named_object(source: Source, writer: CallWriter) -> Scan[None]:
+    try:
+        yield from expect(source, "{")
+        yield from skip_space(source)
+        yield from expect(source, '"')
+        name = yield from tool_name(source, writer)
+        yield from expect(source, '"')
+        yield from skip_space(source)
+        yield from expect(source, ":")
+        yield from named_arguments(source, writer, name)
+        yield from skip_space(source)
+        yield from expect(source, "}")
+        writer.claim()
+    except UnfinishedError:
+        raise
+    except MalformedError:
+        raise BrokenCallError from None
+
+
+def or_leave(source: Source, writer: CallWriter, call: Scan[None], same: Scan[None]) -> Scan[None]:
+    """`call`; where it is broken, what `same` reads in its place is left as text between calls."""
+    count, start = writer.count, source.position
+    try:
+        yield from call
+    except BrokenCallError:
+        if writer.count > count:
+            raise
+        writer.forget()
+        source.put_back(source.position - start)
+        yield from same
+        writer.leave()
 
 
 def _another_follows(source: Source) -> Scan[bool]:
@@ -191,7 +229,7 @@ def closing(source: Source, writer: CallWriter, *closers: str) -> Scan[None]:
     for closer in filter(None, closers):
         yield from skip_space(source)
         if (yield from any_left(source)) and (yield from literal(source, closer)):
-            writer.complete()
+            writer.claim()
 
 
 def fenced_calls(source: Source, writer: CallWriter) -> Scan[None]:
@@ -217,11 +255,18 @@ def mistral_calls(source: Source, writer: CallWriter) -> Scan[None]:
     yield from named_arguments(source, writer, name)
 
 
-def named_arguments(source: Source, writer: CallWriter, name: str, call_id: str | None = None) -> Scan[None]:
-    """The JSON arguments of a call whose name has been read."""
+def named_arguments(
+    source: Source, writer: CallWriter, name: str, call_id: str | None = None, ends: Sequence[str] = ()
+) -> Scan[None]:
+    """The JSON arguments of a call whose name has been read; nothing before one of `ends` is {}."""
+    writer.begin(name, call_id)
     yield from skip_space(source)
-    yield from json_arguments(source, partial(writer.begin, name, call_id), writer.write)
-    writer.complete()
+    if ends and (yield from peek(source)) not in '{"n':
+        yield from one_of(source, ends)
+        writer.end()
+    else:
+        yield from json_arguments(source, writer.write)
+    writer.claim()
 
 
 def line_call(source: Source, writer: CallWriter) -> Scan[None]:
@@ -242,27 +287,30 @@ def sectioned_calls(
     closers: Sequence[str],
     end: str,
     numbered: bool = False,
+    inside: bool = False,
 ) -> Scan[None]:
     """Calls written `open` `prefix` name `middle` {…} `closers`, one after the other, and `end` behind the last.
 
-    Where they are `numbered` the name is name:0, which with its prefix is the call's id.
+    Where they are `numbered` the name is name:0, which with its prefix is the call's id. `inside` is behind the first
+    `open`.
     """
-    first = True
+    if not inside:
+        yield from skip_space(source)
+        yield from expect(source, open)
     while True:
         yield from skip_space(source)
-        if first:
-            yield from expect(source, open)
-        elif not ((yield from any_left(source)) and (yield from literal(source, open))):
-            break
-        first = False
         if prefix:
             yield from literal(source, prefix)
         name = yield from tool_name(source, writer)
         call_id = f"{prefix}{name}{(yield from _number(source))}" if numbered else None
         yield from skip_space(source)
         yield from one_of(source, middles)
-        yield from named_arguments(source, writer, name, call_id)
+        yield from named_arguments(source, writer, name, call_id, closers)
         yield from closing(source, writer, *closers)
+        yield from skip_space(source)
+        if not ((yield from any_left(source)) and (yield from next_of(source, (open,)))):
+            break
+        source.take(len(open))
     yield from closing(source, writer, end)
 
 

@@ -5,21 +5,21 @@ The formats are those that the families' templates and model cards show; names a
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.parsing.calls import (
-    fenced_calls,
-    json_calls,
-    line_call,
-    mistral_calls,
-    sectioned_calls,
-    short_id,
-)
-from jaxllm.serving.parsing.invocations import action_calls, invoked_calls, pythonic_calls
+from jaxllm.serving.parsing.aliases import REASONING_ALIASES, TOOL_ALIASES, UNREAD
+from jaxllm.serving.parsing.calls import fenced_calls, json_calls, line_call, mistral_calls, sectioned_calls
+from jaxllm.serving.parsing.invocations import action_calls, invoked_calls
+from jaxllm.serving.parsing.more_formats import MORE_FORMATS
 from jaxllm.serving.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, OutputFormats, Tags, ToolFormat
+from jaxllm.serving.parsing.pythonic import pythonic_calls
+from jaxllm.serving.parsing.source import Scan
+from jaxllm.serving.parsing.writer import short_id
 from jaxllm.text.reasoning import (
     HARMONY,
     HARMONY_TOKENS,
@@ -28,7 +28,7 @@ from jaxllm.text.reasoning import (
     template_reasoning,
 )
 
-_BARE_JSON = CallSyntax(json_calls, first="{[")
+_BARE_JSON = CallSyntax(partial(json_calls, bare=True), first="{[")
 _DEEPSEEK_MARKERS = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -36,6 +36,11 @@ _DEEPSEEK_MARKERS = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
+
+
+def _sections(scan: Callable[..., Scan[None]], open: str, call: str) -> tuple[CallSyntax, ...]:
+    """Calls that each begin with `call`, after `open`, which models leave out, or write before a call that is none."""
+    return CallSyntax(scan, open, ends_reasoning=True), CallSyntax(partial(scan, inside=True), call)
 
 
 def _json_call(name_key: str = "name", arguments_key: str = "arguments") -> str:
@@ -62,13 +67,14 @@ def _deepseek(
         stop=stop,
         marked=begin,
     )
-    return ToolFormat(name, (CallSyntax(scan, begin),), layout, detect, _DEEPSEEK_MARKERS)
+    return ToolFormat(name, _sections(scan, begin, call), layout, detect, _DEEPSEEK_MARKERS)
 
 
 def _gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
     scan = partial(gemma_call, quote=quote, close=close)
     layout = Layout(f"{open}call:{{name}}", close, marked=open, arguments="gemma", quote=quote)
-    return ToolFormat(name, (CallSyntax(scan, open),), layout, ((open,),), (open, close, quote))
+    syntax = CallSyntax(scan, open, ends_reasoning=True)
+    return ToolFormat(name, (syntax,), layout, ((open,),), (open, close, quote))
 
 
 def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
@@ -84,8 +90,33 @@ def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
         arguments=Tags((parameter,), f"</{prefix}parameter>"),
     )
     scan = partial(invoked_calls, prefix=prefix, end=close)
-    detect = ((open,), (prefix, calls.removeprefix(prefix))) if prefix else ((open,),)
-    return ToolFormat(name, (CallSyntax(scan, open),), layout, detect, (open, close))
+    parts = ((prefix, calls.removeprefix(prefix)),) if prefix and not prefix.endswith(" ") else ()
+    detect = ((open,), *parts)
+    return ToolFormat(name, _sections(scan, open, f'<{prefix}invoke name="'), layout, detect, (open, close))
+
+
+def _function_tags(
+    name: str, wrapper: str, detect: tuple[str, ...], *, lines: bool = True, verbatim: bool = False
+) -> ToolFormat:
+    """Calls as <function=…> tags within <`wrapper`>; values are written on `lines` of their own, or beside tags."""
+    open, close = f"<{wrapper}>", f"</{wrapper}>"
+    line = "\n" if lines else ""
+    layout = Layout(
+        f"{open}\n<function={{name}}>\n",
+        f"</function>\n{close}",
+        between="\n",
+        marked=open,
+        arguments=Tags(
+            (f"<parameter={{key}}>{line}",),
+            f"{line}</parameter>",
+            also_ends=rf"{line and chr(92) + 'n'}<(\/function>|parameter=)",
+            exact=True,
+        ),
+    )
+    tag = partial(function_tag, wrapper=wrapper, verbatim=verbatim)
+    wrapped = partial(wrapped_function_tag, wrapper=wrapper, verbatim=verbatim)
+    syntaxes = CallSyntax(wrapped, open, ends_reasoning=True), CallSyntax(tag, "<function=")
+    return ToolFormat(name, syntaxes, layout, (detect,), (open, close))
 
 
 def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
@@ -97,6 +128,7 @@ def _tagged(name: str, open: str, close: str, *detect: str) -> ToolFormat:
 
 # The first whose strings the template has is the template's, so the more particular come first.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    *MORE_FORMATS,
     ToolFormat(
         HARMONY,
         (),
@@ -112,6 +144,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     _invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),
     _invoked("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls", typed=True),
+    _invoked("deepseek_v41", "｜DSML｜ ", "｜DSML｜ calls", typed=True),
     _invoked("minimax_m2", "", "minimax:tool_call", typed=False),
     _deepseek(
         "deepseek_v3",
@@ -126,19 +159,18 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "kimi_k2",
-        (
-            CallSyntax(
-                partial(
-                    sectioned_calls,
-                    open="<|tool_call_begin|>",
-                    prefix="functions.",
-                    middles=("<|tool_call_argument_begin|>",),
-                    closers=("<|tool_call_end|>",),
-                    end="<|tool_calls_section_end|>",
-                    numbered=True,
-                ),
-                "<|tool_calls_section_begin|>",
+        _sections(
+            partial(
+                sectioned_calls,
+                open="<|tool_call_begin|>",
+                prefix="functions.",
+                middles=("<|tool_call_argument_begin|>",),
+                closers=("<|tool_call_end|>",),
+                end="<|tool_calls_section_end|>",
+                numbered=True,
             ),
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
         ),
         Layout(
             "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
@@ -201,7 +233,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "glm45",
-        (CallSyntax(keyed_call, "<tool_call>"),),
+        (CallSyntax(keyed_call, "<tool_call>", ends_reasoning=True),),
         Layout(
             "<tool_call>{name}",
             "</tool_call>",
@@ -212,21 +244,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         (("<arg_key>",),),
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    ToolFormat(
-        "qwen3_coder",
-        (CallSyntax(wrapped_function_tag, "<tool_call>"), CallSyntax(function_tag, "<function=")),
-        Layout(
-            "<tool_call>\n<function={name}>\n",
-            "</function>\n</tool_call>",
-            between="\n",
-            marked="<tool_call>",
-            arguments=Tags(
-                ("<parameter={key}>\n",), "\n</parameter>", also_ends=r"\n<(\/function>|parameter=)", exact=True
-            ),
-        ),
-        (("<function=", "<parameter="),),
-        ("<tool_call>", "</tool_call>"),
-    ),
+    _function_tags("seed_oss", "seed:tool_call", ("<seed:tool_call>",), lines=False),
+    _function_tags("mimo", "tool_call", ("<function=", "<parameter=", "MiMo"), lines=False, verbatim=True),
+    _function_tags("qwen3_coder", "tool_call", ("<function=", "<parameter=")),
     ToolFormat(
         "llama_function_tag",
         (CallSyntax(function_tag, "<function="),),
@@ -235,10 +255,16 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     _tagged("nemotron", "<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>"),
     _tagged("jamba", "<tool_calls>", "</tool_calls>", "<tool_calls>"),
-    _tagged("granite", "<|tool_call|>", "", "<|tool_call|>", "<|start_of_role|>"),
+    ToolFormat(
+        "granite",
+        (CallSyntax(json_calls, "<|tool_call|>"), CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>")),
+        Layout(_json_call(), "}", start="<|tool_call|>[", between=", ", stop="]", marked="<|tool_call|>"),
+        (("<|tool_call|>", "<|start_of_role|>"),),
+        ("<|tool_call|>",),
+    ),
     ToolFormat(
         "hermes",
-        (CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>"),),
+        (CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>", ends_reasoning=True),),
         Layout(f"<tool_call>\n{_json_call()}", "}\n</tool_call>", between="\n", marked="<tool_call>"),
         (("<tool_call>",),),
         ("<tool_call>", "</tool_call>"),
@@ -292,28 +318,42 @@ def detect_formats(
     """The formats that a model answers in.
 
     `chat_template` is its Jinja source. A template that shows no format of tool calls gets "json". A parser of "auto"
-    is detected from the template, "none" parses nothing, and a name takes that format.
+    is detected from the template, "none" parses nothing, and a name takes that format; vLLM's names are known too.
 
     Raises:
         ConfigError: a parser has an unknown name.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if _speaks(template, known)), None)
-    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, spoken)
-    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, template_reasoning(template))
+    tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, TOOL_ALIASES, spoken)
+    detected = template_reasoning(template)
+    reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, detected)
     return OutputFormats(tools, reasoning)
 
 
-def _choose(field: str, wanted: str, formats: tuple[Named, ...], detected: Named | None) -> Named | None:
+def _choose(
+    field: str, wanted: str, formats: tuple[Named, ...], aliases: Mapping[str, str], detected: Named | None
+) -> Named | None:
     if wanted == "none":
         return None
     if wanted == "auto":
         return detected
-    found = next((known for known in formats if known.name == wanted), None)
+    own: dict[str, Named] = {known.name: known for known in formats}
+    found = own.get(wanted) or own.get(aliases.get(wanted, ""))
     if found is None:
-        names = ", ".join(["auto", "none", *(known.name for known in formats)])
-        raise ConfigError(f"{field} is {wanted!r}; it must be one of {names}")
+        raise ConfigError(f"{field} is {wanted!r}{_unknown(wanted, ('auto', 'none', *own), aliases)}")
     return found
+
+
+def _unknown(wanted: str, names: Sequence[str], aliases: Mapping[str, str]) -> str:
+    """What to say of a name that is none of `names`, and what is nearest to it."""
+    nearest = UNREAD.get(wanted, "")
+    if wanted not in UNREAD:
+        close = difflib.get_close_matches(wanted, [*names, *aliases], n=1)
+        nearest = close[0] if close else ""
+    hint = f"; the nearest is {nearest}" if nearest in (*names, *aliases) else ""
+    known = ", a format of vLLM's that jaxllm does not read" if wanted in UNREAD else ""
+    return f"{known}; it must be one of {', '.join(names)}, or vLLM's name for one of them{hint}"
 
 
 def _speaks(template: str, known: ToolFormat) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tokenizers
@@ -16,9 +17,9 @@ import tokenizers
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.serving.parsing.notations import value_types
 from jaxllm.serving.parsing.output_format import Layout, OutputFormats, Tags
 from jaxllm.serving.parsing.text_limits import text_limits
+from jaxllm.serving.parsing.values import followed, value_types
 
 _Value = Callable[[str, int, Any, dict[str, Any], bool], str]
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -150,21 +151,27 @@ class _Grammar:
 
     def _tagged_arguments(self, rule: str, parameters: dict[str, Any], strict: bool, tags: Tags) -> str:
         """Properties in the schema's order, each as key and raw value."""
-        newline = r'"\n"' if tags.exact else r'"\n"?'
+        newline = _quoted(tags.between) if tags.exact else r'"\n"?'
         parts = [] if tags.exact else [newline]
         for at, (key, schema) in enumerate(parameters.get("properties", {}).items()):
-            is_text = "true" if value_types(schema) == {"string"} else "false"
-            opening = (part.replace("{string}", is_text).replace("{key}", key) for part in tags.open)
-            value = self._raw_value(f"{rule}_{at}", schema, parameters, tags, strict)
+            types = value_types(schema, parameters)
+            is_text = "true" if types == {"string"} else "false"
+            stated = part_type(types)
+            opening = (
+                part.replace("{string}", is_text).replace("{type}", stated).replace("{key}", key) for part in tags.open
+            )
+            own = replace(tags, close=tags.close.replace("{key}", key))
+            value = self._raw_value(f"{rule}_{at}", schema, parameters, own, strict)
             self._rules[f"{rule}_{at}"] = f"{f' {newline} '.join(map(self._text, opening))} {value} {newline}"
             parts.append(f"{rule}_{at}" + ("" if key in parameters.get("required", ()) else "?"))
         self._rules[rule] = " ".join(parts) or '""'
         return rule
 
     def _raw_value(self, rule: str, schema: Any, root: dict[str, Any], tags: Tags, strict: bool) -> str:
-        if value_types(schema) != {"string"}:
+        if value_types(schema, root) != {"string"}:
             self._rules[f"{rule}_json"] = _json_rule(_subschema(schema, root), strict)
             return f"{rule}_json {self._text(tags.close)}"
+        schema = followed(schema, root)
         if choices := _choices(schema):
             return f"({choices}) {self._text(tags.close)}"
         return self._raw_text(f"{rule}_text", tags.close, text_limits(schema, strict), tags.also_ends)
@@ -215,16 +222,17 @@ class _Grammar:
 
     def _pythonic_value(self, rule: str, at: int, schema: Any, root: dict[str, Any], strict: bool) -> str:
         """As JSON, but for the words of Python that have others there; a string of JSON is one of Python."""
-        types = value_types(schema)
+        types = value_types(schema, root)
         if types in ({"boolean"}, {"null"}):
             return '("True" | "False")' if types == {"boolean"} else '"None"'
         self._rules[f"{rule}_{at}_json"] = _json_rule(_subschema(schema, root), strict)
         return f"{rule}_{at}_json"
 
     def _gemma_value(self, rule: str, at: int, schema: Any, root: dict[str, Any], strict: bool) -> str:
-        types = value_types(schema)
+        types = value_types(schema, root)
         quote = self._text(self._layout.quote)
         if types == {"string"}:
+            schema = followed(schema, root)
             if choices := _choices(schema):
                 return f"{quote} ({choices}) {quote}"
             limits = text_limits(schema, strict)
@@ -257,6 +265,12 @@ class _Grammar:
     def _lark(self, start: str) -> str:
         rules = "".join(f"{name}: {body}\n" for name, body in self._rules.items())
         return f"%llguidance {{}}\nstart: {start}\n{rules}"
+
+
+def part_type(types: set[str]) -> str:
+    """What a tag says of a value that may be of `types`: of several that none of them is text."""
+    named = types - {"integer"} if "number" in types else types
+    return next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
 
 
 def _quoted(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxllm.serving.parsing.calls import CallWriter, closing, named_arguments
+from jaxllm.serving.parsing.calls import closing, named_arguments
 from jaxllm.serving.parsing.events import Content, Event, Reasoning
 from jaxllm.serving.parsing.source import (
     MalformedError,
@@ -19,8 +19,10 @@ from jaxllm.serving.parsing.source import (
     UnfinishedError,
     any_left,
     copy_until,
+    next_of,
     skip_space,
 )
+from jaxllm.serving.parsing.writer import CallWriter
 
 _HEADERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "to=")
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -32,6 +34,8 @@ _CUT_HEADER = re.compile(
 )
 """One that the answer's end has cut off: nobody is shown its markers."""
 _FUNCTIONS = "functions."
+_NOBODY = "assistant"
+"""A recipient that is no function; one of this name is functions.assistant."""
 
 
 class Harmony:
@@ -58,10 +62,10 @@ class Harmony:
         """A message, or text that has no header: content. Markers in the wrong place are content too."""
         source = self._source
         yield from skip_space(source)
-        if end := (yield from _next(source, _ENDS)):
+        if end := (yield from next_of(source, _ENDS)):
             source.take(len(end))
             return
-        if not (yield from _next(source, _HEADERS)):
+        if not (yield from next_of(source, _HEADERS)):
             yield from self._body(Content, (*_BODY_ENDS, "<|channel|>"))
             return
         header: list[str] = []
@@ -79,11 +83,11 @@ class Harmony:
 
     def _addressed(self, header: str) -> Scan[None]:
         channels, recipients = _CHANNEL.findall(header), _RECIPIENT.findall(header)
-        recipient = recipients[-1] if recipients else "assistant"
+        recipient = recipients[-1] if recipients else _NOBODY
         name = recipient.removeprefix(_FUNCTIONS)
-        if self._calls and name in self._writer.schemas:
+        if self._calls and recipient != _NOBODY and name in self._writer.schemas:
             yield from self._call(name)
-        elif recipient != "assistant":
+        elif recipient != _NOBODY:
             yield from self._body(Content)
         else:
             self._source.kept.clear()
@@ -94,15 +98,21 @@ class Harmony:
         source, writer = self._source, self._writer
         before = writer.count
         try:
-            yield from named_arguments(source, writer, name)
+            yield from skip_space(source)
+            if not (yield from any_left(source)) and not source.cut:  # <|call|> ended the answer
+                writer.begin(name)
+                writer.end()
+            else:
+                yield from named_arguments(source, writer, name, ends=_ENDS)
             yield from closing(source, writer, *_ENDS)
             source.kept.clear()
         except UnfinishedError:
             if writer.count > before or source.cut:
                 source.kept.clear()
+            self._say_kept()
         except MalformedError:
-            pass
-        self._say_kept()
+            yield from self._body(Content)
+        writer.forget()
 
     def _body(self, kind: type[Content] | type[Reasoning], ends: Sequence[str] = _BODY_ENDS) -> Scan[None]:
         """Text up to one of `ends`; what was read before it and not cleared comes with it."""
@@ -130,13 +140,3 @@ class Harmony:
             self._begins = False
             self._said.add(kind)
             self._events.append(kind(line + text))
-
-
-def _next(source: Source, texts: Sequence[str]) -> Scan[str]:
-    """Which of `texts` comes next, not consumed; "" if none does."""
-    while True:
-        found = {text: source.starts_with(text) for text in texts}
-        known = next((text for text, is_next in found.items() if is_next), None)
-        if known is not None or source.ended or not any(is_next is None for is_next in found.values()):
-            return known or ""
-        yield

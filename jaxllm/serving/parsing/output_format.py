@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxllm.serving.parsing.calls import CallScan, long_id
+from jaxllm.serving.parsing.calls import CallScan
+from jaxllm.serving.parsing.writer import long_id
 from jaxllm.text.reasoning import HARMONY, ReasoningFormat
 
 
@@ -18,11 +19,13 @@ class CallSyntax:
         scan: reads what follows `marker`.
         marker: text that begins calls anywhere; "" for calls that begin a line without one.
         first: without a marker, the characters that a call begins with; "" stands for the tools' names.
+        ends_reasoning: a call of it inside open reasoning ends that; its marker is a token that models do not quote.
     """
 
     scan: CallScan
     marker: str = ""
     first: str = ""
+    ends_reasoning: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,18 @@ class Tags:
 
     Attributes:
         open: the opening tag, or its parts, between which a newline may come; with {key} in it, and {string} where it
-            says whether the value is text ("true") or JSON ("false").
-        close: the closing tag.
+            says whether the value is text ("true") or JSON ("false"), or {type} where it says which type it has.
+        close: the closing tag, which may have {key} in it.
         also_ends: a regular expression of other text that ends a value, so that none can have it.
-        exact: newlines are where `open` and `close` have them, and one is behind each argument; else they may come.
+        exact: newlines are where `open` and `close` have them, and `between` is behind each argument; else they may
+            come.
     """
 
     open: tuple[str, ...]
     close: str
     also_ends: str = ""
     exact: bool = False
+    between: str = "\n"
 
 
 @dataclass(frozen=True)

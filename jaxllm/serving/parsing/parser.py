@@ -10,7 +10,6 @@ from operator import attrgetter
 import msgspec
 
 from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.calls import CallWriter
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.harmony import Harmony
 from jaxllm.serving.parsing.output_format import CallSyntax, OutputFormats
@@ -20,12 +19,18 @@ from jaxllm.serving.parsing.source import (
     Scan,
     Source,
     UnfinishedError,
+    any_left,
     begun_marker,
     copy_until,
+    expect,
+    next_of,
     possible_start,
     skip_space,
 )
-from jaxllm.text.reasoning import ReasoningFormat
+from jaxllm.serving.parsing.writer import CallWriter
+from jaxllm.text.reasoning import CITATION_END, ReasoningFormat
+
+_CITED = re.compile(r"[0-9:,.\[\] ]+")
 
 
 class OutputParser:
@@ -42,7 +47,11 @@ class OutputParser:
     and all; one that max_tokens has cut before that is left out. Once the arguments have begun, the call has been
     sent: where they turn out malformed they end and what follows is content, and where the answer ends they stay
     unfinished, as they do at OpenAI's. In both cases they are not the JSON text of an object, so that no client runs a
-    call that the model did not finish.
+    call that the model did not finish. What looked like a call and was none is looked through once more, since another
+    may begin in it.
+
+    Reasoning: ends at its closing mark, or at a call whose marker models write nowhere else. A closing mark where no
+    reasoning is open is left out at the answer's beginning, and right behind reasoning or a call.
     """
 
     def __init__(
@@ -58,14 +67,21 @@ class OutputParser:
         self._events: list[Event] = []
         self._format = formats.tools if parse_tools and tools else None
         schemas = {tool.name: tool.parameters or {} for tool in tools or ()}
-        self._writer = CallWriter(self._source, self._events, schemas, self._format.new_id if self._format else str)
-        syntaxes = self._format.syntaxes if self._format else ()
+        new_id = self._format.new_id if self._format else str
+        self._writer = CallWriter(self._source, self._events, schemas, new_id, self._left)
+        self._syntaxes = self._format.syntaxes if self._format else ()
         around = formats.reasoning.around if formats.reasoning else ()
-        self._begins = _Beginnings(syntaxes, schemas, around) if syntaxes or around else None
+        self._wrapper = formats.reasoning.wrapper if formats.reasoning else None
+        self._wrapped = False
+        self._closes = formats.reasoning.closes if formats.reasoning else ()
+        self._begins = _Beginnings(self._syntaxes, schemas, (*around, *(self._wrapper or ())[:1]))
         self._line_is_blank = True
         self._has_content = False
         self._after_block = False  # reasoning or a call came after the last content
+        self._calls_seen = 0
         self._space: list[str] = []  # held back
+        self._looked_through = 0  # up to this position of the source, for the second time
+        self._thoughts = _TrailingSpaceLeftOut(self._source, self._events)
         self._harmony: Harmony | None = None
         if formats.has_channels:
             calls = self._format is not None
@@ -77,7 +93,7 @@ class OutputParser:
     @property
     def in_reasoning(self) -> bool:
         """Whether what comes next is reasoning."""
-        return self._harmony.in_analysis if self._harmony else self._in_reasoning
+        return self._harmony.in_analysis if self._harmony else self._in_reasoning and not self._writer.count
 
     @property
     def num_tool_calls(self) -> int:
@@ -108,36 +124,68 @@ class OutputParser:
         source = self._source
         while not source.ended or source.at < len(source.text):
             yield from self._text()
+        self._note_calls()
         if not self._after_block:
             self._events.append(Content("".join(self._space)))
 
     def _reasoning(self, reasoning: ReasoningFormat) -> Scan[None]:
-        """The reasoning block, if the answer begins with one."""
+        """The reasoning block, if the answer begins with one, or what is left of it."""
         source = self._source
         yield from skip_space(source)
-        opened = yield from _next_is(source, reasoning.open)
-        if not self._in_reasoning and not opened:
+        opened = yield from next_of(source, reasoning.opens)
+        if opened:
+            self._in_reasoning = True
+            source.take(len(opened))
+            yield from skip_space(source)
+        if self._in_reasoning:
+            self._after_block = True
+            yield from self._thinking(reasoning)
+            self._in_reasoning = False
+        elif (yield from next_of(source, reasoning.closes)):
+            self._after_block = True
+        else:
             self._content("".join(source.kept))
             return
-        self._in_reasoning = True
-        if opened:
-            source.take(len(reasoning.open))
+        yield from self._stray_marks()
+
+    def _stray_marks(self) -> Scan[None]:
+        """Marks that would close reasoning and come right behind it, or behind a call, are no part of the text."""
+        source = self._source
+        start = source.position
+        yield from skip_space(source)
+        space = source.position - start
+        while mark := (yield from next_of(source, self._closes)):
+            space = 0
+            source.take(len(mark))
             yield from skip_space(source)
+        source.put_back(space)
+        source.kept.clear()
+
+    def _thinking(self, reasoning: ReasoningFormat) -> Scan[None]:
+        """Reasoning up to and with its closing mark, or up to and with a call."""
+        source = self._source
+        calls = {syntax.marker: syntax for syntax in self._syntaxes if syntax.ends_reasoning}
+        stops = (*reasoning.closes, *calls, *reasoning.around)
         try:
-            yield from copy_until(source, (reasoning.close,), _TrailingSpaceLeftOut(source, self._events))
-            source.take(len(reasoning.close))
-            self._in_reasoning = False
+            while (stop := (yield from copy_until(source, stops, self._thoughts))) not in reasoning.closes:
+                if stop in reasoning.around:
+                    yield from self._mark(stop)
+                    continue
+                yield from self._calls(calls[stop])
+                if self._writer.count:
+                    self._begins.add_mark(reasoning.close)
+                    return
+            source.take(len(stop))
         except UnfinishedError:
             pass
-        self._after_block = True
 
     def _text(self) -> Scan[None]:
         """Content up to the next call, and that call."""
         source = self._source
-        found = self._begins.search(source) if self._begins else None
+        found = self._begins.search(source)
         if found is None:
-            held = possible_start(source, self._begins.markers) if self._begins else 0
-            if source.cut and self._begins:
+            held = possible_start(source, self._begins.markers)
+            if source.cut:
                 self._drop_begun(self._begins.markers)
             self._content(source.take(len(source.text) - source.at - held))
             if not source.ended:
@@ -146,12 +194,30 @@ class OutputParser:
         start, mark, syntax = found
         self._content(source.take(start - source.at))
         if syntax is None:
-            source.take(len(mark))
-            source.kept.clear()
+            yield from self._mark(mark)
         elif syntax.marker or self._line_is_blank:
             yield from self._calls(syntax)
         else:
             self._content(source.take(1))
+
+    def _mark(self, mark: str) -> Scan[None]:
+        """A mark, which is no part of the text where it is in its place."""
+        source = self._source
+        source.take(len(mark))
+        if mark == CITATION_END:
+            try:
+                yield from _citation(source)
+            except MalformedError:
+                self._left("".join(source.kept))
+        elif self._wrapper and mark == self._wrapper[0]:
+            if self._has_content:
+                self._content(mark)
+            else:
+                self._wrapped = self._after_block = True
+                self._begins.add_mark(self._wrapper[1])
+        elif self._wrapped:
+            self._after_block = True
+        source.kept.clear()
 
     def _drop_begun(self, markers: Sequence[str]) -> None:
         """Leave out the beginning of a marker at the text's end, unless a word or one character is all there is."""
@@ -161,29 +227,50 @@ class OutputParser:
             source.text = source.text[:-count]
 
     def _calls(self, syntax: CallSyntax) -> Scan[None]:
-        """What `syntax` reads; what it could not is content."""
+        """What `syntax` reads; what it could not is text, and is looked through for calls unless it was before."""
         source, writer = self._source, self._writer
         source.kept.clear()
+        start, count = source.position, writer.count
         source.take(len(syntax.marker))
-        calls_before = writer.count
         try:
+            while syntax.marker and (yield from _comes_again(source, syntax.marker)):
+                source.take(len(syntax.marker))
             yield from syntax.scan(source, writer)
         except UnfinishedError:
-            if writer.count > calls_before or source.cut:
+            if writer.count > count or source.cut:
                 source.kept.clear()
                 self._after_block = True
         except MalformedError:
             pass
-        if writer.count > calls_before:
+        writer.forget()
+        kept = sum(map(len, source.kept))
+        if source.position == start and not source.cut:
+            kept = len(source.take(1))
+        left = (len(syntax.marker) or 1) if source.position - start == kept else 0
+        again = max(0, min(kept - left, source.position - self._looked_through))
+        self._looked_through = max(self._looked_through, source.position)
+        source.put_back(again)
+        self._left("".join(source.kept))
+        if writer.count > count and not again and self._closes:
+            yield from self._stray_marks()
+
+    def _left(self, text: str) -> None:
+        """Text that was read as calls or as a mark and is none."""
+        if self._in_reasoning and not self._writer.count:
+            self._thoughts(text)
+        else:
+            self._content(text)
+
+    def _note_calls(self) -> None:
+        if self._writer.count > self._calls_seen:
+            self._calls_seen = self._writer.count
             self._after_block = True
             self._line_is_blank = True
-        elif not source.kept and not source.cut:
-            source.take(1)
-        self._content("".join(source.kept))
 
     def _content(self, text: str) -> None:
         """Content that has been read. Its trailing whitespace waits for what comes next where that may be a call."""
         self._source.kept.clear()
+        self._note_calls()
         if not text:
             return
         line = text.rfind("\n") + 1
@@ -198,7 +285,7 @@ class OutputParser:
             self._has_content = True
             self._after_block = False
         if space := text[len(text.rstrip(WHITESPACE)) :]:
-            if self._format or self._after_block:
+            if self._format or self._after_block or self._wrapped:
                 self._space.append(space)
             else:
                 self._events.append(Content(space))
@@ -207,18 +294,28 @@ class OutputParser:
 class _Beginnings:
     """Where a format's calls may begin, and where marks are that are no part of the text."""
 
-    def __init__(self, syntaxes: Sequence[CallSyntax], names: Iterable[str], around: Sequence[str]):
-        self.markers = [*(syntax.marker for syntax in syntaxes if syntax.marker), *around]
-        self._by_text: dict[str, CallSyntax | None] = dict.fromkeys(around)
+    def __init__(self, syntaxes: Sequence[CallSyntax], names: Iterable[str], marks: Sequence[str]):
+        self.markers = [*(syntax.marker for syntax in syntaxes if syntax.marker), *marks]
+        self._by_text: dict[str, CallSyntax | None] = dict.fromkeys(marks)
         for syntax in syntaxes:
             texts = [syntax.marker] if syntax.marker else list(syntax.first or {name[0] for name in names})
             self._by_text |= dict.fromkeys(texts, syntax)
-        self._pattern = re.compile("|".join(map(re.escape, sorted(self._by_text, key=len, reverse=True))))
+        self._pattern = self._any_of_them()
+
+    def add_mark(self, mark: str) -> None:
+        """From here on `mark` is no part of the text."""
+        self.markers.append(mark)
+        self._by_text[mark] = None
+        self._pattern = self._any_of_them()
 
     def search(self, source: Source) -> tuple[int, str, CallSyntax | None] | None:
         """Where the next is, its text, and how the call goes on that begins there; None for a mark."""
-        match = self._pattern.search(source.text, source.at)
+        match = self._pattern.search(source.text, source.at) if self._pattern else None
         return (match.start(), match.group(), self._by_text[match.group()]) if match else None
+
+    def _any_of_them(self) -> re.Pattern[str] | None:
+        texts = sorted(self._by_text, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 class _TrailingSpaceLeftOut:
@@ -239,11 +336,21 @@ class _TrailingSpaceLeftOut:
             self._space.append(text[len(body) :])
 
 
-def _next_is(source: Source, marker: str) -> Scan[bool]:
-    """Whether `marker` comes next; it is not consumed."""
-    while (found := source.starts_with(marker)) is None and not source.ended:
-        yield
-    return bool(found)
+def _comes_again(source: Source, marker: str) -> Scan[bool]:
+    """Whether `marker`, which has been read, is next once more; models write some twice."""
+    start = source.position
+    yield from skip_space(source)
+    if (yield from next_of(source, (marker,))):
+        return True
+    source.put_back(source.position - start)
+    return False
+
+
+def _citation(source: Source) -> Scan[None]:
+    """Behind CITATION_END: the numbers of what is cited, and >."""
+    while (yield from any_left(source)) and source.take_run(_CITED):
+        pass
+    yield from expect(source, ">")
 
 
 def _merged(events: Iterable[Event]) -> Iterable[Event]:

@@ -38,6 +38,8 @@ class Source:
         self.ended = False
         self.cut = False
         """It ended where more would have come."""
+        self.position = 0
+        """How many characters have been read, those that were put back not counted."""
         self.kept: list[str] = []
 
     def feed(self, text: str) -> None:
@@ -48,8 +50,22 @@ class Source:
         """The next `count` characters."""
         taken = self.text[self.at : self.at + count]
         self.at += count
+        self.position += count
         self.kept.append(taken)
         return taken
+
+    def put_back(self, count: int) -> None:
+        """The last `count` characters, all of them in `kept`, come next again."""
+        if not count:
+            return
+        kept = "".join(self.kept)
+        self.kept[:] = [kept[:-count]]
+        self.position -= count
+        if count <= self.at:
+            self.at -= count
+        else:
+            self.text = kept[-count:] + self.text[self.at :]
+            self.at = 0
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
         """What matches `pattern` in the text that is there; more of the run may come."""
@@ -99,6 +115,16 @@ def literal(source: Source, text: str) -> Scan[bool]:
     return found
 
 
+def next_of(source: Source, texts: Sequence[str]) -> Scan[str]:
+    """Which of `texts` comes next, not consumed; "" if none does."""
+    while True:
+        found = {text: source.starts_with(text) for text in texts}
+        known = next((text for text, is_next in found.items() if is_next), None)
+        if known is not None or source.ended or not any(is_next is None for is_next in found.values()):
+            return known or ""
+        yield
+
+
 def one_of(source: Source, texts: Sequence[str]) -> Scan[str]:
     """Consume the first of `texts` that is next; of texts that begin alike the longer comes first."""
     while True:
@@ -136,6 +162,14 @@ def copy_until(source: Source, stops: Sequence[str], emit: Emit) -> Scan[str]:
             emit(source.take(len(source.text) - source.at))
             raise UnfinishedError
         yield
+
+
+def text_until(source: Source, stop: str) -> Scan[str]:
+    """The text before `stop`, which is consumed as well."""
+    pieces: list[str] = []
+    yield from copy_until(source, (stop,), pieces.append)
+    source.take(len(stop))
+    return "".join(pieces)
 
 
 def possible_start(source: Source, markers: Sequence[str]) -> int:

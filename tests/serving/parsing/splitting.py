@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import detect_formats
+from jaxllm.serving.parsing.output_format import Tags, ToolFormat
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput, join_events
 
 WEATHER = {
@@ -46,3 +48,43 @@ def seen(output: ParsedOutput) -> tuple:
 def parse_whole(parser: OutputParser, text: str) -> ParsedOutput:
     """What a fresh `parser` finds in a whole answer."""
     return join_events([*parser.feed(text), *parser.finish()])
+
+
+def parse_every_way(fresh: Callable[[], OutputParser], text: str) -> tuple:
+    """What is seen of a text, which is the same fed whole and in pieces of 1, 3 and 7 characters."""
+    whole = seen(parse_whole(fresh(), text))
+    for size in (1, 3, 7):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert seen(parse_pieces(fresh(), pieces)) == whole, size
+    return whole
+
+
+def written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
+    """Calls as the format's layout has them."""
+    layout = known.layout
+    texts = []
+    for name, arguments in calls:
+        if layout.arguments == "json":
+            body = json.dumps(arguments)
+        elif layout.arguments == "gemma":
+            values = {
+                key: f"{layout.quote}{value}{layout.quote}" if isinstance(value, str) else json.dumps(value)
+                for key, value in arguments.items()
+            }
+            body = "{" + ",".join(f"{key}:{value}" for key, value in values.items()) + "}"
+        elif layout.arguments == "pythonic":
+            body = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        else:
+            tags = layout.arguments
+            assert isinstance(tags, Tags)
+            body = "".join(
+                "".join(tags.open)
+                .replace("{key}", key)
+                .replace("{string}", str(isinstance(value, str)).lower())
+                .replace("{type}", {str: "string", int: "number", list: "array"}[type(value)])
+                + f"{value}{tags.close.replace('{key}', key)}"
+                + tags.between * tags.exact
+                for key, value in arguments.items()
+            )
+        texts.append(layout.head(name, len(texts)) + body + layout.end)
+    return layout.start + layout.between.join(texts) + layout.stop

@@ -20,11 +20,12 @@ FORMATS = {
     "Llama-4": ("llama4_pythonic", "none"),
     "Llama-3": ("llama3_json", "none"),
     "DeepSeek-V3.2": ("deepseek_v32", "think"),
-    "DeepSeek-V4.1": None,
+    "DeepSeek-V4.1": ("deepseek_v41", "think"),
     "DeepSeek-V4": ("deepseek_v4", "think"),
     "DeepSeek-V3.1": ("deepseek_v31", "think"),
     "DeepSeek-V3": ("deepseek_v3", "think"),
     "Kimi-K2": ("kimi_k2", "think"),
+    "Kimi-K3": ("kimi_k3", "kimi_k3"),
     "Kimi": None,
     "gpt-oss": ("harmony", "harmony"),
     "GLM-": ("glm45", "think"),
@@ -46,7 +47,6 @@ DIFFERENT = {
     "glm/glm47-missing-last-close-arg-value": "a value may hold </tool_call>, so only </arg_value> ends it",
     "mistral/v13think-stop-at-open-marker": "a marker that opens nothing is content",
     "qwen3-xml/q38-truncated-at-tool-call-open": "a marker that opens nothing is content",
-    "qwen3-xml/llamacpp-q35-call-inside-think": "calls inside reasoning are reasoning",
 }
 
 
@@ -68,7 +68,8 @@ def _parser(record: dict) -> OutputParser:
     tools = [Tool(function["name"], parameters=function.get("parameters")) for function in functions]
     prompt = record.get("generation_prompt")
     if not prompt:  # these templates' default
-        prompt = "<think>" if record["models"][0].endswith(("GLM-4.7", "GLM-5.3", "Kimi-K2.6")) else ""
+        prompt = "<|open|>think<|sep|>" if record["models"][0].endswith("Kimi-K3") else ""
+        prompt = "<think>" if record["models"][0].endswith(("GLM-4.7", "GLM-5.3", "Kimi-K2.6")) else prompt
     return OutputParser(formats, tools=tools, in_reasoning=opens_reasoning(formats.reasoning, prompt), parse_tools=True)
 
 

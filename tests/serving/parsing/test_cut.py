@@ -11,8 +11,8 @@ from jaxllm.serving.parsing.formats import TOOL_FORMATS
 from jaxllm.serving.parsing.output_format import ToolFormat
 from jaxllm.serving.parsing.parser import join_events
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.parsing.splitting import parser, seen
-from tests.serving.parsing.test_grammar import PARIS, _written
+from tests.serving.parsing.splitting import parser, seen, written
+from tests.serving.parsing.test_grammar import PARIS
 
 SYMBOL = 2
 """From here on a marker's beginning is no longer taken for a character of the text."""
@@ -22,7 +22,7 @@ SYMBOL = 2
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_cut_call_is_no_content(known: ToolFormat, streamed: bool) -> None:
     reasoning = "harmony" if known.name == "harmony" else "think"
-    text = _written(known, PARIS)
+    text = written(known, PARIS)
     for end in range(SYMBOL, len(text)):
         cut = text[:end]
         fresh = parser(known.name, reasoning)
@@ -45,7 +45,7 @@ def test_what_must_be_a_call_is_never_content(make_client: Any, name: str, reaso
     engine = FakeEngine()
     engine.info.max_model_len = 4096
     known = next(known for known in TOOL_FORMATS if known.name == name)
-    engine.reply = "<think>Hm.</think>" * (reasoning == "think") + _written(known, PARIS)
+    engine.reply = "<think>Hm.</think>" * (reasoning == "think") + written(known, PARIS)
     client: TestClient = make_client(engine, tool_call_parser=name, reasoning_parser=reasoning)
     function = {"name": "get_weather"}
     hello = [{"role": "user", "content": "Hi"}]

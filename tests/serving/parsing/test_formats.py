@@ -7,6 +7,7 @@ from itertools import permutations
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.parsing.aliases import REASONING_ALIASES, TOOL_ALIASES, UNREAD
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.text.reasoning import REASONING_FORMATS, opens_reasoning
 
@@ -20,6 +21,23 @@ TEMPLATES = {
         "think",
     ),
     "Qwen3-Coder": ("'<tool_call>\\n<function=' + tool_call.name + '>\\n' + '<parameter=' + name", "qwen3_coder", None),
+    "MiniMax M3": ("{%- set ns = ']<]minimax[>[' -%}'<invoke name=' <mm:think>", "minimax_m3", "minimax_m3"),
+    "LFM2.5": ("'<|tool_call_start|>[' + calls + ']<|tool_call_end|>' <think> </think>", "lfm2", "think"),
+    "OLMo 3": ("'<function_calls>' + calls + '</function_calls>' <functions>", "olmo3", None),
+    "Apertus": ("'<|tools_prefix|>' '<|tools_suffix|>' '<|inner_prefix|>'", "apertus", "apertus"),
+    "dots": ("<dots_function_call><invoke name=", "dots", None),
+    "PLaMo 3": ("<|plamo:begin_tool_requests:plamo|> <|plamo:begin_think:plamo|>", "plamo3", "plamo3"),
+    "LongCat": ("<longcat_tool_call> <longcat_think>", "longcat", "longcat"),
+    "InternLM 2.5": ("<|action_start|><|plugin|>", "internlm", None),
+    "Granite 20B function calling": ("<function_call> {", "granite-20b-fc", None),
+    "GigaChat 3": ("<|function_call|>", "gigachat3", None),
+    "MiMo V2": ("You are MiMo '<tool_call><function=' + name + '><parameter=' + key <think></think>", "mimo", "think"),
+    "Seed-OSS": ("'<seed:tool_call>\\n<function=' + name + '<parameter=' + key <seed:think>", "seed_oss", "seed_oss"),
+    "Granite 3.2": ("<|start_of_role|>Write 'Here is my thought process:' <|tool_call|>", "granite", "granite"),
+    "Hunyuan A13B": ("<tool_calls> <think> <answer>", "jamba", "hunyuan_a13b"),
+    "Hunyuan A13B without answers": ("<tool_calls> <think>\\n\\n</think> <|extra_0|>", "jamba", "hunyuan_a13b"),
+    "GigaChat 3 10B": ("role_sep=\"<|role_sep|>\\n\" 'role': 'function call',", "gigachat3", None),
+    "ERNIE 4.5 Thinking": ("<tool_call> <think> <response>", "hermes", "ernie45"),
     "Mistral-7B v0.3": ("{{- \"[TOOL_CALLS] [\" }}{{- '\"name\": ' }}", "mistral_v3", None),
     "Mistral-Small 3.2": ("'[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' + arguments", "mistral", None),
     "Ministral 3": ("'[THINK]' + thinking + '[/THINK]' '[TOOL_CALLS]' + name + '[ARGS]'", "mistral", "mistral"),
@@ -46,6 +64,7 @@ TEMPLATES = {
         "deepseek_v32",
         "think",
     ),
+    "DeepSeek V4.1": ("<｜DSML｜ calls>\\n<｜DSML｜ invoke name=", "deepseek_v41", None),
     "DeepSeek V4": ("<｜DSML｜tool_calls>\n<｜DSML｜invoke name=", "deepseek_v4", None),
     "MiniMax M2": (
         "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}<invoke name=\"' + name + '\"> <think> </think>",
@@ -57,6 +76,12 @@ TEMPLATES = {
         "<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>",
         "kimi_k2",
         None,
+    ),
+    "Kimi K3": (
+        "{%- macro open_tag(tag) -%}{{- '<|open|>' + tag -}}{{- '<|sep|>' -}}{{- open_tag('think') -}}"
+        "{{- open_tag('tools') -}}",
+        "kimi_k3",
+        "kimi_k3",
     ),
     "Command R7B": (
         "<|START_THINKING|>{{message.tool_plan}}<|END_THINKING|>"
@@ -112,6 +137,55 @@ def test_names_override_the_template() -> None:
     nothing = detect_formats(template, "none", "none")
     assert (nothing.tools, nothing.reasoning, nothing.markers) == (None, None, ())
     assert detect_formats(None).reasoning is None
+
+
+# The names in vLLM 0.33.
+VLLM_TOOLS = [
+    "dots", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41", "cohere_command3",
+    "cohere_command4", "ernie45", "glm45", "glm47", "ling3", "granite-20b-fc", "granite", "granite4", "hermes",
+    "hf", "beam", "poolside_v1", "hunyuan_a13b", "hy_v3", "hy_v4", "internlm", "jamba", "lfm2", "kimi_k2",
+    "kimi_k3", "k2_horizon", "llama3_json", "llama4_json", "llama4_pythonic", "longcat", "mimo", "minimax_m2",
+    "minimax_m3", "minicpm5", "mistral", "olmo3", "plamo3", "muse", "muse_glimmer", "musespark1x", "openai",
+    "phi4_mini_json", "pythonic", "qwen3_coder", "qwen3_json", "qwen3_xml", "seed_oss", "step3", "step3p5",
+    "step5", "inkling", "xlam", "gigachat3", "functiongemma", "gemma4", "apertus",
+]  # fmt: skip
+VLLM_REASONING = [
+    "deepseek_r1", "deepseek_v3", "deepseek_v4", "deepseek_v41", "poolside_v1", "cohere_command3",
+    "cohere_command4", "ernie45", "gemma4", "glm45", "glm47", "ling3", "openai_gptoss", "granite",
+    "granite_thinking_parser", "hf", "beam", "holo2", "hunyuan_a13b", "hy_v3", "hy_v4", "kimi_k2", "kimi_k3",
+    "k2_horizon", "mimo", "minicpmv", "minimax_m2", "minimax_m2_append_think", "minimax_m3", "mistral",
+    "nemotron_v3", "olmo3", "plamo3", "muse", "muse_glimmer", "musespark1x", "qwen3", "seed_oss", "step3",
+    "step3p5", "step5", "inkling",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("tool_call_parser", name) for name in VLLM_TOOLS] + [("reasoning_parser", name) for name in VLLM_REASONING],
+)
+def test_vllms_names_are_taken_or_refused_as_what_they_are(field: str, name: str) -> None:
+    try:
+        formats = detect_formats(None, **{field: name})
+    except ConfigError as error:
+        assert name in UNREAD
+        assert f"{field} is {name!r}, a format of vLLM's that jaxllm does not read; it must be one of" in str(error)
+        assert not UNREAD[name] or str(error).endswith(f"; the nearest is {UNREAD[name]}")
+    else:
+        assert (formats.tools if field == "tool_call_parser" else formats.reasoning) is not None
+
+
+def test_aliases_name_formats_and_hide_none() -> None:
+    for aliases, formats in ((TOOL_ALIASES, TOOL_FORMATS), (REASONING_ALIASES, REASONING_FORMATS)):
+        own = {known.name for known in formats}
+        assert set(aliases.values()) <= own and not set(aliases) & own
+    assert detect_formats(None, "openai", "openai_gptoss").has_channels
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"; the nearest is qwen3_xml$"):
+        detect_formats(None, "qwen3_xlm")
+    with pytest.raises(ConfigError, match=r"name for one of them$"):
+        detect_formats(None, "#")
 
 
 @pytest.mark.parametrize("field", ["tool_call_parser", "reasoning_parser"])

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.serving.parsing.formats import TOOL_FORMATS
-from jaxllm.serving.parsing.output_format import OutputFormats
+from jaxllm.serving.parsing.output_format import OutputFormats, ToolFormat
 from jaxllm.serving.parsing.parser import OutputParser
-from jaxllm.text.reasoning import REASONING_FORMATS
-from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, seen
+from jaxllm.text.reasoning import HARMONY, REASONING_FORMATS
+from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, seen, written
 
 SCRAPS = [
     "get_weather", "get_time", "function<｜tool▁sep｜>", "<function=", "<parameter=city>", "</parameter>",
@@ -21,7 +21,8 @@ SCRAPS = [
     '"{\\"a\\": 1}"', "é🌸", '<invoke name="get_weather">', '<parameter name="city">', "</invoke>", "functions.", ":0",
     '<｜DSML｜invoke name="get_time">', '<｜DSML｜parameter name="days" string="false">', "</｜DSML｜parameter>",
     "Action: ", " to=functions.get_weather", "analysis", "final", "(", ")", "city=", "'a\\'b\\x41'", "True",
-    '"tool_name"',
+    '"tool_name"', '{"name": "get_news", "arguments": {"a": [1]}}', '{"name": "get_time", "arguments": "soon"}',
+    "get_news(a=(1, 2))", '<invoke name="get_news">', "</think>",
 ]  # fmt: skip
 formats = st.builds(OutputFormats, st.sampled_from(TOOL_FORMATS), st.sampled_from([None, *REASONING_FORMATS]))
 
@@ -93,3 +94,28 @@ def test_json_arguments_come_back_to_the_letter(arguments, ascii_only: bool, as_
     chosen = OutputFormats(next(known for known in TOOL_FORMATS if known.name == "hermes"), None)
     output = parse_pieces(fresh(chosen), data.draw(splits(text)))
     assert seen(output) == (None, None, [("get_time", written)])
+
+
+@st.composite
+def mixed(draw: st.DrawFn) -> tuple[ToolFormat, list[tuple[str, str]]]:
+    """Words, valid calls and calls of an unknown function, in the notation of one format."""
+    known = draw(st.sampled_from([known for known in TOOL_FORMATS if known.name != HARMONY]))
+    one = st.sampled_from(["words", "valid", "unknown"])
+    texts = {
+        "words": "It is 1 < 2.",
+        "valid": written(known, ("get_weather", {"city": "Paris", "days": 2})),
+        "unknown": written(known, ("get_news", {"city": "Rome"})),
+    }
+    return known, [(kind, texts[kind]) for kind in draw(st.lists(one, min_size=1, max_size=6))]
+
+
+@settings(max_examples=400, deadline=None)
+@given(mixed(), st.data())
+def test_what_is_no_part_of_a_valid_call_is_content_and_nothing_is_given_twice(answer, data) -> None:
+    known, parts = answer
+    text = "\n".join(part for _, part in parts)
+    output = parse_pieces(fresh(OutputFormats(known, None)), data.draw(splits(text)))
+    content, _, calls = seen(output)
+    valid = [("get_weather", {"city": "Paris", "days": 2}) for kind, _ in parts if kind == "valid"]
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == valid
+    assert "".join((content or "").split()) == "".join("".join(part for kind, part in parts if kind != "valid").split())

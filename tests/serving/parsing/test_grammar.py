@@ -19,12 +19,12 @@ from jaxllm.serving.parsing.output_format import OutputFormats, Tags, ToolFormat
 from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model
-from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, tool
+from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, tool, written
 
 llguidance = pytest.importorskip("llguidance")
 
 ENDINGS = [
-    "<|end|><|start|>assistant",
+    "<|end|><|start|>assistant", "]<]minimax[>[</city>", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
     '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
     '<|"|>}', "<escape>}", "}",
 ]  # fmt: skip
@@ -89,34 +89,6 @@ def _parsed(known: ToolFormat, text: str, tools: list[Tool]) -> ParsedOutput:
     return parse_whole(OutputParser(_formats(known), tools=tools, in_reasoning=False, parse_tools=True), text)
 
 
-def _written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
-    """Calls as the format's layout has them."""
-    layout = known.layout
-    texts = []
-    for name, arguments in calls:
-        if layout.arguments == "json":
-            body = json.dumps(arguments)
-        elif layout.arguments == "gemma":
-            values = {
-                key: f"{layout.quote}{value}{layout.quote}" if isinstance(value, str) else json.dumps(value)
-                for key, value in arguments.items()
-            }
-            body = "{" + ",".join(f"{key}:{value}" for key, value in values.items()) + "}"
-        elif layout.arguments == "pythonic":
-            body = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
-        else:
-            tags = layout.arguments
-            assert isinstance(tags, Tags)
-            body = "".join(
-                "".join(tags.open).replace("{key}", key).replace("{string}", str(isinstance(value, str)).lower())
-                + f"{value}{tags.close}"
-                + "\n" * tags.exact
-                for key, value in arguments.items()
-            )
-        texts.append(layout.head(name, len(texts)) + body + layout.end)
-    return layout.start + layout.between.join(texts) + layout.stop
-
-
 each_format = pytest.mark.parametrize("known", TOOL_FORMATS, ids=lambda known: known.name)
 each_vocabulary = pytest.mark.parametrize("words", ["byte", "smollm2", "marked"])
 
@@ -131,19 +103,19 @@ def test_required_calls(known: ToolFormat, words: str, vocabularies: dict[str, V
             _formats(known), TOOLS, choice, parallel=parallel, after=None, special_tokens=vocabulary.special
         )
 
-    one, two = _written(known, PARIS), _written(known, PARIS, ("get_time", {}))
+    one, two = written(known, PARIS), written(known, PARIS, ("get_time", {}))
     assert _accepts(vocabulary, constraint("required", False), one)
     assert _accepts(vocabulary, constraint("required", True), one)
     assert _accepts(vocabulary, constraint("required", True), two)
     assert _accepts(vocabulary, constraint(NamedTool("get_weather"), False), one)
     assert _accepts(vocabulary, constraint(NamedTool("get_weather"), True), one)
-    assert not _accepts(vocabulary, constraint(NamedTool("get_weather"), True), _written(known, PARIS, PARIS))
+    assert not _accepts(vocabulary, constraint(NamedTool("get_weather"), True), written(known, PARIS, PARIS))
     assert not _accepts(vocabulary, constraint("required", False), two)
     assert not _accepts(vocabulary, constraint(NamedTool("get_time"), False), one)
     assert not _accepts(vocabulary, constraint("required", True), "It is sunny in Paris.")
-    assert not _accepts(vocabulary, constraint("required", True), _written(known, ("get_news", {})))
-    assert not _accepts(vocabulary, constraint("required", True), _written(known, ("get_weather", {"days": 2})))
-    assert not _accepts(vocabulary, constraint("required", True), _written(known, ("get_time", {"zone": 1})))
+    assert not _accepts(vocabulary, constraint("required", True), written(known, ("get_news", {})))
+    assert not _accepts(vocabulary, constraint("required", True), written(known, ("get_weather", {"days": 2})))
+    assert not _accepts(vocabulary, constraint("required", True), written(known, ("get_time", {"zone": 1})))
     calls = [(name, json.loads(arguments)) for name, arguments in seen(_parsed(known, two, TOOLS))[2]]
     assert calls == [PARIS, ("get_time", {})]
 
@@ -181,7 +153,7 @@ def _random_answer(vocabulary: Vocabulary, outputs: StructuredOutputs, seed: int
     matcher = _matcher(vocabulary, outputs)
     randomly = np.random.default_rng(seed)
     ids: list[int] = []
-    while len(ids) < 300 and not matcher.is_stopped():
+    while len(ids) < 600 and not matcher.is_stopped():
         if matcher.is_accepting() and randomly.random() < 0.3:
             return vocabulary.decode(ids)
         if randomly.random() < 0.2:
@@ -211,9 +183,9 @@ def test_auto_leaves_text_free_and_holds_calls_to_the_schema(words: str, vocabul
             _formats(known), STRICT, "auto", parallel=True, after=None, special_tokens=vocabulary.special
         )
         assert _accepts(vocabulary, outputs, "It is sunny.\nIs it <not>?")
-        assert _accepts(vocabulary, outputs, "<think>Hm.</think>Let me see. " + _written(known, PARIS))
-        assert not _accepts(vocabulary, outputs, "Let me see. " + _written(known, ("get_weather", {"days": 2})))
-        assert not _accepts(vocabulary, outputs, _written(known, ("get_news", {})))
+        assert _accepts(vocabulary, outputs, "<think>Hm.</think>Let me see. " + written(known, PARIS))
+        assert not _accepts(vocabulary, outputs, "Let me see. " + written(known, ("get_weather", {"days": 2})))
+        assert not _accepts(vocabulary, outputs, written(known, ("get_news", {})))
 
 
 def test_auto_is_free_where_nothing_is_strict() -> None:
@@ -230,7 +202,7 @@ def test_after_reasoning_whitespace_may_come_first(vocabularies: dict[str, Vocab
     for after, accepted in (("</think>", True), (None, False)):
         outputs = tool_constraint(formats, TOOLS, "required", parallel=False, after=after, special_tokens={})
         assert outputs is not None and outputs.after == after
-        assert _accepts(vocabularies["byte"], outputs, "\n\n" + _written(known, PARIS)) is accepted
+        assert _accepts(vocabularies["byte"], outputs, "\n\n" + written(known, PARIS)) is accepted
 
 
 def test_definitions_are_found_and_lenient_schemas_are_not_refused(vocabularies: dict[str, Vocabulary]) -> None:
@@ -245,7 +217,7 @@ def test_definitions_are_found_and_lenient_schemas_are_not_refused(vocabularies:
         outputs = tool_constraint(
             formats, [tool("plan", parameters)], NamedTool("plan"), parallel=False, after=None, special_tokens={}
         )
-        good, bad = (_written(formats.tools, ("plan", {"days": [day]})).replace("'", '"') for day in ("tue", "sun"))
+        good, bad = (written(formats.tools, ("plan", {"days": [day]})).replace("'", '"') for day in ("tue", "sun"))
         assert _accepts(vocabularies["byte"], outputs, good)
         assert not _accepts(vocabularies["byte"], outputs, bad)
 
@@ -255,7 +227,7 @@ def test_a_value_that_ends_its_own_tag_is_masked(vocabularies: dict[str, Vocabul
     assert formats.tools is not None
     outputs = tool_constraint(formats, TOOLS, NamedTool("get_weather"), parallel=False, after=None, special_tokens={})
     for city, accepted in (("<b>\nx", True), ("x\n</function>y", False), ("x\n<parameter=unit>", False)):
-        text = _written(formats.tools, ("get_weather", {"city": city}))
+        text = written(formats.tools, ("get_weather", {"city": city}))
         assert _accepts(vocabularies["byte"], outputs, text) is accepted
 
 
@@ -271,7 +243,7 @@ def test_properties_that_a_schema_does_not_name_come_only_where_it_says_so(
         formats, [tool("go", parameters)], "required", parallel=False, after=None, special_tokens={}
     )
     for arguments, ok in (({"at": {"x": 1}}, True), ({"at": {"x": 1, "y": 2}}, accepted), ({"at": {}, "z": 1}, False)):
-        assert _accepts(vocabularies["byte"], outputs, _written(formats.tools, ("go", arguments))) is ok
+        assert _accepts(vocabularies["byte"], outputs, written(formats.tools, ("go", arguments))) is ok
 
 
 RAW_STRINGS = [known for known in TOOL_FORMATS if isinstance(known.layout.arguments, Tags) or known.layout.quote]
@@ -314,7 +286,7 @@ def test_raw_strings_are_held_to_their_schema(
         special_tokens=vocabularies[words].special,
     )  # fmt: skip
     valid = jsonschema.Draft202012Validator(schema).is_valid(city)
-    assert _accepts(vocabularies[words], outputs, _written(known, ("go", {"city": city}))) is valid
+    assert _accepts(vocabularies[words], outputs, written(known, ("go", {"city": city}))) is valid
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -336,4 +308,4 @@ def test_a_pattern_that_grammars_do_not_know_is_refused_only_if_strict(
         with pytest.raises(InvalidRequestError):
             compile_grammar(outputs)
     else:
-        assert _accepts(vocabularies["byte"], outputs, _written(formats.tools, ("go", {"city": "anything"})))
+        assert _accepts(vocabularies["byte"], outputs, written(formats.tools, ("go", {"city": "anything"})))

@@ -11,7 +11,7 @@ from jaxllm.serving.parsing.events import Content, Reasoning, ToolArguments, Too
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.parsing.source import Source
-from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, parser, seen
+from tests.serving.parsing.splitting import TOOLS, parse_every_way, parse_pieces, parse_whole, parser, seen
 
 PARIS = '{"city": "Paris"}'
 PARIS_CALL = ("get_weather", PARIS)
@@ -58,6 +58,12 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             "deepseek_v4",
             '<｜DSML｜tool_calls><｜DSML｜invoke name="get_time"/></｜DSML｜tool_calls>',
             [("get_time", "{}")],
+        ),
+        (
+            "deepseek_v41",
+            '<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">\n<｜DSML｜ parameter name="city" string="true">'
+            "Paris</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+            [PARIS_CALL],
         ),
         (
             "minimax_m2",
@@ -117,6 +123,82 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
             [PARIS_CALL],
         ),
+        (
+            "lfm2",
+            "<|tool_call_start|>[get_weather(city='Paris'), get_time()]<|tool_call_end|>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        ("lfm2", f"<|tool_call_start|>\n[{JSON_CALL}]<|tool_call_end|>", [PARIS_CALL]),
+        (
+            "olmo3",
+            "<function_calls>get_weather(city='Paris')\nget_time()</function_calls>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "apertus",
+            f'<|tools_prefix|>[{{"get_weather": {PARIS}}}, {{"get_time": {{}}}}]<|tools_suffix|>',
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "dots",
+            '<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+            "</dots_function_call>",
+            [PARIS_CALL],
+        ),
+        (
+            "plamo3",
+            "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
+            "get_weather<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json"
+            f"<|plamo:msg|>{PARIS}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+            "<|plamo:end_tool_requests:plamo|>",
+            [PARIS_CALL],
+        ),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
+            'type="string"<|sep|>7<|close|>argument<|sep|>&amp;<|close|>argument<|sep|><|open|>argument key="a &amp; '
+            '&quot;b&quot;" type="number"<|sep|>7<|close|>argument<|sep|><|close|>call<|sep|><|open|>call '
+            'tool="get_weather" index="2"<|sep|><|open|>json type="object"<|sep|>{"city": "Paris"}<|close|>json<|sep|>'
+            '<|close|>call<|sep|><|open|>call tool="get_time" index="3"<|sep|><|close|>call<|sep|>'
+            "<|close|>tools<|sep|>",
+            [
+                ("get_weather", '{"city": "7<|close|>argument<|sep|>&amp;", "a & \\"b\\"": 7}'),
+                PARIS_CALL,
+                ("get_time", "{}"),
+            ],
+        ),
+        (
+            "minimax_m3",
+            ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris'
+            "]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+            [PARIS_CALL],
+        ),
+        ("gigachat3", f"function call<|role_sep|>\n{JSON_CALL}", [PARIS_CALL]),
+        ("longcat", f"<longcat_tool_call>{JSON_CALL}</longcat_tool_call>", [PARIS_CALL]),
+        (
+            "internlm",
+            f'<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {PARIS}}}<|action_end|>\n',
+            [PARIS_CALL],
+        ),
+        ("granite-20b-fc", f"<function_call> {JSON_CALL}\n<function_call> {JSON_CALL}", [PARIS_CALL] * 2),
+        ("gigachat3", f"<|function_call|>{JSON_CALL}", [PARIS_CALL]),
+        (
+            "seed_oss",
+            "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+            "</seed:tool_call>\n<function=get_time>\n</function>\n</seed:tool_call>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "seed_oss",
+            "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>",
+            [PARIS_CALL],
+        ),
+        (
+            "mimo",
+            "<tool_call><function=get_weather><parameter=city>\nNull \n</parameter></function></tool_call>",
+            [("get_weather", '{"city": "\\nNull \\n"}')],
+        ),
+        ("granite", f"<tool_call>[{JSON_CALL}]", [PARIS_CALL]),
         ("phi4_mini_json", f"<|tool_call|>[{JSON_CALL}, {JSON_CALL}]<|/tool_call|>", [PARIS_CALL] * 2),
         ("phi4_mini_json", f"functools[{JSON_CALL}]", [PARIS_CALL]),
         ("granite", f"<|tool_call|>[{JSON_CALL}]", [PARIS_CALL]),
@@ -252,9 +334,9 @@ def test_reasoning(name: str, answer: str, in_reasoning: bool, expected: tuple, 
     assert seen(parse_pieces(fresh(), answer)) == (*expected, [])
 
 
-def test_calls_in_reasoning_are_reasoning() -> None:
-    output = parse_whole(parser("hermes"), f"<think><tool_call>{JSON_CALL}</tool_call></think>Hi")
-    assert seen(output) == ("Hi", f"<tool_call>{JSON_CALL}</tool_call>", [])
+def test_calls_in_reasoning_are_reasoning_where_their_marker_may_be_quoted() -> None:
+    output = parse_whole(parser("json"), f"<think>\n{JSON_CALL}\n</think>Hi")
+    assert seen(output) == ("Hi", JSON_CALL, [])
 
 
 def test_in_reasoning_follows_the_text() -> None:
@@ -372,6 +454,35 @@ def test_marks_around_the_text_are_left_out(parse_tools: bool) -> None:
     for split in (parse_whole, parse_pieces):
         fresh = parser("cohere_command", "cohere", parse_tools=parse_tools)
         assert seen(split(fresh, answer)) == ("Paris, I <b>say</b>.", "Hm.", [])
+
+
+@pytest.mark.parametrize("parse_tools", [False, True])
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [
+        (
+            "cohere",
+            "<|START_THINKING|>A <co>fish: 🐟</co: 0:[1]><|END_THINKING|>\n<|START_RESPONSE|>It is <co>blue</co: "
+            "0:[1,2],1:[3, 4]>.<|END_RESPONSE|>",
+            ("It is blue.", "A fish: 🐟"),
+        ),
+        ("cohere", "Say </co: yes> and <b>", ("Say </co: yes> and <b>", None)),
+        ("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nHi.\n</answer>", ("Hi.", "Hm.")),
+        ("hunyuan_a13b", "<think>\n\n</think>\n\n<answer>Hi.\n</answer>\n", ("Hi.", None)),
+        ("hunyuan_a13b", "Use <answer> and </answer> so.", ("Use <answer> and </answer> so.", None)),
+        ("hunyuan_a13b", "<answer>\nUnfinished. ", ("Unfinished. ", None)),
+        ("ernie45", "<think>Hm.\n</think>\n\n<response>\nHi.\n</response>\n", ("Hi.", "Hm.")),
+        ("ernie45", "<think>Hm.\n</think>\nHi.", ("Hi.", "Hm.")),
+        ("granite", "Here is my thought process:\nHm.\n\nHere is my response:\nHi.", ("Hi.", "Hm.")),
+        ("granite", "Here's my thought process: Hm. Here's my response: Hi.", ("Hi.", "Hm.")),
+        ("granite", "Here is my thoughtful answer.", ("Here is my thoughtful answer.", None)),
+    ],
+)
+def test_marks_of_reasoning_that_are_words_tags_and_citations(
+    name: str, answer: str, expected: tuple, parse_tools: bool
+) -> None:
+    content, reasoning, calls = parse_every_way(lambda: parser("hermes", name, parse_tools=parse_tools), answer)
+    assert (content, reasoning, calls) == (*expected, [])
 
 
 def test_kimis_calls_keep_the_ids_that_the_model_gave_them() -> None:

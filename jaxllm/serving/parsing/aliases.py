@@ -1,0 +1,61 @@
+"""What other servers call the formats that we read: vLLM's names for them."""
+
+from __future__ import annotations
+
+TOOL_ALIASES = {
+    "cohere_command3": "cohere_command",
+    "cohere_command4": "cohere_command",
+    "ernie45": "hermes",
+    "glm47": "glm45",
+    "granite4": "hermes",
+    "hunyuan_a13b": "jamba",
+    "ling3": "glm45",
+    "llama4_json": "llama3_json",
+    "openai": "harmony",
+    "poolside_v1": "glm45",
+    "pythonic": "llama4_pythonic",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "xlam": "json",
+}
+REASONING_ALIASES = {
+    "cohere_command3": "cohere",
+    "cohere_command4": "cohere",
+    "deepseek_v3": "think",
+    "deepseek_v4": "think",
+    "deepseek_v41": "think",
+    "glm45": "think",
+    "glm47": "think",
+    "granite_thinking_parser": "think",
+    "holo2": "think",
+    "kimi_k2": "think",
+    "ling3": "think",
+    "mimo": "think",
+    "minicpmv": "think",
+    "minimax_m2": "deepseek_r1",
+    "nemotron_v3": "think",
+    "olmo3": "think",
+    "openai_gptoss": "harmony",
+    "poolside_v1": "think",
+    "qwen3": "think",
+    "step3": "deepseek_r1",
+    "step3p5": "think",
+    "step5": "deepseek_r1",
+}
+UNREAD = {
+    "beam": "",
+    "hf": "auto",
+    "hy_v3": "glm45",
+    "hy_v4": "",
+    "inkling": "",
+    "k2_horizon": "",
+    "minicpm5": "qwen3_coder",
+    "minimax_m2_append_think": "none",
+    "muse": "",
+    "muse_glimmer": "",
+    "musespark1x": "",
+    "step3": "",
+    "step5": "",
+}
+"""Formats of vLLM's that we do not read, and the nearest that we do; "" where none is near."""

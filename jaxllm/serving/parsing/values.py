@@ -1,0 +1,126 @@
+"""Values that are written raw, without JSON's quotes: what their schema makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.serving.parsing.json_text import quoted_text
+from jaxllm.serving.parsing.source import Emit, Scan, Source, copy_until
+from jaxllm.serving.parsing.writer import CallWriter
+
+MAX_PARTS = 200
+"""How many schemas are followed to see what one value is."""
+_KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+_KNOWN = frozenset(_KINDS.values())
+
+
+def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, Any]:
+    """A schema with what its `$ref` and `allOf` say put into it; `root` is the whole that references are looked up in.
+
+    {} where the schema is no object, or refers to nothing in `root`. The first that says something wins. What is in
+    `seen` is left out, so that no reference is followed in a circle.
+    """
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen or len(seen) == MAX_PARTS:
+        return {}
+    seen.add(id(schema))
+    whole = schema.get("allOf")
+    others = [_referred(schema["$ref"], root)] if "$ref" in schema else []
+    others += whole if isinstance(whole, list) else []
+    merged = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+    for other in others:
+        for key, value in followed(other, root, seen).items():
+            merged.setdefault(key, value)
+    return merged
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """What a JSON pointer such as #/$defs/day points to."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def value_types(schema: Any, root: Any, seen: set[int] | None = None) -> set[str]:
+    """The JSON types that a property's schema allows; empty when it doesn't say. `root` is the whole schema."""
+    seen = set() if seen is None else seen
+    schema = followed(schema, root, seen)
+    stated = schema.get("type", [])
+    types = {stated} if isinstance(stated, str) else {kind for kind in stated if isinstance(kind, str)}
+    types &= _KNOWN
+    for union in ("anyOf", "oneOf"):
+        options = schema.get(union)
+        if isinstance(options, list):
+            types |= {kind for option in options for kind in value_types(option, root, seen)}
+    if not types:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        values = values or [schema[key] for key in ("const",) if key in schema]
+        types = {_KINDS[type(value)] for value in values if type(value) in _KINDS}
+    if "number" in types:
+        types.add("integer")
+    return types
+
+
+def json_from_raw(raw: str, types: set[str]) -> str:
+    """The JSON text of a value written raw: a string as it is, anything else as JSON.
+
+    `raw` is what JSON says it is where `types` allow that, and a string otherwise.
+    """
+    text = raw.strip()
+    if "boolean" in types and text in ("True", "False"):
+        text = text.lower()
+    if "null" in types and text == "None":
+        text = "null"
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return f'"{quoted_text(raw)}"'
+    kind = _KINDS[type(value)]
+    whole = kind == "number" and "integer" in types and value.is_integer()
+    return text if not types or kind in types or whole else f'"{quoted_text(raw)}"'
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def raw_value(source: Source, types: set[str], stops: Sequence[str], write: Emit) -> Scan[str]:
+    """Text up to the first of `stops` as JSON, streamed where only a string is allowed; the stop, not consumed."""
+    if types == {"string"}:
+        write('"')
+        stop = yield from copy_until(source, stops, lambda text: write(quoted_text(text)))
+        write('"')
+    else:
+        pieces: list[str] = []
+        stop = yield from copy_until(source, stops, pieces.append)
+        write(json_from_raw("".join(pieces), types))
+    return stop
+
+
+def properties_of(schema: Any, root: Any) -> dict[str, Any]:
+    """The schemas of an object's properties, by name."""
+    properties = followed(schema, root).get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def parameter_types(writer: CallWriter, tool: str, name: str) -> set[str]:
+    """The types that a known tool's parameter may have."""
+    root = writer.schemas[tool]
+    return value_types(properties_of(root, root).get(name), root)
