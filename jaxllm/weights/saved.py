@@ -8,8 +8,11 @@ encoded when they are loaded: rows are laid out for the mesh, and on a CPU moved
 from __future__ import annotations
 
 import re
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +202,13 @@ def save_arrays(directory: Path, tensors: dict[str, dict[str, np.ndarray]]) -> N
     """Write host arrays as an Orbax checkpoint. Raises OSError."""
     import orbax.checkpoint as ocp
 
+    before = sys.unraisablehook
+    sys.unraisablehook = partial(_unless_late, before)
     try:
         _orbax().save(directory.absolute(), args=ocp.args.PyTreeSave(tensors))
     except Exception as error:  # tensorstore's and Orbax's own are of many types
         raise OSError(one_line(error)) from error
+    sys.unraisablehook = before
 
 
 def read_arrays(
@@ -229,6 +235,16 @@ def read_arrays(
                     f"{directory}: {name}.{field} is {got.dtype} {got.shape}; expected {array.dtype} {array.shape}"
                 )
     return found
+
+
+def _unless_late(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
+    """Say nothing of the writes that are under way beside one that has failed.
+
+    Orbax closes its event loop at the first failure; what tensorstore's threads tell that loop afterwards can reach
+    nobody, and Python would print a traceback for each, also when the save is over.
+    """
+    if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+        otherwise(unraisable)
 
 
 def _orbax() -> Any:
