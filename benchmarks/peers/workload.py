@@ -41,11 +41,19 @@ class Work:
 def run(engine: str, start: Callable[[argparse.Namespace], Generate]) -> None:
     """Start an engine, do each piece of work, and print one JSON line for it.
 
+    With --once nothing is warmed up or waited for: one line says that the engine is ready, others that a work is done.
+
     Prefill is timed by generating one token for every prompt; decode by what generating all of them takes longer:
     `prefill_tok_s = streams x prompt_tokens / t_1`, `decode_tok_s = streams x (new_tokens - 1) / (t_new_tokens - t_1)`.
     """
     arguments = parse_arguments()
     generate = start(arguments)
+    if arguments.once:
+        print(json.dumps({"engine": engine, "what": "ready"}), flush=True)
+        for work in arguments.work:
+            timed(generate, random_prompts(work), work.new_tokens)
+            print(json.dumps({"engine": engine, "what": str(work)}), flush=True)
+        return
     warm_up = min(arguments.work, key=lambda work: work.streams * (work.prompt_tokens + work.new_tokens))
     generate(random_prompts(warm_up), warm_up.new_tokens)
     for work in arguments.work:
@@ -64,6 +72,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="GGUF file or checkpoint directory, as the engine takes it")
     parser.add_argument("--dtype", default="bfloat16", help="compute type of the engines that have the choice")
     parser.add_argument("--work", type=Work.parse, nargs="+", required=True, metavar="STREAMSxPROMPT+NEW")
+    parser.add_argument("--once", action="store_true", help="do the work as soon as the engine is ready, and end")
+    parser.add_argument("--compile-cache", help="where jaxllm keeps what it compiles (default: its own place)")
     arguments = parser.parse_args()
     arguments.max_num_seqs = max(work.streams for work in arguments.work)
     arguments.max_model_len = 64 + max(work.prompt_tokens + work.new_tokens for work in arguments.work)
