@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import math
@@ -10,9 +11,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 
 def prepare_virtual_devices() -> None:
@@ -35,7 +36,7 @@ logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it te
 
 import jax  # noqa: E402
 from jax._src import compiler, hardware_utils, xla_bridge  # noqa: E402
-from jax._src.config import persistent_cache_min_compile_time_secs as _least_seconds_to_keep  # noqa: E402
+from jax._src import config as jax_config  # noqa: E402
 from jax.experimental import serialize_executable  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 from jaxlib import xla_client  # noqa: E402
@@ -62,6 +63,47 @@ def check_cpu_targets_at_once() -> None:
     Otherwise JAX keeps them until it starts the CPU backend, which then doesn't start.
     """
     xla_client.register_custom_call_handler("cpu", xla_client._xla.register_custom_call_target)
+
+
+OWN_SETTINGS: dict[str, Any] = {
+    "jax_check_tracer_leaks": False,
+    "jax_debug_infs": False,
+    "jax_debug_key_reuse": False,
+    "jax_debug_nans": False,
+    "jax_default_device": None,
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_disable_jit": False,
+    "jax_enable_checks": False,
+    "jax_enable_custom_prng": False,
+    "jax_enable_x64": False,
+    "jax_no_tracing": False,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+    "jax_random_seed_offset": 0,
+    "jax_softmax_custom_jvp": False,
+    "jax_threefry_partitionable": True,
+    "jax_transfer_guard_device_to_device": "allow",
+    "jax_transfer_guard_device_to_host": "allow",
+    "jax_transfer_guard_host_to_device": "allow",
+}
+"""What an engine is built, traced and run under, whatever the program around it has told JAX."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def under_own_settings(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` under OWN_SETTINGS, which are those of the calling thread for as long as it runs."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with contextlib.ExitStack() as stack:
+            for name, value in OWN_SETTINGS.items():
+                stack.enter_context(jax_config.config_states[name](value))
+            return function(*args, **kwargs)
+
+    return call
 
 
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...], devices: Any = None) -> Mesh:
@@ -121,7 +163,7 @@ def compile_to_save(lowered: jax.stages.Lowered, options: Mapping[str, Any] | No
     XLA keeps none of it in its own cache, and one from there cannot be saved: it lacks the code of a CPU's functions.
     """
     _of_thread.from_cache = False
-    with _least_seconds_to_keep(math.inf):
+    with jax_config.persistent_cache_min_compile_time_secs(math.inf):
         compiled = compile_lowered(lowered, options)
     return compiled, not _of_thread.from_cache
 

@@ -90,3 +90,18 @@ def test_a_value_that_xla_refuses_is_an_error() -> None:
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
         compat.compile_lowered(lowered, {"xla_backend_optimization_level": "most"})
+
+
+@pytest.mark.every_version
+def test_every_setting_that_we_make_our_own_is_one_of_jax() -> None:
+    """Each is one that a program may change, and that a thread may have another value of."""
+    found = []
+
+    @compat.under_own_settings
+    def look() -> None:
+        for name, value in compat.OWN_SETTINGS.items():
+            here = compat.jax_config.config_states[name].value
+            found.append(getattr(here, "value", here) == value)
+
+    look()
+    assert found == [True] * len(compat.OWN_SETTINGS)

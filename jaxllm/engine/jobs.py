@@ -94,6 +94,7 @@ class Jobs:
         compat.lower_thread_priority()
         self._work(self._next_behind)
 
+    @compat.under_own_settings
     def _work(self, choose: Callable[[], Job | None]) -> None:
         while (job := self._take(choose)) is not None:
             _run(job)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxllm.cli.convert.destination import new_destination
+from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.progress import Progress
 from jaxllm.weights import open_checkpoint
@@ -16,6 +17,7 @@ from jaxllm.weights.source import resolve_model
 TargetFormat = Literal["orbax", "safetensors", "gguf"]
 
 
+@under_own_settings
 def convert_model(
     config: EngineConfig, destination: Path, to: TargetFormat, on_progress: Progress | None = None
 ) -> None:

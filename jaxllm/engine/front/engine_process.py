@@ -122,11 +122,12 @@ def main(pipe: Connection, config: EngineConfig, log_level: int) -> None:
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     front_door = FrontDoor(pipe)
     try:
+        from jaxllm.compat import under_own_settings  # JAX comes with it, which the front door can do without
         from jaxllm.engine.start.build import build_core
 
         core, info = build_core(config)
         front_door.send(Started(info))
-        run_loop(front_door, core)
+        under_own_settings(run_loop)(front_door, core)
     except JaxLLMError as error:
         front_door.send(Failed(type(error).__name__, str(error)))
         leave("it cannot go on")

@@ -16,7 +16,8 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.threads import start_thread
 
 if TYPE_CHECKING:
-    from jaxllm.engine.core import EngineCore
+    pass
+from jaxllm.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,10 @@ class Loop:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        from jaxllm.compat import under_own_settings  # JAX comes with it, which a front door can do without
+
         try:
-            self._turn_over()
+            under_own_settings(self._turn_over)()
         except Exception as error:
             if not self._stopping.is_set():
                 logger.exception("the engine loop died")

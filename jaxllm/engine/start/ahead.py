@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import Executables, compile_step
 from jaxllm.engine.device.keys import Key
@@ -25,6 +26,7 @@ from jaxllm.weights.source import resolve_model
 IDLE_PRIORITY = 19
 
 
+@under_own_settings
 def compile_ahead(
     config: EngineConfig,
     output: Path,

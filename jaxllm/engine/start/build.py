@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 LAYERS_WORTH_A_PROCESS = 8
 
 
+@compat.under_own_settings
 def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     """Everything up to the point where requests can run; the log says what took how long.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.sizes import Limits, StepSizes
@@ -109,6 +110,7 @@ class Blueprint:
     sizes: StepSizes
 
 
+@under_own_settings
 def plan_engine(config: EngineConfig, platform: Platform | None = None) -> EnginePlan:
     """The plan for `config` on this machine (or on `platform`); reads the checkpoint's header, allocates nothing.
 
