@@ -81,7 +81,7 @@ class Model:
         c, kernels = self.config, self.blueprint.options.kernels
         if c.mla is not None:
             return run.report(what="attention", note="latent pages are measured within decode")
-        token_bytes = self.blueprint.plan.kv_bytes_per_token // self.sizes.num_layers
+        token_bytes = self.blueprint.plan.kv_bytes_per_token // len(self.sizes.caches)
 
         @functools.partial(jax.jit, donate_argnums=0)
         def attend(state: Any, kv: Any, meta: Any) -> Any:
@@ -96,18 +96,18 @@ class Model:
             for rows in run.given.attention_rows:
                 if not run.wants(what="attention", rows=rows, context=context):
                     continue
-                count = min(max(ATTENTION_BYTES // (rows * context * token_bytes), 1), self.sizes.num_layers)
+                count = min(max(ATTENTION_BYTES // (rows * context * token_bytes), 1), len(self.sizes.caches))
                 meta = self._decode_metadata(rows, context)
                 q, kv = (jnp.ones((rows, n, c.head_dim), self.sizes.dtype) for n in (c.num_heads, c.num_kv_heads))
                 step = functools.partial(attend, kv=kv, meta=meta)
-                pages, others = tuple(self.state.pages[:count]), self.state.pages[count:]
+                pages, others = tuple(self.state.caches[:count]), self.state.caches[count:]
                 seconds, last = run.timed(step, (q, pages))
                 rate = rows * context * token_bytes * count / seconds
                 row = {"what": "attention", "rows": rows, "context": context, "us_a_layer": seconds / count * 1e6}
                 row |= {"GBs": rate / 1e9, "share": rate / run.bandwidth}
                 if rows >= 8 and row["share"] < ATTENTION_SHARE:
                     row["profile"], last = run.profile(f"attention-{rows}-{context}", step, last)
-                self.state = self.state._replace(pages=(*last[1], *others))
+                self.state = self.state._replace(caches=(*last[1], *others))
                 run.report(**row)
         return None
 
@@ -139,9 +139,9 @@ class Model:
 
         def advance(state: Any) -> Any:
             began = time.perf_counter()
-            pages, slots, _ = step(self.weights, state.pages, state.slots, ints)
+            pages, slots, _ = step(self.weights, state.caches, state.slots, ints)
             host.append(time.perf_counter() - began)
-            return state._replace(pages=pages, slots=slots)
+            return state._replace(caches=pages, slots=slots)
 
         self._occupy(rows, context, sampled=variant.sampled)
         seconds, self.state = run.timed(advance, self.state)
@@ -179,8 +179,8 @@ class Model:
         def advance(state: Any) -> Any:
             position = jnp.full(state.slots.position.shape, context, jnp.int32).at[decodes].set(0)
             slots = state.slots._replace(position=position)
-            pages, slots, hidden = step(self.weights, state.pages, slots, state.hidden, ints)
-            return state._replace(pages=pages, slots=slots, hidden=hidden)
+            pages, slots, hidden = step(self.weights, state.caches, slots, state.hidden, ints)
+            return state._replace(caches=pages, slots=slots, hidden=hidden)
 
         self._occupy(decodes + 1, max(context, tokens))
         seconds, self.state = run.timed(advance, self.state)

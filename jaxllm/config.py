@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jaxllm.errors import ConfigError
+from jaxllm.folders import user_folder
 
-CACHE_DIR = Path("~/.cache/jaxllm").expanduser()
-DATA_DIR = Path("~/.local/share/jaxllm").expanduser()
+CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache")
+DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
 CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
 """The environment variable that forces an instruction set of the C++ kernels. It is no setting of a deployment."""
@@ -158,11 +159,9 @@ class ModelConfig(EngineConfig):
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     tool_call_parser: str = "auto"
-    """Format of tool calls in generated text: auto reads it off the chat template, none refuses tools, and a name of
-    ours or of vLLM's takes that format."""
+    """Format of tool calls: auto reads it off the chat template, none refuses tools; or a name, ours or vLLM's."""
     reasoning_parser: str = "auto"
-    """Format of reasoning in generated text: auto reads it off the chat template, none leaves it in the content, and a
-    name of ours or of vLLM's takes that format."""
+    """Format of reasoning: auto reads it off the chat template, none leaves it in the content; or a name, as above."""
     pooling: Literal["auto", "last", "mean", "cls"] = "auto"
     """Which hidden states make an embedding; auto is what the checkpoint asks for, else the last token's."""
     score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"

@@ -14,6 +14,7 @@ from filelock import FileLock
 
 from jaxllm.config import CACHE_DIR
 from jaxllm.cpu_kernels.compiler import LIBRARY, compile_library, find_compiler, output_of, sources_version
+from jaxllm.folders import cache_or_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ def compiled_path(
     """
     compiler = compiler or find_compiler()
     path = cache / _version(compiler, machine) / LIBRARY
+    if not path.exists():
+        folder = cache_or_temporary(cache, "the CPU kernels", "set XDG_CACHE_HOME")
+        path = folder / path.parent.name / LIBRARY
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ class Job(Future, Generic[T]):
 
 
 class Jobs:
-    """Runs jobs on threads of its own, which live until `close`.
+    """Runs jobs on threads of its own, which live from the first one until `close`.
 
     Urgent jobs have threads to themselves. The others run at low priority, and none of them begins while an urgent job
     waits or runs.
@@ -42,11 +42,11 @@ class Jobs:
         self._waiting: list[Job] = []
         self._running: set[Job] = set()
         self.closed = False
+        self._to_start: list[tuple[str, Callable[[], None]]] = [
+            *((f"{name}-{number}", partial(self._work, self._next_urgent)) for number in range(urgent_threads)),
+            *((f"{name}-behind-{number}", self._work_behind) for number in range(background_threads)),
+        ]
         _open.add(self)
-        for number in range(urgent_threads):
-            start_thread(f"{name}-{number}", partial(self._work, self._next_urgent))
-        for number in range(background_threads):
-            start_thread(f"{name}-behind-{number}", self._work_behind)
 
     def submit(self, function: Callable[[], T], *, urgent: bool = True) -> Job[T]:
         """Have `function` called; its job is cancelled where `close` comes first."""
@@ -57,6 +57,8 @@ class Jobs:
             else:
                 self._waiting.append(job)
                 self._changed.notify_all()
+                while self._to_start:
+                    start_thread(*self._to_start.pop())
         return job
 
     def hurry(self, job: Job) -> None:

@@ -22,6 +22,7 @@ import uvicorn
 
 from jaxllm.config import ServeConfig, ServerConfig
 from jaxllm.errors import ConfigError
+from jaxllm.folders import unwritable
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
@@ -58,6 +59,8 @@ def serve(config: ServeConfig) -> None:
     configure_logging(config)
     listener = bind(config.host, config.port)
     with listener, _ending_on_sigterm():
+        if (reason := unwritable(config.data_dir.expanduser())) is not None:
+            raise ConfigError(f"data_dir is {str(config.data_dir)!r}, where nothing can be written: {reason}")
         read_chat_template(config)
         detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names before loading
         tool_servers, _ = find_settings(config.mcp_config)

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError
+from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
 from jaxllm.text.backend import load_backend, rust_errors
 from jaxllm.text.template_process import TemplateProcess
@@ -20,7 +21,7 @@ from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
-_CACHE_DIR = Path("~/.cache/jaxllm/tokenizers")
+_CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache") / "tokenizers"
 _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
@@ -203,7 +204,8 @@ def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
         return path
     from jaxllm.text.gguf_tokenizer import cached_gguf_tokenizer
 
-    return cached_gguf_tokenizer(path, (cache_dir or _CACHE_DIR).expanduser())
+    kept = cache_or_temporary(cache_dir or _CACHE_DIR, "tokenizers of GGUF files", "set XDG_CACHE_HOME")
+    return cached_gguf_tokenizer(path, kept)
 
 
 def _from_directory(path: Path) -> Tokenizer:

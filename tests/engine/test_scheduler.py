@@ -220,10 +220,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.finish()
             self.driver.check_tokens()
+            self.driver.core.close()
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 def test_a_small_pool_preempts_and_loses_nothing():

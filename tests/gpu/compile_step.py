@@ -69,7 +69,7 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     program = lowered.compile(compiler_options=options | {"xla_dump_to": str(given.directory), **DUMP})
     seconds = time.process_time() - began
     memory = program.memory_analysis()
-    buffers = jax.tree.leaves(functions.abstract_state().pages)
+    buffers = jax.tree.leaves(functions.abstract_state().caches)
     taken = taken_by_kernels(given.directory)
     return {
         "seconds": seconds,

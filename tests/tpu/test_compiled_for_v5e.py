@@ -38,7 +38,7 @@ def test_pages_are_written_in_place(model: str, tp: int, kind: str, tmp_path: Pa
     step, arguments = step_of(blueprint, kind, compilable(tp))
     program = step.lower(*arguments).compile()
     memory, text = program.memory_analysis(), program.as_text()
-    (shape,) = blueprint.sizes.page_shapes
+    ((shape, *_),) = blueprint.sizes.buffers[0]
     assert "ragged_paged_attention" in text
     assert not re.findall(rf"= bf16\[{shape[0]},.* (?:copy|copy-start|transpose)\(.*", text)
     assert memory.alias_size_in_bytes >= blueprint.plan.kv_bytes

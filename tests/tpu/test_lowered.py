@@ -22,7 +22,7 @@ def test_a_step_attends_through_jaxs_kernel_over_pages_in_place(model: str, tp: 
     text = step.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text and "ragged_paged_attention" in text
 
-    (shape,) = blueprint.sizes.page_shapes
+    ((shape, *_),) = blueprint.sizes.buffers[0]
     assert shape[2:] == (2 * 8, 128)  # keys and values of 8 heads; those of 64 channels are filled up
     signature = re.search(r"@main\((.*?)\) ->", text, re.DOTALL)
     assert signature is not None

@@ -32,6 +32,7 @@ from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.engine.state_cache import StateCache
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.folders import unwritable
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.requests.sampling import SamplingDefaults
@@ -60,7 +61,11 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     clock.lap("resolve")
     if config.compile_cache_dir is not None:
-        compat.enable_compile_cache(config.compile_cache_dir)
+        if (reason := unwritable(config.compile_cache_dir)) is None:
+            compat.enable_compile_cache(config.compile_cache_dir)
+        else:
+            place = config.compile_cache_dir
+            logger.warning("%s: %s; each start compiles; set compile_cache_dir to another folder", place, reason)
     with nullcontext() if config.load_format == "dummy" else reading_ahead(path):
         return _build(config, path, clock)
 

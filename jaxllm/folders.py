@@ -1,0 +1,52 @@
+"""Where things are kept for the user, and what happens where nothing can be: a cache is an optimisation."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """jaxllm's folder in the one that `variable` names (as XDG_CACHE_HOME), or in `default` of the home directory.
+
+    A user without a home directory has one in the system's folder for temporary files.
+    """
+    named = os.environ.get(variable, "")
+    if os.path.isabs(named):
+        return Path(named) / "jaxllm"
+    try:
+        return Path(default).expanduser() / "jaxllm"
+    except RuntimeError:  # no HOME, and no entry in the password file
+        return Path(tempfile.gettempdir()) / f"jaxllm-{os.getuid()}" / Path(default).name
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why no file can be made in `folder`, which is made where it is missing; None where one can be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+@cache
+def cache_or_temporary(folder: Path, kept: str, remedy: str) -> Path:
+    """`folder`, or one of this process alone where it cannot be written, which one warning says.
+
+    `kept` names what would be kept, and `remedy` what to set so that it is.
+    """
+    reason = unwritable(folder)
+    if reason is None:
+        return folder
+    logger.warning("%s: %s; %s are made anew by each process; %s", folder, reason, kept, remedy)
+    temporary = Path(tempfile.mkdtemp(prefix="jaxllm-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
