@@ -146,6 +146,8 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     try:
         check_hf(c, family.layer_types)
+        if c.get("sliding_window") == 0:  # as transformers saves a model without windows
+            c = c | {"sliding_window": None}
         config = family.from_hf(c)
         check_decoder(config)
         labels = class_labels(checkpoint)

@@ -145,3 +145,31 @@ def test_a_key_is_read_or_refused(model_type, key, tmp_path):
     turned_round = ["full_attention", *[other_layer(model_type)] * (layers - 1)]
     value = turned_round if key == "layer_types" else other_value(key, config.get(key, default), layers)
     assert read(tmp_path, config | {key: value}) != before
+
+
+NOT_NULL = {
+    ("deepseek_v2", "num_experts_per_tok"), ("deepseek_v2", "topk_method"), ("deepseek_v3", "v_head_dim"),
+    ("deepseek_v3", "n_group"), ("deepseek_v3", "topk_group"), ("deepseek_v3", "num_experts_per_tok"),
+    ("deepseek_v3", "first_k_dense_replace"), ("glm", "head_dim"),
+}  # fmt: skip
+"""Keys that the class lets be null, and without which its model cannot be built, or not at this size."""
+SIZES = {"num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "num_experts_per_tok"}
+"""Keys whose defaults do not go with a tiny model's others."""
+
+
+@pytest.mark.parametrize("model_type", [kind for family in FAMILIES for kind in family.model_types])
+def test_what_transformers_itself_writes_is_read(model_type, tmp_path):
+    """A config that it saves, each key at its class's default, and null where the class lets it be."""
+    name, kind = config_of(model_type)
+    config = tiny_config(name)
+    before = read(tmp_path, config)
+    saved = json.loads(kind(**config).to_json_string(use_diff=False))
+    assert read(tmp_path, saved) == before
+    if model_type == "deepseek_v2":  # whose groups may be null where the best experts are chosen among all
+        config["topk_method"] = "greedy"
+    for field in dataclasses.fields(kind):
+        if field.name in keys_of(model_type):
+            values = [] if field.name in SIZES or field.default is dataclasses.MISSING else [field.default]
+            values += [None] if "None" in str(field.type) and (model_type, field.name) not in NOT_NULL else []
+            found = [read(tmp_path, config | {field.name: value}) for value in values]
+            assert [one for one in found if isinstance(one, str)] == [], field.name

@@ -38,13 +38,20 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
         top_k=c["num_experts_per_tok"],
         hidden=c["moe_intermediate_size"],
         scoring="softmax",
-        num_groups=c["n_group"] if limited else 1,
-        top_groups=c["topk_group"] if limited else 1,
+        num_groups=_groups(c, "n_group") if limited else 1,
+        top_groups=_groups(c, "topk_group") if limited else 1,
         group_score="max",
         scale=c.get("routed_scaling_factor", 1.0),
         shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
     )
     return _config(c, moe, interleaved=True)
+
+
+def _groups(c: dict[str, Any], key: str) -> int:
+    """A number of groups of experts, which files may leave null where it is not used."""
+    if c[key] is None:
+        raise CheckpointError(f"{key} is null; accepted is a whole number where experts are chosen by groups")
+    return c[key]
 
 
 def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -58,16 +65,16 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         top_k=c["num_experts_per_tok"],
         hidden=c["moe_intermediate_size"],
         scoring="sigmoid",
-        num_groups=c["n_group"],
-        top_groups=c["topk_group"],
+        num_groups=_groups(c, "n_group"),
+        top_groups=_groups(c, "topk_group"),
         group_score="top2_sum",
         correction_bias=True,
-        renormalize=c["norm_topk_prob"],
+        renormalize=bool(c["norm_topk_prob"]),
         renormalize_eps=1e-20,
         scale=c.get("routed_scaling_factor", 2.5),
         shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
     )
-    return _config(c, moe, interleaved=c.get("rope_interleave", True))
+    return _config(c, moe, interleaved=bool(c.get("rope_interleave", True)))
 
 
 SIGMOID = 2

@@ -40,7 +40,7 @@ def moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
         hidden=c["moe_intermediate_size"],
         scoring="sigmoid",
         correction_bias=c.get("use_expert_bias", True),
-        renormalize=c.get("norm_topk_prob", True),
+        renormalize=bool(c.get("norm_topk_prob", True)),
         renormalize_eps=ROUTER_EPS,
         scale=c.get("routed_scaling_factor", 1.0),
     )

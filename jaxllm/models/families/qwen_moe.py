@@ -58,7 +58,7 @@ def _experts(c: dict[str, Any]) -> MoEConfig:
         top_k=c["num_experts_per_tok"],
         hidden=c["moe_intermediate_size"],
         scoring="softmax",
-        renormalize=c.get("norm_topk_prob", False),
+        renormalize=bool(c.get("norm_topk_prob", False)),
     )
 
 
