@@ -67,11 +67,12 @@ def start(model: Path, cache: Path | None, **fields: Any) -> Started:
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("kernels", ["off", "auto"])
-def test_the_second_start_compiles_nothing(tmp_path, kernels):
+@pytest.mark.parametrize(("kernels", "devices"), [("off", 1), ("auto", 1), ("off", 2)])
+def test_the_second_start_compiles_nothing(tmp_path, monkeypatch, kernels, devices):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))
     model = write_checkpoint("llama_gqa", tmp_path / "model")
-    first = start(model, tmp_path / "cache", cpu_kernels=kernels)
-    second = start(model, tmp_path / "cache", cpu_kernels=kernels)
+    fields = {"cpu_kernels": kernels, "tensor_parallel_size": devices}
+    first, second = (start(model, tmp_path / "cache", **fields) for _ in range(2))
     assert first.compiling > 0 and first.loaded == 0
     assert second.compiling == 0 and second.loaded > 5
     assert second.tokens == first.tokens
