@@ -18,6 +18,7 @@ from cyclopts import Group, Parameter
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxllm.cli.documentation import documentation
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, did_you_mean, sections
 from jaxllm.errors import ConfigError
 
@@ -66,7 +67,7 @@ def takes_settings(
             flags = {name: given.pop(name) for name in schema.model_fields if name in given}
             return command(read_settings(schema, flags, path), **given)
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__name__, run.__doc__ = command.__name__, documentation(command)
         run.__signature__ = signature  # type: ignore[attr-defined]
         return run
 

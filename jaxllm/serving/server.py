@@ -191,7 +191,7 @@ class Server(uvicorn.Server):
         if self._state.running:
             seconds, count = self._state.config.shutdown_timeout, len(self._state.running)
             waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
-        print(f"Stopping{waiting}", flush=True)
+        _say(f"Stopping{waiting}")
 
 
 def announce(state: ServerState, listener: socket.socket) -> None:
@@ -200,11 +200,18 @@ def announce(state: ServerState, listener: socket.socket) -> None:
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     info = state.registry.find(None).engine.info
     page = f"; a page to talk to it at {address}/" if state.config.web else ""
-    print(
+    _say(
         f"Serving {', '.join(state.registry.names)} on {address}/v1 "
-        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs{page})",
-        flush=True,
+        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs{page})"
     )
+
+
+def _say(text: str) -> None:
+    """Print a line, or log it where standard output is closed or full: that is no reason to stop serving."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        logger.warning("standard output cannot be written (%s): %s", error.strerror, text)
 
 
 def bind(host: str, port: int) -> socket.socket:

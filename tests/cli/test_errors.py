@@ -127,10 +127,8 @@ def test_an_interrupt_exits_with_130(cli, monkeypatch) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    talkative = (
-        "from jaxllm.cli.main import app, main; app.command(lambda: print('x' * 10**6), name='talk'); main(['talk'])"
-    )
-    pipeline = '"$0" -c "$1" | head -c 1; exit ${PIPESTATUS[0]}'
+    talkative = "from jaxllm.cli.main import app, run; app.command(lambda: print('x' * 10**6), name='talk'); run()"
+    pipeline = '"$0" -c "$1" talk | head -c 1; exit ${PIPESTATUS[0]}'
     ended = subprocess.run(["bash", "-c", pipeline, sys.executable, talkative], capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (141, b"x", b"")
 

@@ -59,6 +59,7 @@ SAMPLES: dict[str, Any] = {
     "kv_cache_dtype": "fp8", "max_num_waiting": 9, "decode_steps": 2, "cpu_kernels": "off",
     "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
     "gpu_memory_utilization": 0.5,
+    "state_cache_memory": "1MiB",
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
     "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
     "served_model_name": "s", "chat_template": "/x.jinja", "allowed_origins": "*", "allowed_hosts": "*",
