@@ -66,6 +66,9 @@ def parse_pairs(value: Any) -> Any:
     pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
     if not all(middle for _, middle, _ in pairs):
         raise ValueError("it must be PATTERN=KIND, several separated by commas")
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} is set twice")
     return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 

@@ -59,6 +59,8 @@ FILES = [
     ("dtype: [float32]\n", "config.yaml: dtype is ['float32']: it must be"),
     ("- port\n", "holds a list; it must be a mapping"),
     ("port: [1,\n", "is not valid YAML"),
+    ("port: 1\nseed: 2\nport: 3\n", "config.yaml is not valid YAML: 'port' is set in line 1 and again in line 3"),
+    ("isq_map:\n  a: q8_0\n  b: q4k\n  a: q6k\n", "'a' is set in line 2 and again in line 4"),
     ("\x00", "is not valid YAML"),
 ]
 

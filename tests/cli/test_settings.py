@@ -135,9 +135,9 @@ def test_a_rule_about_several_fields_is_said_in_its_own_words() -> None:
         read_settings(Strict, {}, environ={})
 
 
-@pytest.mark.parametrize("given", ["*.v.weight=q9", "*.v.weight", {"*.v.weight": "q9"}])
+@pytest.mark.parametrize("given", ["*.v.weight=q9", "*.v.weight", "a=q6k,a=q4k", {"*.v.weight": "q9"}])
 def test_a_map_of_kinds_names_what_is_wrong_with_it(given) -> None:
-    with pytest.raises(ConfigError, match=r"^--isq-map is .*(PATTERN=KIND|'q4_0')"):
+    with pytest.raises(ConfigError, match=r"^--isq-map is .*(PATTERN=KIND|'q4_0'|set twice)"):
         read_settings(EngineConfig, {"isq_map": given}, environ={})
 
 
