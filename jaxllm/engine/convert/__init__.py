@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.convert.destination import new_destination
-from jaxllm.engine.start.progress import Progress
+from jaxllm.progress import Progress
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.source import resolve_model

@@ -27,12 +27,12 @@ from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
-from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.engine.state_cache import StateCache
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
+from jaxllm.progress import Progress, progress_bar
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.devices import check_free_memory, no_room
 from jaxllm.sharding.mesh import build_mesh
@@ -125,7 +125,7 @@ def _assemble(
         if config.engine_process:  # others' streams would stand still while the first grammar reads the vocabulary
             grammars.prepare()
             clock.lap("vocabulary")
-    with load_bar(config.model) as on_progress:
+    with progress_bar(f"Loading {config.model}") as on_progress:
         weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
     clock.lap("load")
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
