@@ -47,10 +47,9 @@ def quick_compiler(tmp_path, monkeypatch) -> str:
 
 
 def test_the_first_start_says_that_it_compiles_even_where_nothing_is_set_up_to_log(tmp_path, quick_compiler):
-    program = (
-        f"from pathlib import Path; from jaxllm.cpu_kernels import build; build.compiled_path(Path({str(tmp_path)!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = "import sys; from pathlib import Path; from jaxllm.cpu_kernels import build; "
+    program += "build.compiled_path(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stderr.startswith(f"compiling the CPU kernels with {quick_compiler}, once for this version")
 
 
