@@ -17,6 +17,7 @@ from jaxllm.cli.profile import profile
 from jaxllm.cli.pull import pull
 from jaxllm.cli.serve import serve
 from jaxllm.cli.streams import OUTPUT, prepare_streams
+from jaxllm.cli.vllm_flags import translated
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.threads import note_exit_status
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when all went well, 2 with one line on stderr when the user's input did not."""
     try:
         try:
-            app(arguments, exit_on_error=False, print_error=False)
+            app(translated(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
         finally:
             sys.stdout.flush()
     except CycloptsError as error:

@@ -20,6 +20,7 @@ from jaxllm.serving.batches.runner import Batches
 from jaxllm.serving.http.errors import install_error_handlers
 from jaxllm.serving.http.openapi import install_openapi
 from jaxllm.serving.http.origins import OriginGuard
+from jaxllm.serving.http.prefix import ProxyPrefix
 from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.mcp import routes as mcp
 from jaxllm.serving.metrics import collector_registry
@@ -84,6 +85,7 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     )
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(ProxyPrefix, root_path=config.root_path)
     install_error_handlers(app)
     for gone in (ClientDisconnected, ClientDisconnect):  # before the answer, and before the body was complete
         app.add_exception_handler(gone, _nobody_listens)

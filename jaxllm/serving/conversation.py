@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxllm.errors import Field, InvalidRequestError
@@ -154,6 +154,13 @@ class Rendering:
         """How many tokens of reasoning the template was told of."""
         budget = self.variables.get("thinking_budget")
         return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
+
+    def with_defaults(self, variables: Mapping[str, Any]) -> Rendering:
+        """The same with other variables where it has none; who says to think or not says it by any of its names."""
+        said = set(self.variables)
+        if said & set(THINKING_VARIABLES):
+            said |= set(THINKING_VARIABLES)
+        return replace(self, variables={n: v for n, v in variables.items() if n not in said} | dict(self.variables))
 
     def template_arguments(self, server_template: str | None) -> dict[str, Any]:
         """Keyword arguments of Tokenizer.chat_template_values."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import multiprocessing
@@ -21,10 +20,10 @@ from typing import NoReturn
 import uvicorn
 
 from jaxllm.config import ServeConfig, ServerConfig
-from jaxllm.errors import ConfigError
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
+from jaxllm.serving.listener import address, listening
 from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.served_model import read_chat_template
 from jaxllm.serving.state import ServerState
@@ -39,8 +38,6 @@ IDLE_CONNECTION_SECONDS = 30
 SWITCH_SECONDS = 0.0005
 """How long a thread that reads a large body, or encodes a long text, may keep the event loop waiting: Python's own 5 ms
 add up, for an event takes several turns of the loop."""
-WAITING_CONNECTIONS = 2048
-"""That the system keeps while the model loads, or the event loop is busy."""
 
 
 def serve(config: ServeConfig) -> None:
@@ -54,8 +51,7 @@ def serve(config: ServeConfig) -> None:
     Raises ConfigError when the port cannot be had, and whatever building the engine raises.
     """
     configure_logging(config)
-    listener = bind(config.host, config.port)
-    with listener, _ending_on_sigterm():
+    with listening(config) as listener, _ending_on_sigterm():
         read_chat_template(config)
         tool_servers, _ = find_settings(config.mcp_config)
         if tool_servers is not None:
@@ -196,13 +192,12 @@ class Server(uvicorn.Server):
 
 def announce(state: ServerState, listener: socket.socket) -> None:
     """Print what is being served and where."""
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    base = address(listener)
     info = state.registry.find(None).engine.info
-    page = f"; a page to talk to it at {address}/" if state.config.web else ""
+    page = f"; a page to talk to it at {base}/" if state.config.web else ""
     _say(
-        f"Serving {', '.join(state.registry.names)} on {address}/v1 "
-        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs{page})"
+        f"Serving {', '.join(state.registry.names)} on {base}/v1 "
+        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {base}/docs{page})"
     )
 
 
@@ -212,33 +207,3 @@ def _say(text: str) -> None:
         print(text, flush=True)
     except OSError as error:
         logger.warning("standard output cannot be written (%s): %s", error.strerror, text)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError naming the host or the port.
-
-    With SO_REUSEADDR alone Linux gives an address to all who bind it and to the first who listens: only that takes it.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"host is {host!r}, which is no address of this machine: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(WAITING_CONNECTIONS)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from None
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"port {port} on {host} is in use; choose another with --port, or 0 for any free one")
-    if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"host is {host!r}, which is no address of this machine")
-    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror}")

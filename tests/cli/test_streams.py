@@ -52,7 +52,7 @@ def test_what_an_encoding_lacks_is_written_as_an_escape(command: str) -> None:
 SERVER = """
 from jaxllm.cli.main import app, run
 from jaxllm.config import ServeConfig
-from jaxllm.serving.server import bind
+from jaxllm.serving.listener import bind
 from tests.serving.fake_engine import FakeEngine, serve_engine
 
 def fake(port: int):

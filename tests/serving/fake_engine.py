@@ -388,7 +388,7 @@ def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> N
 
 
 if __name__ == "__main__":
-    from jaxllm.serving.server import bind
+    from jaxllm.serving.listener import bind
 
     port, delay, timeout = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     settings = ServeConfig(model="fake", port=port, shutdown_timeout=timeout)

@@ -24,6 +24,7 @@ from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
@@ -37,7 +38,6 @@ from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.devices import check_free_memory, no_room
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
 from jaxllm.weights.read_ahead import reading_ahead
@@ -62,7 +62,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
 
 
 def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, EngineInfo]:
-    checkpoint = open_checkpoint(path, config.load_format)
+    checkpoint = open_model(config, path)
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
     check_free_memory(config.tensor_parallel_size, config.gpu_memory_utilization)
@@ -165,6 +165,7 @@ def _assemble(
         hidden_size=blueprint.spec.config.hidden_size,
         tasks=read_tasks(checkpoint),
         default_sampling=_sampling_defaults(checkpoint),
+        max_logprobs=config.max_logprobs,
     )
     checkpoint.close()
     logger.info("started: %s; %d executables still compiling", clock, executables.compiles.pending)
