@@ -70,9 +70,9 @@ def _check_logprobs(most: int, params: SamplingParams) -> None:
     }
     for name, count in counts.items():
         if count > most or (count < 0 and most < MAX_LOGPROBS):
-            raise InvalidRequestError(
-                [Field(name), f" asks for {count}; this engine gives at most {most} (max_logprobs)"]
-            )
+            asked = "the whole vocabulary" if count < 0 else count
+            problem = f" asks for {asked}; this engine gives at most {most} (max_logprobs)"
+            raise InvalidRequestError([Field(name), problem])
 
 
 def check_pooling(info: EngineInfo, prompts: Sequence[Sequence[int]], pooling: PoolingParams) -> None:
