@@ -186,9 +186,11 @@ class SamplingParams:
         asked = f"{len(self.logprob_token_ids)} ids"
         _check(len(self.logprob_token_ids) <= MAX_LOGPROBS, "logprob_token_ids", asked, f"at most {MAX_LOGPROBS}")
         if self.logprob_token_ids:
-            accepted = "0 with logprob_token_ids, whose log-probabilities come instead of the most likely tokens'"
-            _check(not self.logprobs, "logprobs", self.logprobs, accepted)
-            set_field(self, "logprobs", 0)
+            set_field(self, "logprobs", self.logprobs or 0)
+            most = MAX_LOGPROBS - len(self.logprob_token_ids)
+            _check(
+                self.logprobs <= most, "logprobs", self.logprobs, f"at most {most} with {asked} in logprob_token_ids"
+            )
         _check(not self.stop or self.detokenize, "stop", list(self.stop), "stop strings need detokenize=True")
 
     @property

@@ -262,7 +262,7 @@ class FakeEngine(AsyncLLM):
             steps = [candidates(token, params.logprobs or 0, logprob) for token in ids[: params.max_tokens]]
             if params.logprob_token_ids:
                 asked = [(token, Logprob(-token / 8)) for token in params.logprob_token_ids]
-                steps = [[step[0], *(entry for entry in asked if entry[0] != step[0][0])] for step in steps]
+                steps = [[*step, *(entry for entry in asked if entry[0] not in dict(step))] for step in steps]
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(

@@ -53,7 +53,7 @@ class TestDefaultVariables:
         assert bytes(engine.seen[-1][0]).decode().startswith("(enable_thinking=False)")
 
     def test_what_the_server_sets_is_refused_at_the_start(self, make_client: Any, engine: FakeEngine) -> None:
-        with pytest.raises(InvalidRequestError, match="^default_chat_template_kwargs has 'messages'"):
+        with pytest.raises(InvalidRequestError, match=r"^default_chat_template_kwargs has 'messages'"):
             make_client(engine, default_chat_template_kwargs={"messages": []})
 
 
