@@ -21,6 +21,9 @@ MAX_PIECES = 8192
 MAX_TOOLS = 128
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
+ROLES = ("system", "user", "assistant", "tool")
+"""Those that every template is given; others belong to some."""
+
 EMPTY_PARAMETERS = {"type": "object", "properties": {}}
 """Those of a function without any."""
 
@@ -91,7 +94,8 @@ def parse_arguments(text: str, place: Field) -> dict[str, Any]:
 class Message:
     """What one speaker says. A tool's message has the `call_id` of the call that it answers."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: str
+    """One of ROLES, or another that the template names."""
     text: str = ""
     reasoning: str | None = None
     calls: list[Call] = field(default_factory=list)
@@ -228,6 +232,8 @@ def _match_calls(messages: Sequence[Message]) -> None:
                 raise InvalidRequestError([Field("messages", at, "call_id"), f" is {shown(call_id)}; {known}"])
             name = waiting.pop(call_id)
             message.name = message.name or name
+        elif message.role not in ROLES:
+            waiting.clear()  # a role of the template's own, such as observation, may bring the results
         elif waiting:
             problem = f" has role {message.role!r}, but the calls {', '.join(waiting)} await their results"
             raise InvalidRequestError([Field("messages", at), problem])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.constraints import answer_constraint
 from jaxllm.serving.content_format import takes_parts, with_parts
-from jaxllm.serving.conversation import Conversation
+from jaxllm.serving.conversation import ROLES, Conversation, Message
 from jaxllm.serving.generation import Prompt
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.parsing.output_format import OutputFormats
@@ -96,6 +97,7 @@ def template_values(model: ServedModel, conversation: Conversation, *, may_be_cu
     if tools:
         arguments["tools"] = [tool.for_template() for tool in tools]
     values = model.tokenizer.chat_template_values(messages, **arguments)
+    check_roles(conversation.messages, values["template"])
     tool_format = model.formats(values["template"]).tools
     if tools and tool_format is None:
         raise InvalidRequestError([Field("tools"), " are turned off on this server (tool_call_parser is none)"])
@@ -105,6 +107,14 @@ def template_values(model: ServedModel, conversation: Conversation, *, may_be_cu
     if takes_parts(values["template"], model.config.chat_template_content_format):
         values["messages"] = [with_parts(message) for message in values["messages"]]
     return values
+
+
+def check_roles(messages: Sequence[Message], template: str) -> None:
+    """Refuse a role that this template would ignore: one that is neither usual nor a string in it."""
+    for at, message in enumerate(messages):
+        if message.role not in ROLES and not any(f"{quote}{message.role}{quote}" in template for quote in "'\""):
+            accepted = f"must be {', '.join(ROLES)}, or a role that the chat template names"
+            raise InvalidRequestError([Field("messages", at, "role"), f" is {message.role!r}; it {accepted}"])
 
 
 def fitted(

@@ -23,6 +23,7 @@ from jaxllm.config import ServeConfig, ServerConfig
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
+from jaxllm.serving.http.request_id import LOG as REQUEST_LOG
 from jaxllm.serving.listener import address, listening
 from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.served_model import read_chat_template
@@ -73,10 +74,10 @@ def configure_logging(config: ServerConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.log_level == "info":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    if config.enable_request_logging:
+        logging.getLogger(REQUEST_LOG).setLevel(logging.INFO)
     for chatty in ("mcp", "httpx2", "httpcore2"):  # tell urls and whole messages; jaxllm.mcp says what matters
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
-    if config.enable_request_logging:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
 
 
 def run_server(config: ServerConfig, registry: Registry, listener: socket.socket) -> None:
@@ -93,7 +94,7 @@ def run_server(config: ServerConfig, registry: Registry, listener: socket.socket
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=config.enable_request_logging,
+        access_log=False,
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
