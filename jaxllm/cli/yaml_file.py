@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from jaxllm.cli.vllm_flags import REFUSED
 from jaxllm.config import ServeConfig, did_you_mean
 from jaxllm.errors import ConfigError
 
@@ -46,6 +47,8 @@ def read_yaml(path: Path | None) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds a {type(document).__name__}; it must be a mapping of setting: value")
     for key in document:
+        if reason := REFUSED.get(f"--{str(key).replace('_', '-')}"):
+            raise ConfigError(f"{path}: {key} is not available: {reason}")
         if key not in ServeConfig.model_fields:
             raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), ServeConfig.model_fields)}")
     return document

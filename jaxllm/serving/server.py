@@ -193,13 +193,14 @@ class Server(uvicorn.Server):
 
 def announce(state: ServerState, listener: socket.socket) -> None:
     """Print what is being served and where."""
-    base = address(listener)
     info = state.registry.find(None).engine.info
+    sizes = f"context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once"
+    names, base = ", ".join(state.registry.names), address(listener)
+    if state.config.uds is not None:
+        _say(f"Serving {names} on {base} ({sizes})")
+        return
     page = f"; a page to talk to it at {base}/" if state.config.web else ""
-    _say(
-        f"Serving {', '.join(state.registry.names)} on {base}/v1 "
-        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {base}/docs{page})"
-    )
+    _say(f"Serving {names} on {base}/v1 ({sizes}; docs at {base}/docs{page})")
 
 
 def _say(text: str) -> None:
