@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import TextIO
 
 OUTPUT = "standard output"
 """The file that an OSError of these streams names."""
@@ -21,9 +20,15 @@ class Output(TextIOWrapper):
     What its encoding lacks is written as an escape (\\xfc), as Python does on standard error.
     """
 
-    def __init__(self, descriptor: int, encoding: str | None):
-        file = os.fdopen(descriptor, "wb", closefd=False)
-        super().__init__(file, encoding, errors="backslashreplace", line_buffering=os.isatty(descriptor))
+    def __init__(self, stream: TextIOWrapper):
+        super().__init__(
+            stream.buffer,
+            stream.encoding,
+            errors="backslashreplace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        self._stream = stream  # which would close the buffer of both when it is forgotten
 
     def write(self, text: str) -> int:
         with self._telling():
@@ -55,7 +60,10 @@ def prepare_streams() -> None:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    sys.stdout = Output(1, _encoding(sys.stdout))
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout = Output(sys.stdout)
 
 
 def _is_open(descriptor: int) -> bool:
@@ -66,10 +74,6 @@ def _is_open(descriptor: int) -> bool:
             raise
         return False
     return True
-
-
-def _encoding(stream: TextIO | None) -> str:
-    return "utf-8" if stream is None else stream.encoding
 
 
 def _open_at(descriptor: int, flags: int) -> None:
