@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
@@ -67,7 +69,37 @@ def parse_pairs(value: Any) -> Any:
     pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
     if not all(middle for _, middle, _ in pairs):
         raise ValueError("it must be PATTERN=KIND, several separated by commas")
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} is set twice")
     return {name.strip(): kind.strip() for name, _, kind in pairs}
+
+
+def parse_object(value: Any) -> Any:
+    """'{"a": 1}' -> {'a': 1}; anything else is left for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError('it must be a JSON object, such as {"key": 1}') from None
+
+
+Object = Annotated[dict[str, Any], BeforeValidator(parse_object)]
+
+
+def parse_prefix(value: Any) -> Any:
+    """'/llm/' -> '/llm', and '' and '/' -> None; anything else is left for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    prefix = value.rstrip("/")
+    if prefix and not PREFIX.fullmatch(prefix):
+        raise ValueError("it must be a path of letters, digits and -._~, such as /llm")
+    return prefix or None
+
+
+PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
+"""What a proxy may put before the routes: it gets into pages, so it may hold nothing that means something there."""
 
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -90,6 +122,16 @@ class EngineConfig(BaseModel):
     """`dummy` fills the right shapes with random weights on the device."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute and weight type; auto is bfloat16."""
+    hf_overrides: Object | None = None
+    """Other values for keys of config.json, as {"rope_parameters": {…}}; an object replaces those of its keys alone."""
+    quantization: str | None = None
+    """Refuse to start unless the checkpoint is quantized this way, as awq, gptq, fp8 or gguf; it changes nothing."""
+    generation_config: str = "auto"
+    """The folder of the generation_config.json that requests' defaults come from; auto: the model's, vllm: none."""
+    override_generation_config: Object | None = None
+    """Defaults of requests, as {"temperature": 0.5}; they win over generation_config."""
+    max_logprobs: Annotated[int, Field(ge=0, le=20)] = 20
+    """Most log-probabilities at a position that a request may ask for; below 20, no whole vocabularies either."""
     seed: int = 0
     """Where unseeded requests and dummy weights take their randomness from."""
     skip_tokenizer_init: bool = False
@@ -158,6 +200,10 @@ class ModelConfig(EngineConfig):
     """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    """Templates get a message's content as one string or as OpenAI's list of parts; auto reads it off the template."""
+    default_chat_template_kwargs: Object | None = None
+    """Variables of the chat template, as {"enable_thinking": false}; a request's chat_template_kwargs win."""
     tool_call_parser: str = "auto"
     """Format of tool calls: auto reads it off the chat template, none refuses tools; or a name, ours or vLLM's."""
     reasoning_parser: str = "auto"
@@ -182,6 +228,10 @@ class ServerConfig(BaseModel):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one and prints it."""
+    uds: Path | None = None
+    """A Unix domain socket to listen on, instead of host and port."""
+    root_path: Annotated[str | None, BeforeValidator(parse_prefix)] = None
+    """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
     api_key: str | None = None
     """Clients must send it as a bearer token; several are separated by commas."""
     allowed_origins: str | None = None
@@ -196,6 +246,13 @@ class ServerConfig(BaseModel):
     """Seconds of silence after which a stream sends a keep-alive comment."""
     shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0
     """Seconds that running requests get to finish after Ctrl-C or SIGTERM."""
+
+    @model_validator(mode="after")
+    def _one_address(self) -> Self:
+        given = sorted({"host", "port"} & self.model_fields_set)
+        if self.uds is not None and given:
+            raise ValueError(f"uds and {given[0]} exclude each other: the server listens on a file or on an address")
+        return self
 
     serve_any_model_name: bool = False
     """Answer requests that ask for any other model too, by the name that they ask for."""

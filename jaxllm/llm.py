@@ -117,8 +117,9 @@ class LLM:
                     f"{self.info.max_model_len}",
                     param="max_tokens",
                 )
-        # of each token all the candidates of its step are shown
-        shown = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens, logprobs=2 * params.beam_width)
+        # of each token all the candidates of its step are shown, as far as may be
+        count = min(2 * params.beam_width, self.info.max_logprobs)
+        shown = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens, logprobs=count)
         return self._run([(text, ids, shown) for text, ids in pairs], False, params)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:

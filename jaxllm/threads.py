@@ -10,6 +10,7 @@ to itself after SystemExit; then, to keep it right, the compiles that have begun
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dis
 import logging
 import os
@@ -76,7 +77,9 @@ def note_exit_status(status: int) -> None:
 def _leave(status: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):  # it cannot be written, and nothing is left that could say so
+            if stream is not None:  # the program was started without it
+                stream.flush()
     os._exit(status)
 
 

@@ -42,6 +42,17 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
     assert output.outputs[0].token_ids == llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].token_ids
 
 
+def test_a_search_needs_no_more_log_probabilities_than_may_be_shown(llm: LLM, directory: Path) -> None:
+    search = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+    texts = [beam.token_ids for beam in llm.beam_search([PROMPT], search)[0].outputs]
+    with LLM(str(directory), **SETTINGS, max_logprobs=2) as other:
+        beams = other.beam_search([PROMPT], search)[0].outputs
+        with pytest.raises(InvalidRequestError, match=r"^logprobs asks for 3; this engine gives at most 2"):
+            other.generate([PROMPT], SamplingParams(logprobs=3), use_tqdm=False)
+    assert [beam.token_ids for beam in beams] == texts
+    assert all(len(step) <= 3 for beam in beams for step in beam.logprobs)
+
+
 def test_a_beams_log_probability_is_that_of_its_text(llm: LLM) -> None:
     outputs = llm.beam_search([PROMPT, PROMPT[::-1]], BeamSearchParams(beam_width=3, max_tokens=4))
     assert [len(output.outputs) for output in outputs] == [3, 3]

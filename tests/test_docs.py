@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic.fields import FieldInfo
 
+from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
 from jaxllm.config import ServeConfig, sections
 from jaxllm.models.registry import FAMILIES
 from jaxllm.serving.parsing.formats import TOOL_FORMATS
@@ -77,6 +78,15 @@ def efforts_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def flags_table(flags: Mapping[str, str]) -> str:
+    """One row a reason, with all flags that have it."""
+    by_reason: dict[str, list[str]] = {}
+    for flag, reason in flags.items():
+        by_reason.setdefault(reason, []).append(flag)
+    rows = [("Flag", "Why"), ("---", "---"), *((code(tuple(names)), reason) for reason, names in by_reason.items())]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def verbatim(text: str) -> str:
     """'{"a":\\n"b|c"}' in a table's cell."""
     return "`" + text.replace("\n", "\\n").replace("|", "\\|") + "`"
@@ -97,6 +107,8 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "tool formats": (ROOT / "docs/tools.md", tool_formats_table),
     "efforts": (ROOT / "docs/tools.md", efforts_table),
     "reasoning formats": (ROOT / "docs/tools.md", reasoning_formats_table),
+    "flags that are always so": (ROOT / "docs/coming-from.md", lambda: flags_table(ALWAYS_SO)),
+    "refused flags": (ROOT / "docs/coming-from.md", lambda: flags_table(REFUSED)),
     "families": (ROOT / "README.md", family_table),
 }
 """Marker of a generated part -> the page it is in, and what makes it."""

@@ -94,6 +94,18 @@ def test_logprobs_of_named_tokens_are_those_of_the_whole_distribution(llm):
             assert entry[other].logprob == pytest.approx(whole[len(prompt) + step][other].logprob, abs=1e-4)
 
 
+def test_logprobs_of_named_tokens_come_beside_the_most_likely_ones(llm):
+    prompt, asked = [5, 6, 7, 8], [3, VOCAB - 1, 0]
+    both, named, plain = (
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=3, **fields), use_tqdm=False)[0].outputs[0]
+        for fields in ({"logprobs": 17, "logprob_token_ids": asked}, {"logprob_token_ids": asked}, {"logprobs": 17})
+    )
+    for entry, of_named, top in zip(both.logprobs, named.logprobs, plain.logprobs, strict=True):
+        assert list(entry) == [*top, *(token for token in of_named if token not in top)]
+        assert all(entry[token] == top[token] for token in top)
+        assert all(entry[token].logprob == of_named[token].logprob for token in of_named)
+
+
 def test_steps_are_counted_by_their_tokens(llm):
     before = llm.stats()
     llm.generate([[9, 8, 7, 6, 5]], GREEDY, use_tqdm=False)

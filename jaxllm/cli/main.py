@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -18,9 +17,12 @@ from jaxllm.cli.plan import plan
 from jaxllm.cli.profile import profile
 from jaxllm.cli.pull import pull
 from jaxllm.cli.serve import serve
-from jaxllm.errors import JaxLLMError
+from jaxllm.cli.streams import OUTPUT, prepare_streams
+from jaxllm.cli.vllm_flags import translated
+from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.threads import note_exit_status
 
+FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
@@ -45,7 +47,10 @@ for command in (serve, generate, chat, pull, convert, compile, models, plan, ben
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when all went well, 2 with one line on stderr when the user's input did not."""
     try:
-        app(arguments, exit_on_error=False, print_error=False)
+        try:
+            app(translated(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
+        finally:
+            sys.stdout.flush()
     except CycloptsError as error:
         error.verbose = False
         _refuse(error)
@@ -54,12 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # `jaxllm generate … | head -1`: the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it flushes
         sys.exit(PIPE_CLOSED)
+    except OSError as error:
+        if error.filename != OUTPUT:
+            raise
+        _refuse(ConfigError(f"{OUTPUT} cannot be written: {(error.strerror or str(error)).lower()}"), FAILED)
 
 
 def run() -> None:
     """`main` as a whole process, which then ends at once, whatever is still being compiled for nobody."""
+    prepare_streams()
     try:
         main()
         note_exit_status(0)
@@ -69,9 +78,9 @@ def run() -> None:
         raise
 
 
-def _refuse(error: Exception) -> None:
+def _refuse(error: Exception, status: int = USAGE_ERROR) -> None:
     print(f"jaxllm: error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(USAGE_ERROR)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from cyclopts import Group, Parameter
 
+from jaxllm.cli.documentation import documentation, documented
 from jaxllm.config import EngineConfig
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
@@ -38,7 +39,7 @@ def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
         sampling = {flag.name: given.pop(flag.name) for flag in flags if flag.name in given}
         return command(given.pop("config"), sampling, **given)
 
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__, run.__doc__ = command.__name__, documentation(command)
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run
 
@@ -55,6 +56,9 @@ def sampling_params(given: Mapping[str, Any], model_defaults: SamplingDefaults =
 def sampling_flags() -> list[inspect.Parameter]:
     """One keyword parameter a field; a flag that is not given leaves the choice to the model."""
     types = get_type_hints(SamplingParams)
+    for member in (member for annotation in types.values() for member in get_args(annotation)):
+        if dataclasses.is_dataclass(member):  # its fields become flags as well
+            documented(member)  # type: ignore[type-var]
     texts = _field_texts()
     flags = []
     for field in dataclasses.fields(SamplingParams):
@@ -83,5 +87,5 @@ def _token_ids(_: type, logit_bias: dict[str, float] | None) -> None:
 
 def _field_texts() -> dict[str, str]:
     """The 'Attributes:' of SamplingParams' docstring: 'a, b: text.' -> {'a': 'text.', 'b': 'text.'}."""
-    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", inspect.getdoc(SamplingParams) or "", flags=re.MULTILINE)
+    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
     return {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}

@@ -13,11 +13,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
 from cyclopts import Group, Parameter
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from jaxllm.cli.documentation import documentation
+from jaxllm.cli.yaml_file import read_yaml
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, did_you_mean, sections
 from jaxllm.errors import ConfigError
 
@@ -66,7 +67,7 @@ def takes_settings(
             flags = {name: given.pop(name) for name in schema.model_fields if name in given}
             return command(read_settings(schema, flags, path), **given)
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__name__, run.__doc__ = command.__name__, documentation(command)
         run.__signature__ = signature  # type: ignore[attr-defined]
         return run
 
@@ -94,7 +95,7 @@ def read_settings(
             values[name] = _from_text(value, schema.model_fields[name]) if isinstance(value, str) else value
             sources[name] = source
 
-    for key, value in _read_yaml(config_file).items():
+    for key, value in read_yaml(config_file).items():
         take(key, value, f"{config_file}: {key}")
     for variable, name in _known_variables(environ).items():
         take(name, environ[variable], variable)
@@ -109,25 +110,6 @@ def read_settings(
             raise ConfigError(accepted) from None
         name = str(first["loc"][0])
         raise ConfigError(f"{sources[name]} is {values[name]!r}: {accepted}") from None
-
-
-def _read_yaml(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config is {str(path)!r}: {(error.strerror or str(error)).lower()}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds a {type(document).__name__}; it must be a mapping of setting: value")
-    for key in document:
-        if key not in ServeConfig.model_fields:
-            raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), ServeConfig.model_fields)}")
-    return document
 
 
 def names_setting(variable: str) -> bool:

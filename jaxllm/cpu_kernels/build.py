@@ -15,6 +15,7 @@ from filelock import FileLock
 from jaxllm.config import CACHE_DIR
 from jaxllm.cpu_kernels.compiler import LIBRARY, compile_library, find_compiler, output_of, sources_version
 from jaxllm.folders import cache_or_temporary
+from jaxllm.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def _version(compiler: str, machine: str) -> str:
 
 
 def _compile(compiler: str, machine: str, path: Path) -> None:
-    logger.info("compiling the CPU kernels with %s, once for this version (about a minute)", compiler)
+    logger.warning("compiling the CPU kernels with %s, once for this version; it takes a minute or two", compiler)
     begin = time.perf_counter()
-    compile_library(compiler, machine, Path(jax.ffi.include_dir()), path)
+    with progress_bar("Compiling the CPU kernels") as on_progress:
+        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress)
     logger.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begin)

@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
@@ -67,8 +68,12 @@ def sources_version(machine: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: str, machine: str, headers: Path, library: Path) -> None:
+def compile_library(
+    compiler: str, machine: str, headers: Path, library: Path, on_progress: Callable[[int, int], None] | None = None
+) -> None:
     """Make the shared library `library` for every ISA of `machine`, with the FFI's headers of a jaxlib.
+
+    `on_progress` is called with (files compiled, files in all).
 
     Raises:
         BuildError: the compiler failed.
@@ -82,7 +87,11 @@ def compile_library(compiler: str, machine: str, headers: Path, library: Path) -
         common = [compiler, *FLAGS, "-I", str(headers)]
         commands = [[*common, *flags, "-c", str(source), "-o", f"{work}/{name}"] for source, name, flags in jobs]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(output_of, commands))
+            running = [pool.submit(output_of, command) for command in commands]
+            for done, compiled in enumerate(as_completed(running)):
+                compiled.result()
+                if on_progress:
+                    on_progress(done + 1, len(running))
         result = Path(work) / library.name
         output_of([compiler, "-shared", "-pthread", "-o", str(result), *(f"{work}/{name}" for _, name, _ in jobs)])
         result.rename(library)

@@ -139,15 +139,15 @@ class Results:
 
 
 def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> RankedLogprobs:
-    """The chosen token first, then the most likely, best first, or those that were asked for, in their order."""
+    """The chosen token first, then the most likely, best first, then those that were asked for, in their order."""
     chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
-    asked = len(params.logprob_token_ids)
-    count = asked or params.logprobs
-    ids = logprobs.top_ids[row, :count].tolist()
-    values = logprobs.top[row, :count].tolist()
-    pairs = [(i, v) for i, v in zip(ids, values, strict=True) if v > -math.inf]  # a small vocabulary has fewer
-    ranked = [(i, Logprob(v, None if asked else rank)) for rank, (i, v) in enumerate(pairs, 1)]
-    return [chosen, *(entry for entry in ranked if entry[0] != token)]
+    pairs = list(zip(logprobs.top_ids[row].tolist(), logprobs.top[row].tolist(), strict=True))
+    count, asked = params.logprobs or 0, len(params.logprob_token_ids)
+    found = {i: Logprob(v, rank) for rank, (i, v) in enumerate(pairs[:count], 1)}
+    for i, v in pairs[len(pairs) - asked :]:
+        found.setdefault(i, Logprob(v, None))
+    shown = (entry for entry in found.items() if entry[1].logprob > -math.inf)  # a small vocabulary has fewer
+    return [chosen, *(entry for entry in shown if entry[0] != token)]
 
 
 def store_scores(score: Score) -> None:

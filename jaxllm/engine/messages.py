@@ -14,7 +14,7 @@ import msgspec
 from jaxllm.requests.outputs import RankedLogprobs
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
+from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 
 
@@ -122,6 +122,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
     default_sampling: SamplingDefaults = SamplingDefaults()
+    max_logprobs: int = MAX_LOGPROBS
+    """Most that a request may ask for at a position."""
     """The checkpoint's generation_config."""
 
 

@@ -73,7 +73,7 @@ class SamplingParams:
         stop_token_ids: token ids that end generation; kept in token_ids, left out of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: return the log-probabilities of this many most likely tokens, besides the chosen one's.
-        logprob_token_ids: return those of these tokens instead of the most likely ones'; logprobs is then 0.
+        logprob_token_ids: return those of these tokens as well; together with logprobs at most 20.
         prompt_logprobs: the same for each prompt token; -1 returns the whole vocabulary.
         detokenize: False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
@@ -186,9 +186,9 @@ class SamplingParams:
         asked = f"{len(self.logprob_token_ids)} ids"
         _check(len(self.logprob_token_ids) <= MAX_LOGPROBS, "logprob_token_ids", asked, f"at most {MAX_LOGPROBS}")
         if self.logprob_token_ids:
-            accepted = "0 with logprob_token_ids, whose log-probabilities come instead of the most likely tokens'"
-            _check(not self.logprobs, "logprobs", self.logprobs, accepted)
-            set_field(self, "logprobs", 0)
+            count, most = self.logprobs or 0, MAX_LOGPROBS - len(self.logprob_token_ids)
+            _check(count <= most, "logprobs", count, f"at most {most} with {asked} in logprob_token_ids")
+            set_field(self, "logprobs", count)
         _check(not self.stop or self.detokenize, "stop", list(self.stop), "stop strings need detokenize=True")
 
     @property

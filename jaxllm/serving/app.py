@@ -20,6 +20,8 @@ from jaxllm.serving.batches.runner import Batches
 from jaxllm.serving.http.errors import install_error_handlers
 from jaxllm.serving.http.openapi import install_openapi
 from jaxllm.serving.http.origins import OriginGuard
+from jaxllm.serving.http.prefix import ProxyPrefix
+from jaxllm.serving.http.request_id import RequestIds
 from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.mcp import routes as mcp
 from jaxllm.serving.metrics import collector_registry
@@ -71,7 +73,8 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)
         app.include_router(router, include_in_schema=False)
-    app.include_router(scoring.cohere_router, dependencies=shown_key)
+    for router in (scoring.cohere_router, embeddings.cohere_router):
+        app.include_router(router, dependencies=shown_key)
     app.include_router(health.router)
     if config.web:
         app.include_router(make_web_router())
@@ -84,6 +87,8 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     )
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(ProxyPrefix, root_path=config.root_path)
+    app.add_middleware(RequestIds, logs=config.enable_request_logging)
     install_error_handlers(app)
     for gone in (ClientDisconnected, ClientDisconnect):  # before the answer, and before the body was complete
         app.add_exception_handler(gone, _nobody_listens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxllm.errors import Field, InvalidRequestError
@@ -20,6 +20,9 @@ MAX_PIECES = 8192
 """Messages, parts of their contents, and tool calls, together."""
 MAX_TOOLS = 128
 TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Those that every template is given; others belong to some."""
 
 EMPTY_PARAMETERS = {"type": "object", "properties": {}}
 """Those of a function without any."""
@@ -91,7 +94,8 @@ def parse_arguments(text: str, place: Field) -> dict[str, Any]:
 class Message:
     """What one speaker says. A tool's message has the `call_id` of the call that it answers."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: str
+    """One of ROLES, or another that the template names."""
     text: str = ""
     reasoning: str | None = None
     calls: list[Call] = field(default_factory=list)
@@ -154,6 +158,13 @@ class Rendering:
         """How many tokens of reasoning the template was told of."""
         budget = self.variables.get("thinking_budget")
         return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
+
+    def with_defaults(self, variables: Mapping[str, Any]) -> Rendering:
+        """The same with other variables where it has none; who says to think or not says it by any of its names."""
+        said = set(self.variables)
+        if said & set(THINKING_VARIABLES):
+            said |= set(THINKING_VARIABLES)
+        return replace(self, variables={n: v for n, v in variables.items() if n not in said} | dict(self.variables))
 
     def template_arguments(self, server_template: str | None) -> dict[str, Any]:
         """Keyword arguments of Tokenizer.chat_template_values."""
@@ -221,6 +232,8 @@ def _match_calls(messages: Sequence[Message]) -> None:
                 raise InvalidRequestError([Field("messages", at, "call_id"), f" is {shown(call_id)}; {known}"])
             name = waiting.pop(call_id)
             message.name = message.name or name
+        elif message.role not in ROLES:
+            waiting.clear()  # a role of the template's own, such as observation, may bring the results
         elif waiting:
             problem = f" has role {message.role!r}, but the calls {', '.join(waiting)} await their results"
             raise InvalidRequestError([Field("messages", at), problem])

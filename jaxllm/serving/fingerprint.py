@@ -7,7 +7,7 @@ import json
 from importlib.metadata import version
 from typing import Any
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineConfig, ModelConfig
 
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
 """Settings of the engine that say where and when it runs, not what it answers."""
@@ -19,8 +19,9 @@ def engine_settings(config: EngineConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", include=fields)
 
 
-def system_fingerprint(config: EngineConfig, max_model_len: int, chat_template: str | None) -> str:
+def system_fingerprint(config: ModelConfig, max_model_len: int, chat_template: str | None) -> str:
     """The same as long as all of these are, over restarts too; `max_model_len` is what the engine settled on."""
-    described = [version("jaxllm"), engine_settings(config), max_model_len, chat_template]
+    template = [chat_template, config.default_chat_template_kwargs, config.chat_template_content_format]
+    described = [version("jaxllm"), engine_settings(config), max_model_len, template]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return f"fp_{digest[:12]}"

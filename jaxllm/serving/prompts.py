@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.constraints import answer_constraint
-from jaxllm.serving.conversation import Conversation
+from jaxllm.serving.content_format import takes_parts, with_parts
+from jaxllm.serving.conversation import ROLES, Conversation, Message
 from jaxllm.serving.generation import Prompt
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.parsing.output_format import OutputFormats
@@ -57,6 +59,7 @@ async def render(
     The template is rendered where it can be stopped, whoever wrote it.
     Raises InvalidRequestError where the template or a setting refuses.
     """
+    conversation = with_defaults(model, conversation)
     values = await state.offload(template_values, model, conversation, may_be_cut=may_be_cut)
     came_along = values["template"] == conversation.rendering.chat_template  # and is no name of one of the checkpoint's
     text = await (state.clients_templates if came_along else state.templates).render(values)
@@ -68,10 +71,17 @@ async def conversation_prompt(
 ) -> ConversationPrompt:
     """Render, tokenize and check a conversation off the event loop. Raises InvalidRequestError naming the field."""
     may_be_cut = settings.truncate_prompt_tokens is not None
+    conversation = with_defaults(model, conversation)
     rendered = await render(state, model, conversation, may_be_cut=may_be_cut)
     constrained = conversation.tools or conversation.structured_outputs is not None
     offload = state.offload_grammar if constrained else state.offload
     return await offload(_checked, model, conversation, settings, rendered)
+
+
+def with_defaults(model: ServedModel, conversation: Conversation) -> Conversation:
+    """The conversation with the variables that the server's settings give its template."""
+    rendering = conversation.rendering.with_defaults(model.config.default_chat_template_kwargs or {})
+    return dataclasses.replace(conversation, rendering=rendering)
 
 
 def template_values(model: ServedModel, conversation: Conversation, *, may_be_cut: bool = False) -> dict[str, Any]:
@@ -87,13 +97,24 @@ def template_values(model: ServedModel, conversation: Conversation, *, may_be_cu
     if tools:
         arguments["tools"] = [tool.for_template() for tool in tools]
     values = model.tokenizer.chat_template_values(messages, **arguments)
+    check_roles(conversation.messages, values["template"])
     tool_format = model.formats(values["template"]).tools
     if tools and tool_format is None:
         raise InvalidRequestError([Field("tools"), " are turned off on this server (tool_call_parser is none)"])
     if tool_format is not None and not knows_tools(values["template"]) and (tools or has_tool_turns(messages)):
         values["messages"] = with_tools_as_text(messages, tools, tool_format)
         values["tools"] = None
+    if takes_parts(values["template"], model.config.chat_template_content_format):
+        values["messages"] = [with_parts(message) for message in values["messages"]]
     return values
+
+
+def check_roles(messages: Sequence[Message], template: str) -> None:
+    """Refuse a role that this template would ignore: one that is neither usual nor a string in it."""
+    for at, message in enumerate(messages):
+        if message.role not in ROLES and not any(f"{quote}{message.role}{quote}" in template for quote in "'\""):
+            accepted = f"must be {', '.join(ROLES)}, or a role that the chat template names"
+            raise InvalidRequestError([Field("messages", at, "role"), f" is {message.role!r}; it {accepted}"])
 
 
 def fitted(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from jaxllm.config import ModelConfig
 from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
+from jaxllm.serving.conversation import Rendering, naming
 from jaxllm.serving.fingerprint import system_fingerprint
 from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.parsing.formats import detect_formats
@@ -40,7 +41,8 @@ class ServedModel:
 
     `running` are the requests under way; none begins once `draining` is true.
 
-    Raises ConfigError when config.chat_template cannot be read, or a parser's name is unknown.
+    Raises ConfigError when config.chat_template cannot be read, or a parser's name is unknown, and InvalidRequestError
+    when config.default_chat_template_kwargs has a name that the server sets.
     """
 
     def __init__(self, config: ModelConfig, engine: AsyncLLM):
@@ -48,6 +50,8 @@ class ServedModel:
         self.names = config.names
         """What requests may call it. The first is the one that metrics and notices use."""
         self.engine = engine
+        with naming(lambda _: Field("default_chat_template_kwargs")):
+            Rendering(variables=config.default_chat_template_kwargs or {})  # refuses names that the server sets
         self.chat_template = read_chat_template(config)
         """Instead of the checkpoint's."""
         self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)

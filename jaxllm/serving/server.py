@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import multiprocessing
@@ -26,6 +25,8 @@ from jaxllm.folders import unwritable
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
+from jaxllm.serving.http.request_id import LOG as REQUEST_LOG
+from jaxllm.serving.listener import address, listening
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.served_model import read_chat_template
@@ -41,8 +42,6 @@ IDLE_CONNECTION_SECONDS = 30
 SWITCH_SECONDS = 0.0005
 """How long a thread that reads a large body, or encodes a long text, may keep the event loop waiting: Python's own 5 ms
 add up, for an event takes several turns of the loop."""
-WAITING_CONNECTIONS = 2048
-"""That the system keeps while the model loads, or the event loop is busy."""
 
 
 def serve(config: ServeConfig) -> None:
@@ -57,8 +56,7 @@ def serve(config: ServeConfig) -> None:
     raises.
     """
     configure_logging(config)
-    listener = bind(config.host, config.port)
-    with listener, _ending_on_sigterm():
+    with listening(config) as listener, _ending_on_sigterm():
         if (reason := unwritable(config.data_dir.expanduser())) is not None:
             raise ConfigError(f"data_dir is {str(config.data_dir)!r}, where nothing can be written: {reason}")
         read_chat_template(config)
@@ -83,10 +81,10 @@ def configure_logging(config: ServerConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.log_level == "info":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    if config.enable_request_logging:
+        logging.getLogger(REQUEST_LOG).setLevel(logging.INFO)
     for chatty in ("mcp", "httpx2", "httpcore2"):  # tell urls and whole messages; jaxllm.mcp says what matters
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
-    if config.enable_request_logging:
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
 
 
 def run_server(config: ServerConfig, registry: Registry, listener: socket.socket) -> None:
@@ -103,7 +101,7 @@ def run_server(config: ServerConfig, registry: Registry, listener: socket.socket
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=config.enable_request_logging,
+        access_log=False,
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
@@ -197,47 +195,24 @@ class Server(uvicorn.Server):
         if self._state.running:
             seconds, count = self._state.config.shutdown_timeout, len(self._state.running)
             waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
-        print(f"Stopping{waiting}", flush=True)
+        _say(f"Stopping{waiting}")
 
 
 def announce(state: ServerState, listener: socket.socket) -> None:
     """Print what is being served and where."""
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     info = state.registry.find(None).engine.info
-    page = f"; a page to talk to it at {address}/" if state.config.web else ""
-    print(
-        f"Serving {', '.join(state.registry.names)} on {address}/v1 "
-        f"(context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once; docs at {address}/docs{page})",
-        flush=True,
-    )
+    sizes = f"context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once"
+    names, base = ", ".join(state.registry.names), address(listener)
+    if state.config.uds is not None:
+        _say(f"Serving {names} on {base} ({sizes})")
+        return
+    page = f"; a page to talk to it at {base}/" if state.config.web else ""
+    _say(f"Serving {names} on {base}/v1 ({sizes}; docs at {base}/docs{page})")
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError naming the host or the port.
-
-    With SO_REUSEADDR alone Linux gives an address to all who bind it and to the first who listens: only that takes it.
-    """
+def _say(text: str) -> None:
+    """Print a line, or log it where standard output is closed or full: that is no reason to stop serving."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        print(text, flush=True)
     except OSError as error:
-        raise ConfigError(f"host is {host!r}, which is no address of this machine: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(WAITING_CONNECTIONS)
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from None
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"port {port} on {host} is in use; choose another with --port, or 0 for any free one")
-    if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"host is {host!r}, which is no address of this machine")
-    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror}")
+        logger.warning("standard output cannot be written (%s): %s", error.strerror, text)

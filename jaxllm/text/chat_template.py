@@ -47,14 +47,23 @@ def _strftime_now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
 
 
-@functools.lru_cache(maxsize=32)
-def _compile(template: str) -> jinja2.Template:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return environment.from_string(template)
+    return environment
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def syntax_tree(template: str) -> nodes.Template:
+    """What a template is made of. Raises jinja2.TemplateSyntaxError, or RecursionError for blocks too deep."""
+    return _environment().parse(template)
 
 
 def render(

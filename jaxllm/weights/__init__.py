@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, is_saved, model_file, pickles
@@ -12,13 +13,14 @@ if TYPE_CHECKING:  # tokenizers read a model's folder too, in servers that need 
     from jaxllm.weights.checkpoint import Checkpoint
 
 
-def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
+def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[str, Any] = {}) -> Checkpoint:
     """Open a directory of safetensors, quantized or not, or of Orbax arrays; a .gguf file, or a directory with one.
 
     `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF), `orbax`,
     `safetensors` and `gguf` insist, `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
-    may be empty.
-    Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated.
+    may be empty. `overrides` are other values for keys of config.json; an object replaces those of its keys alone.
+    Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated, or has no config.json
+    whose keys could be overridden.
     """
     from jaxllm.weights.gguf_file import GGUFCheckpoint
     from jaxllm.weights.packed_file import PackedCheckpoint, quantization_config
@@ -30,6 +32,7 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if load_format in ("auto", "orbax", "dummy") and is_saved(path):
+        _refuse_overrides(path, overrides)
         return SavedCheckpoint(path)
     if load_format == "orbax":
         raise CheckpointError(f"{path}: load_format is 'orbax', but there is no directory with {MANIFEST}")
@@ -37,11 +40,26 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
         has_weights = any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists()
         if has_weights or load_format != "auto" or not any(path.glob("*.gguf")):
             checkpoint = SafetensorsCheckpoint(path, weights=load_format != "dummy")
+            checkpoint.config = _merged(checkpoint.config, overrides)
             config = quantization_config(checkpoint)
             return PackedCheckpoint(checkpoint, config) if config else checkpoint
     if load_format == "safetensors":
         raise CheckpointError(f"{path}: load_format is 'safetensors', but there is no directory with config.json")
+    _refuse_overrides(path, overrides)
     return GGUFCheckpoint(the_gguf_file(path))
+
+
+def _refuse_overrides(path: Path, overrides: Mapping[str, Any]) -> None:
+    if overrides:
+        raise CheckpointError(f"hf_overrides is set, but {path} has no config.json whose keys it could override")
+
+
+def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with other values; {"a": {"b": 1, "c": 2}} and {"a": {"b": 3}} -> {"a": {"b": 3, "c": 2}}."""
+    both = ((key, config.get(key), value) for key, value in overrides.items())
+    return {**config} | {
+        key: _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new for key, old, new in both
+    }
 
 
 def the_gguf_file(path: Path) -> Path:

@@ -25,7 +25,8 @@ def model_file(folder: Path, name: str) -> Path:
 
     Raises:
         CheckpointError: it lies outside of `folder`, by its name or through a symbolic link. Links into the `blobs` of
-            the hub's cache are how that cache is made, and are followed.
+            the hub's cache are how that cache is made, and are followed. Or it is neither a file nor a folder: a pipe
+            that nobody writes into would be waited for without end.
     """
     if "\0" in name:
         raise CheckpointError(f"{folder}: {shown(name)} is no name of a file")
@@ -34,7 +35,14 @@ def model_file(folder: Path, name: str) -> Path:
     blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
     if not any(target.is_relative_to(place) for place in (root, *blobs)):
         raise CheckpointError(f"{folder}: {shown(name)} leads out of the model's folder; copy the file there")
+    check_no_device(file)
     return file
+
+
+def check_no_device(file: Path) -> None:
+    """Raises CheckpointError for a pipe, a socket or a device, which cannot be read at any place and may never end."""
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise CheckpointError(f"{one_line(file)}: is a pipe, a socket or a device; it must be a file")
 
 
 def read_text(folder: Path, name: str, errors: str = "strict") -> str:

@@ -12,13 +12,15 @@ from jaxllm.weights.folder import model_file, read_object
 TOKEN_ID = whole(0, 2**31 - 1)
 EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
 """Of config.json too."""
-GENERATION_FIELDS: FieldKinds = EOS_FIELDS | {
+SAMPLING_FIELDS: FieldKinds = {
     "temperature": either(real(0, 1e3), NULL),
     "top_p": either(real(1e-6, 1), NULL),
     "top_k": either(whole(-1, 2**31 - 1), NULL),
     "min_p": either(real(0, 1), NULL),
     "repetition_penalty": either(real(1e-6, 1e3), NULL),
 }
+"""What is recommended to sample with."""
+GENERATION_FIELDS: FieldKinds = EOS_FIELDS | SAMPLING_FIELDS
 
 
 def generation_config_of(path: Path) -> Path:

@@ -17,6 +17,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
+from jaxllm.weights.folder import check_no_device
 from jaxllm.weights.gguf_file import GGUFCheckpoint
 
 Importance = Float32[np.ndarray, "*experts i"]
@@ -33,6 +34,7 @@ def read_imatrix(path: Path) -> dict[str, Importance]:
     Raises:
         CheckpointError: no such file, or it is of neither form, or truncated, or has numbers below 0.
     """
+    check_no_device(path)
     try:
         with open(path, "rb") as file:
             is_gguf = file.read(4) == b"GGUF"

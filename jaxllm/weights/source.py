@@ -117,6 +117,8 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
             why = f": {NO_PICKLES}" if path.suffix in PICKLES else ""
             raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file{why}")
         return path
+    if model and path.exists():
+        raise ModelNotFoundError(f"model {model!r} is a pipe, a socket or a device; it must be a file or a folder")
     return _from_hub(model, revision, _MODEL_FILES, weights=True)
 
 

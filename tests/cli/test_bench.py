@@ -170,7 +170,9 @@ def test_a_child_process_gets_exactly_the_configuration(tmp_path: Path, monkeypa
 def test_a_child_runs_the_instruction_set_that_is_forced(monkeypatch) -> None:
     monkeypatch.setenv("JAXLLM_CPU_ISA", "avx2")
     with process.child(["generate", "hi"], EngineConfig(model="/no/such/model"), stdout=-3) as (running, _):
-        environment = Path(f"/proc/{running.pid}/environ").read_bytes()
+        place = Path(f"/proc/{running.pid}/environ")
+        while not (environment := place.read_bytes()):  # it is empty for a moment after the program has begun
+            assert running.poll() is None
         running.wait()
     assert b"JAXLLM_CPU_ISA=avx2" in environment.split(b"\0")
 

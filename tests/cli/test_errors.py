@@ -52,6 +52,8 @@ def test_a_wrong_argument(cli, echo, served, arguments: list[str], message: str)
 
 FILES = [
     ("max_model_ln: 5\n", "unknown setting 'max_model_ln'; did you mean 'max_model_len'?"),
+    ("trust_remote_code: true\n", "config.yaml: trust_remote_code is not available: it would run code"),
+    ("swap-space: 4\n", "config.yaml: swap-space is not available: a request that runs out of pages"),
     ("max-model-len: 5\n", "unknown setting 'max-model-len'; did you mean 'max_model_len'?"),
     ("3: 5\n", "unknown setting 3"),
     ("port: eighty\n", "config.yaml: port is 'eighty': it must be a valid integer"),
@@ -59,6 +61,8 @@ FILES = [
     ("dtype: [float32]\n", "config.yaml: dtype is ['float32']: it must be"),
     ("- port\n", "holds a list; it must be a mapping"),
     ("port: [1,\n", "is not valid YAML"),
+    ("port: 1\nseed: 2\nport: 3\n", "config.yaml is not valid YAML: 'port' is set in line 1 and again in line 3"),
+    ("isq_map:\n  a: q8_0\n  b: q4k\n  a: q6k\n", "'a' is set in line 2 and again in line 4"),
     ("\x00", "is not valid YAML"),
 ]
 
@@ -127,10 +131,8 @@ def test_an_interrupt_exits_with_130(cli, monkeypatch) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    talkative = (
-        "from jaxllm.cli.main import app, main; app.command(lambda: print('x' * 10**6), name='talk'); main(['talk'])"
-    )
-    pipeline = '"$0" -c "$1" | head -c 1; exit ${PIPESTATUS[0]}'
+    talkative = "from jaxllm.cli.main import app, run; app.command(lambda: print('x' * 10**6), name='talk'); run()"
+    pipeline = '"$0" -c "$1" talk | head -c 1; exit ${PIPESTATUS[0]}'
     ended = subprocess.run(["bash", "-c", pipeline, sys.executable, talkative], capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (141, b"x", b"")
 

@@ -69,6 +69,16 @@ def test_sampling_flags_come_with_their_documentation(cli) -> None:
     assert "--no-skip-special-tokens" in out
 
 
+@pytest.mark.parametrize("command", ["serve", "generate", "models", "bench latency"])
+def test_help_is_the_same_without_docstrings(command: str) -> None:
+    shown = [
+        subprocess.run([sys.executable, *flags, "-m", "jaxllm", *command.split(), "--help"], capture_output=True)
+        for flags in ([], ["-OO"])
+    ]
+    assert [ended.returncode for ended in shown] == [0, 0]
+    assert shown[0].stdout == shown[1].stdout and len(shown[0].stdout) > 100
+
+
 def test_version(cli) -> None:
     assert cli("--version") == (0, f"jaxllm {version('jaxllm')}\n", "")
 

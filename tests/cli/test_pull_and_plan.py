@@ -92,3 +92,9 @@ def test_plan_takes_a_stated_bandwidth(cli, planned) -> None:
 )
 def test_bytes_are_readable(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_the_families_are_listed_as_json(cli) -> None:
+    families = {family["name"]: family for family in json.loads(cli("models", "--json").out)}
+    assert "LlamaForCausalLM" in families["Llama"]["architectures"]
+    assert "lfm2" in families["LFM2"]["gguf_architectures"]

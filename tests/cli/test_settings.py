@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,9 @@ SAMPLES: dict[str, Any] = {
     "kv_cache_dtype": "fp8", "max_num_waiting": 9, "decode_steps": 2, "cpu_kernels": "off",
     "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
     "gpu_memory_utilization": 0.5,
+    "state_cache_memory": "1MiB",
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
-    "executables": "/e", "state_cache_memory": "1MiB",
+    "executables": "/e",
     "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
     "served_model_name": "s", "chat_template": "/x.jinja", "allowed_origins": "*", "allowed_hosts": "*",
     "web": False, "max_body_size": "1MB", "sse_keep_alive": 2.5, "shutdown_timeout": 0.0, "log_level": "debug",
@@ -68,6 +70,9 @@ SAMPLES: dict[str, Any] = {
     "vllm_metrics": True, "pooling": "mean", "score_method": "cosine", "data_dir": "/data",
     "database_url": "sqlite+aiosqlite:////data/x.db", "max_file_size": "3MB", "max_batch_concurrency": 3,
     "unknown_fields": "warn", "tool_call_parser": "hermes", "reasoning_parser": "none",
+    "uds": "/run/x.sock", "root_path": "/llm", "chat_template_content_format": "openai",
+    "default_chat_template_kwargs": {"enable_thinking": False}, "hf_overrides": {"a": {"b": 1}}, "quantization": "awq",
+    "generation_config": "vllm", "override_generation_config": {"top_p": 0.5}, "max_logprobs": 5,
     "mcp_config": "/mcp.json", "mcp_inject": False, "mcp_result_limit": 500, "mcp_max_turns": 3, "mcp_max_calls": 4,
     "allow_mcp_urls": True,
     "serve_any_model_name": True, "enable_force_include_usage": True,
@@ -80,11 +85,12 @@ def test_every_field_is_a_flag_a_variable_and_a_key(cli, served, yaml_file, monk
     expected = ServeConfig(**{name: value})
     assert expected != ServeConfig(), "the sample must differ from the default"
     flag = f"--{name.replace('_', '-')}"
-    as_flag = [flag, str(value)] if not isinstance(value, bool) else [flag if value else flag.replace("--", "--no-", 1)]
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    as_flag = [flag, text] if not isinstance(value, bool) else [flag if value else flag.replace("--", "--no-", 1)]
 
     assert cli("serve", *as_flag).code == 0
     assert cli("serve", "--config", str(yaml_file(yaml.safe_dump({name: value})))).code == 0
-    monkeypatch.setenv(f"JAXLLM_{name.upper()}", str(value))
+    monkeypatch.setenv(f"JAXLLM_{name.upper()}", text)
     assert cli("serve").code == 0
     assert served == [expected] * 3
 
@@ -135,9 +141,9 @@ def test_a_rule_about_several_fields_is_said_in_its_own_words() -> None:
         read_settings(Strict, {}, environ={})
 
 
-@pytest.mark.parametrize("given", ["*.v.weight=q9", "*.v.weight", {"*.v.weight": "q9"}])
+@pytest.mark.parametrize("given", ["*.v.weight=q9", "*.v.weight", "a=q6k,a=q4k", {"*.v.weight": "q9"}])
 def test_a_map_of_kinds_names_what_is_wrong_with_it(given) -> None:
-    with pytest.raises(ConfigError, match=r"^--isq-map is .*(PATTERN=KIND|'q4_0')"):
+    with pytest.raises(ConfigError, match=r"^--isq-map is .*(PATTERN=KIND|'q4_0'|set twice)"):
         read_settings(EngineConfig, {"isq_map": given}, environ={})
 
 

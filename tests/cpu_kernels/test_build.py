@@ -36,6 +36,31 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
+@pytest.fixture
+def quick_compiler(tmp_path, monkeypatch) -> str:
+    """A compiler that makes empty files."""
+    path = tmp_path / "quick"
+    path.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return str(path)
+
+
+def test_the_first_start_says_that_it_compiles_even_where_nothing_is_set_up_to_log(tmp_path, quick_compiler):
+    program = "import sys; from pathlib import Path; from jaxllm.cpu_kernels import build; "
+    program += "build.compiled_path(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith(f"compiling the CPU kernels with {quick_compiler}, once for this version")
+
+
+def test_progress_is_told_file_by_file(tmp_path, quick_compiler):
+    told = []
+    library = tmp_path / "library.so"
+    compiler.compile_library(quick_compiler, "x86_64", tmp_path, library, lambda *counts: told.append(counts))
+    files = len(compiler.ISAS["x86_64"]) + len(list(compiler.SOURCES.glob("*.cc")))
+    assert told == [(done, files) for done in range(1, files + 1)]
+
+
 @needs_kernels
 def test_a_second_start_finds_the_library(monkeypatch):
     monkeypatch.setattr(build, "_compile", None)

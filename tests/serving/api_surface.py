@@ -91,6 +91,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
     "/v1/rerank": RANKING,
     "/v2/rerank": RANKING,
+    "/v2/embed": {"texts": ["Paris"]},
     "/v1/classify": {"input": "Hi"},
     "/v1/mcp/tools/{name}": {"arguments": {"a": 1}},
     "/v1/files": {"file": (json.dumps(LINE) + "\n").encode(), "purpose": "batch"},

@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.config import ServeConfig
 from jaxllm.serving.http.connections import BoundedProtocol
-from jaxllm.serving.server import bind
+from jaxllm.serving.listener import bind
 from tests.serving.fake_engine import FakeEngine, app_of
 
 PATIENCE = 10.0

@@ -262,7 +262,7 @@ class FakeEngine(AsyncLLM):
             steps = [candidates(token, params.logprobs or 0, logprob) for token in ids[: params.max_tokens]]
             if params.logprob_token_ids:
                 asked = [(token, Logprob(-token / 8)) for token in params.logprob_token_ids]
-                steps = [[step[0], *(entry for entry in asked if entry[0] != step[0][0])] for step in steps]
+                steps = [[*step, *(entry for entry in asked if entry[0] not in dict(step))] for step in steps]
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(
@@ -388,7 +388,7 @@ def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> N
 
 
 if __name__ == "__main__":
-    from jaxllm.serving.server import bind
+    from jaxllm.serving.listener import bind
 
     port, delay, timeout = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     settings = ServeConfig(model="fake", port=port, shutdown_timeout=timeout)

@@ -30,8 +30,8 @@ def convert(
         to: orbax is read by jaxllm, in any quantization; safetensors holds floats; gguf takes its block types.
     """
     from jaxllm.cli.convert.conversion import convert_model
-    from jaxllm.engine.start.progress import load_bar
+    from jaxllm.progress import progress_bar
 
-    with load_bar(config.model) as on_progress:
+    with progress_bar(f"Loading {config.model}") as on_progress:
         convert_model(config, destination.expanduser(), to, on_progress)
     print(destination)

@@ -9,8 +9,8 @@ from typing import Literal
 from jaxllm.cli.convert.destination import new_destination
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.progress import Progress
-from jaxllm.weights import open_checkpoint
+from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.progress import Progress
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.source import resolve_model
 
@@ -38,7 +38,7 @@ def convert_model(
     }
     source = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     with new_destination(destination, source) as target:
-        checkpoint = open_checkpoint(source, config.load_format)
+        checkpoint = open_model(config, source)
         try:
             writers[to](config, checkpoint, target, on_progress)
         finally:

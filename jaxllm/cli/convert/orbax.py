@@ -15,9 +15,9 @@ from jaxllm.cli.convert.files import copy_tokenizer
 from jaxllm.cli.convert.plan import plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
-from jaxllm.engine.start.progress import Progress
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
+from jaxllm.progress import Progress
 from jaxllm.quantization.ordered import Ordered
 from jaxllm.quantization.weight import DenseKind, Fused, Weight, WeightKind
 from jaxllm.weights.checkpoint import Checkpoint

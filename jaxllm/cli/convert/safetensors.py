@@ -16,12 +16,12 @@ from jaxllm.cli.convert.plan import plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES
-from jaxllm.engine.start.progress import Progress
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.family import Family
 from jaxllm.models.hf import hf_names
 from jaxllm.models.hf_config import hf_config
+from jaxllm.progress import Progress
 from jaxllm.quantization.weight import Dense
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec, read_parameters

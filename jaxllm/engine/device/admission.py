@@ -33,7 +33,7 @@ def settings_of(request: Request, vocab_size: int, eos_token_ids: Sequence[int])
         "window": _ALL if p.repeat_last_n is None else p.repeat_last_n, "temperature": p.temperature,
         "top_p": p.top_p, "min_p": p.min_p, "presence": p.presence_penalty, "frequency": p.frequency_penalty,
         "repetition": p.repetition_penalty,
-        "asked_ids": np.array([*p.logprob_token_ids, *[-1] * (MAX_LOGPROBS - len(p.logprob_token_ids))], np.int32),
+        "asked_ids": np.array([*[-1] * (MAX_LOGPROBS - len(p.logprob_token_ids)), *p.logprob_token_ids], np.int32),
     }  # fmt: skip
     views = SETTING_INTS.views(ints) | SETTING_FLOATS.views(floats)
     for name, value in values.items():

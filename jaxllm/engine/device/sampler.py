@@ -48,7 +48,7 @@ class SamplingRows(NamedTuple):
     window: Int[Array, "R"]
     """How many of the last tokens the penalties look at."""
     asked_ids: Int[Array, "R 20"]
-    """Tokens whose log-probabilities are asked for instead of the most likely ones'; -1 behind the last."""
+    """Tokens whose log-probabilities take the place of the last of the most likely ones'; -1 before them."""
     temperature: Float[Array, "R"]
     top_p: Float[Array, "R"]
     min_p: Float[Array, "R"]
@@ -284,13 +284,15 @@ def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logp
 
 
 def _row_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]) -> Logprobs:
-    """Log-probabilities of `tokens`, and of those that a row asks for, or else of the most likely ones."""
+    """Log-probabilities of `tokens`, of the most likely ones, and of those that a row asks for.
+
+    With asked [-1, …, -1, 7, 9] the first 18 are of the most likely tokens, and the last two of 7 and 9.
+    """
     found = token_logprobs(logits, tokens)
     norm = jax.nn.logsumexp(logits, axis=-1)[:, None]
     values = jnp.take_along_axis(logits, jnp.maximum(asked, 0), axis=1) - norm
-    asks = asked[:, :1] >= 0
-    top = jnp.where(asks, jnp.where(asked >= 0, values, NEGATIVE), found.top)
-    return found._replace(top=top, top_ids=jnp.where(asks, asked, found.top_ids))
+    top, ids = jnp.where(asked >= 0, values, found.top), jnp.where(asked >= 0, asked, found.top_ids)
+    return found._replace(top=top, top_ids=ids)
 
 
 def _no_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]) -> Logprobs:

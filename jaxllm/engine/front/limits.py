@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxllm.engine.front.budget_checks import check_thinking
 from jaxllm.engine.messages import EngineInfo
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import MAX_ENTRIES
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
@@ -54,11 +54,25 @@ def check_request(
             f"accepted are prompts of up to {MAX_ENTRIES // info.vocab_size} tokens, or from 0 to {MAX_LOGPROBS}",
             param="prompt_logprobs",
         )
+    _check_logprobs(info.max_logprobs, params)
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)
     check_thinking(params, tokenizer, ids)
     if params.bad_words and tokenizer is not None:
         check_bad_words(tokenizer.backend, params.bad_words)
+
+
+def _check_logprobs(most: int, params: SamplingParams) -> None:
+    counts = {
+        "logprobs": params.logprobs or 0,
+        "prompt_logprobs": params.prompt_logprobs or 0,
+        "logprob_token_ids": len(params.logprob_token_ids),
+    }
+    for name, count in counts.items():
+        if count > most or (count < 0 and most < MAX_LOGPROBS):
+            asked = "the whole vocabulary" if count < 0 else count
+            problem = f" asks for {asked}; this engine gives at most {most} (max_logprobs)"
+            raise InvalidRequestError([Field(name), problem])
 
 
 def check_pooling(info: EngineInfo, prompts: Sequence[Sequence[int]], pooling: PoolingParams) -> None:

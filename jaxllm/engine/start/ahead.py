@@ -16,11 +16,11 @@ from jaxllm.engine.device.executables import Executables, compile_step
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.sharding.mesh import build_mesh
-from jaxllm.weights import open_checkpoint
 from jaxllm.weights.source import resolve_model
 
 IDLE_PRIORITY = 19
@@ -46,7 +46,7 @@ def compile_ahead(
         ValueError: these are not the executables that were expected.
     """
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-    checkpoint = open_checkpoint(path, config.load_format)
+    checkpoint = open_model(config, path)
     mesh = build_mesh(config.tensor_parallel_size)
     blueprint = make_blueprint(config, checkpoint, Platform.of(mesh.devices.flat[0]))
     checkpoint.close()

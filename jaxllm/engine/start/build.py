@@ -25,21 +25,21 @@ from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
-from jaxllm.engine.start.progress import Progress, load_bar
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.engine.state_cache import StateCache
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import unwritable
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
+from jaxllm.progress import Progress, progress_bar
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.devices import check_free_memory, no_room
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
 from jaxllm.weights.read_ahead import reading_ahead
@@ -71,7 +71,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
 
 
 def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, EngineInfo]:
-    checkpoint = open_checkpoint(path, config.load_format)
+    checkpoint = open_model(config, path)
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
     check_free_memory(config.tensor_parallel_size, config.gpu_memory_utilization)
@@ -156,7 +156,7 @@ def _assemble(
         if config.engine_process:  # others' streams would stand still while the first grammar reads the vocabulary
             grammars.prepare()
             clock.lap("vocabulary")
-    with load_bar(config.model) as on_progress:
+    with progress_bar(f"Loading {config.model}") as on_progress:
         weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
     clock.lap("load")
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
@@ -196,6 +196,7 @@ def _assemble(
         hidden_size=blueprint.spec.config.hidden_size,
         tasks=read_tasks(checkpoint),
         default_sampling=_sampling_defaults(checkpoint),
+        max_logprobs=config.max_logprobs,
     )
     checkpoint.close()
     logger.info("started: %s; %d executables still compiling", clock, executables.compiles.pending)

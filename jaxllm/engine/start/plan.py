@@ -11,6 +11,7 @@ from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.sizes import Limits, StepSizes
+from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.memory import cache_budget, count_parameters, plan_caches, weight_bytes, workspace_bytes
 from jaxllm.engine.start.options import build_options, check_imatrix, choose_kinds
 from jaxllm.engine.start.platform import Platform
@@ -21,7 +22,6 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.pallas_kernels.tpu_limits import most_sequences
-from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
@@ -118,7 +118,7 @@ def plan_engine(config: EngineConfig, platform: Platform | None = None) -> Engin
         ConfigError, ModelNotFoundError, CheckpointError: as `LLM` would.
     """
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-    checkpoint = open_checkpoint(path, config.load_format)
+    checkpoint = open_model(config, path)
     try:
         return make_blueprint(config, checkpoint, platform or Platform.current(config.gpu_memory_utilization)).plan
     finally:

@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.cpu_kernels.library import physical_cores
+from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Weight
 from jaxllm.sharding.devices import find_devices
-from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
@@ -59,7 +59,7 @@ class Scheme:
 def compare_schemes(config: EngineConfig, bandwidth: float) -> list[Scheme]:
     """Every scheme on this machine, whose memory one device reads at `bandwidth` bytes a second; allocates nothing."""
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-    checkpoint, platform = open_checkpoint(path, config.load_format), Platform.current(config.gpu_memory_utilization)
+    checkpoint, platform = open_model(config, path), Platform.current(config.gpu_memory_utilization)
     try:
         return [_scheme(name, config, checkpoint, platform, bandwidth) for name in (FLOAT, STORED, *SCHEMES)]
     finally:

@@ -122,7 +122,7 @@ def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLog
         return None
     if body.return_tokens_as_token_ids:
         steps = numbered(steps)
-    return chat_logprobs(steps, body.logprobs_count, reply.token_text, body.logprob_token_ids)
+    return chat_logprobs(steps, body.logprobs_count, reply.token_text, body.logprob_token_ids or ())
 
 
 class ChatWriter(ChunkWriter[TokenDelta]):

@@ -86,8 +86,6 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.logprob_token_ids is not None and not self.logprobs:
             raise refuse("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
-        if self.logprob_token_ids is not None and self.top_logprobs:
-            raise refuse("logprob_token_ids and top_logprobs are one setting, give one of them", "logprob_token_ids")
         self._check_mcp()
         self._check_budget()
         both = self.max_tokens is not None and self.max_completion_tokens is not None
@@ -162,7 +160,10 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     def own_names(self) -> Callable[[Place], Place]:
         """What the fields of its Conversation and GenerationSettings are called here."""
-        names = {"structured_outputs": self.constraint_field or "structured_outputs"}
+        names = {
+            "structured_outputs": self.constraint_field or "structured_outputs",
+            "logprobs": "top_logprobs",
+        }
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return renaming(FIELD_NAMES | names)

@@ -52,11 +52,8 @@ class CompletionRequest(GenerationRequest):
     def _completion_fields(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise refuse("max_tokens is 0; it must be 1 or more, or 0 together with echo", "max_tokens")
-        if self.logprob_token_ids is not None and self.logprobs != 0:
-            raise refuse(
-                f"logprob_token_ids needs logprobs to be 0, not {self.logprobs}: they come instead of the likeliest",
-                "logprob_token_ids",
-            )
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            raise refuse("logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids")
         choices = len(self.prompts) * self.num_generated
         if choices > MAX_CHOICES:
             raise refuse(

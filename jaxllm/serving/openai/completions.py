@@ -111,7 +111,7 @@ class ChoiceShaper:
     def _builder(self, model: ServedModel, count: int, index: int) -> CompletionLogprobsBuilder:
         prompt, special = self.prompt(index), model.special_token_ids
         return CompletionLogprobsBuilder(
-            count or len(self._body.logprob_token_ids or ()),
+            count + len(self._body.logprob_token_ids or ()),
             model.token_text,
             by_number=self._body.return_tokens_as_token_ids,
             special=special,

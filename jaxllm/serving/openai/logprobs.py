@@ -54,14 +54,12 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-def chat_logprobs(
-    steps: Sequence[Step], count: int, token_text: TokenText, asked: Sequence[int] | None = None
-) -> ChatLogprobs:
-    """`count` is the request's top_logprobs: 0 gives the chosen tokens only. `asked` are listed instead, if given."""
+def chat_logprobs(steps: Sequence[Step], count: int, token_text: TokenText, asked: Sequence[int] = ()) -> ChatLogprobs:
+    """`count` is the request's top_logprobs: 0 gives the chosen tokens only. `asked` are listed as well."""
     content = []
     for step in steps:
         ranked = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)
-        best = ranked[:count] if asked is None else [entry for entry in ranked if entry[0] in asked]
+        best = [entry for place, entry in enumerate(ranked) if place < count or entry[0] in asked]
         top = [TopLogprob(*_token(token, value, token_text)) for token, value in best]
         content.append(ChatTokenLogprob(*_token(*step[0], token_text), top))
     return ChatLogprobs(content)

@@ -28,8 +28,8 @@ class RefusalPart(RequestModel):
 class ChatMessageParam(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset({"annotations", "audio", "function_call"})
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    """developer is OpenAI's newer name for system and renders as it."""
+    role: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
+    """system, or developer, which renders as it; user, assistant, tool, or another that the template names."""
     content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
     """Text, or a list of parts; an assistant's message with tool_calls may have none."""
     name: str | None = None

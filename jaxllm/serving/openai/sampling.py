@@ -155,7 +155,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: the tokenizers library writes no such spaces."""
     logprob_token_ids: Annotated[list[int] | None, _at_most(MAX_LOGPROBS)] = Field(default=None, min_length=1)
-    """With logprobs: tokens whose log-probabilities come at each generated position, instead of the likeliest ones'."""
+    """With logprobs: tokens whose log-probabilities come at each generated position, beside the likeliest ones'."""
     prompt_logprobs: int | None = None
     """Log-probabilities of this many most likely tokens at each prompt position; -1 is the whole vocabulary."""
     return_token_ids: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -47,6 +48,9 @@ class PoolingFields(RequestModel):
 
 class InputFields(TemplateFields, PoolingFields):
     """What to look at: `input`, or a chat as `messages`."""
+
+    called: ClassVar[Mapping[str, str]] = {}
+    """What errors call a field where the request came in another API's words."""
 
     input: str | list[str] | list[int] | list[list[int]] | None = None
     """One text or one list of token ids, or a list of either."""

@@ -12,6 +12,13 @@ from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.pooling.classes import class_scores
+from jaxllm.serving.pooling.cohere_types import (
+    BilledUnits,
+    CohereEmbedRequest,
+    CohereEmbedResponse,
+    CohereMeta,
+    written,
+)
 from jaxllm.serving.pooling.embedding_types import (
     Embedding,
     EmbeddingList,
@@ -23,11 +30,14 @@ from jaxllm.serving.pooling.embedding_types import (
 )
 from jaxllm.serving.pooling.prompts import input_prompts, pooling_kind
 from jaxllm.serving.pooling.run import PoolingRun
+from jaxllm.serving.pooling.scoring_types import APIVersion
 from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
+cohere_router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
+"""What has a version of its own in its path."""
 
 
 @router.post("/embeddings", responses=returns(EmbeddingList))
@@ -73,13 +83,31 @@ async def pool(body: PoolingRequest, request: Request) -> Response:
     return json_response(pooled, request_id=run.id)
 
 
+@cohere_router.post("/v2/embed", responses=returns(CohereEmbedResponse))
+async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
+    """A vector for each text; Cohere's second shape."""
+    state: ServerState = request.app.state.server
+    model = (await leased(request, body.model)).model
+    fields = body.as_embeddings()
+    run = PoolingRun(model, fields, "embd")
+    vectors = await embed(state, model, request, fields, run)
+    answer = CohereEmbedResponse(
+        id=run.id,
+        embeddings=written(vectors, body.embedding_types),
+        texts=body.texts_given(),
+        meta=CohereMeta(APIVersion("2"), BilledUnits(run.usage().prompt_tokens)),
+    )
+    return json_response(answer, request_id=run.id)
+
+
 async def embed(
     state: ServerState, model: ServedModel, request: Request, body: VectorFields, run: PoolingRun
 ) -> list[np.ndarray]:
     """A vector for each input. Raises InvalidRequestError naming the field."""
     size = model.engine.info.hidden_size
     if body.dimensions is not None and body.dimensions > size:
-        raise InvalidRequestError(f"dimensions is {body.dimensions}; this model has {size}", "dimensions")
+        name = body.called.get("dimensions", "dimensions")
+        raise InvalidRequestError(f"{name} is {body.dimensions}; this model has {size}", name)
     prompts = await input_prompts(state, model, body)
     vectors = await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))
     normalize = body.asks_unit_length

@@ -82,9 +82,10 @@ def check_length(model: ServedModel, ids: list[int], source: str) -> list[int]:
 
 
 def _input_prompts(model: ServedModel, body: InputFields) -> list[list[int]]:
+    name = body.called.get("input", "input")
     several = len(body.inputs) > 1 or body.inputs[0] is not body.input
     return [
-        _input_prompt(model, body, entry, f"input[{index}]" if several else "input")
+        _input_prompt(model, body, entry, f"{name}[{index}]" if several else name)
         for index, entry in enumerate(body.inputs)
     ]
 

@@ -12,7 +12,7 @@ import openai
 import uvicorn
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.server import bind
+from jaxllm.serving.listener import bind
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine, app_of
 

@@ -23,7 +23,7 @@ from tests.serving.fake_engine import FakeEngine, app_of
 
 FOREIGN = re.compile(
     r"input should|value error|value_error|field required|extra inputs|extra_forbidden|should (be|have|match)"
-    r"|valid (string|integer|list|dict|boolean|number)|pydantic|validat|literal_error|_type\b|tagged",
+    r"|valid (string|integer|list|dict|boolean|number)|pydantic|validat|literal_error|(?<!input)_type\b|tagged",
     re.IGNORECASE,
 )
 

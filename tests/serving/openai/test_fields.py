@@ -366,3 +366,7 @@ def test_logprobs_of_tokens_that_are_asked_for(client: TestClient, engine: FakeE
     completion = send(client, ROUTES[1], logprobs=0, **asked).json()["choices"][0]["logprobs"]
     assert completion["top_logprobs"][0] == {"T": -1.0, "x": -15.0, "h": -13.0, "a": -12.125}
     assert completion["top_logprobs"][1] == {"h": -1.0, "x": -15.0, "a": -12.125}
+    both = send(client, ROUTES[0], logprobs=True, top_logprobs=2, **asked).json()["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in both[0]["top_logprobs"]] == ["A", "T", "a", "h", "x"]
+    both = send(client, ROUTES[1], logprobs=1, **asked).json()["choices"][0]["logprobs"]
+    assert both["top_logprobs"][0] == {"T": -1.0, "A": -0.5, "x": -15.0, "h": -13.0, "a": -12.125}

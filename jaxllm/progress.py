@@ -1,4 +1,4 @@
-"""A bar while weights are loaded, where somebody is watching."""
+"""A bar while something takes long, where somebody is watching."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Progress = Callable[[int, int], None]
 
 
 @contextmanager
-def load_bar(name: str) -> Iterator[Progress | None]:
-    """Yields what to call with (parameters loaded, parameters in all); None where stderr is no terminal or notebook."""
+def progress_bar(task: str) -> Iterator[Progress | None]:
+    """Yields what to call with (parts done, parts in all); None where stderr is no terminal or notebook."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -19,7 +19,7 @@ def load_bar(name: str) -> Iterator[Progress | None]:
     if not (console.is_terminal or console.is_jupyter):
         yield None
         return
-    columns = (TextColumn("Loading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(name)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        shown = bar.add_task(task)
+        yield lambda done, total: bar.update(shown, completed=done, total=total)

@@ -1,0 +1,84 @@
+"""Standard input, output and error of a command: closed, full, or with an encoding that lacks some characters."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+
+OUTPUT = "standard output"
+"""The file that an OSError of these streams names."""
+
+
+class Output(TextIOWrapper):
+    """Standard output whose failures can be told from those of any other file.
+
+    After the first failure nothing more is written, or Python would complain again when it flushes at the end.
+    What its encoding lacks is written as an escape (\\xfc), as Python does on standard error.
+    """
+
+    def __init__(self, stream: TextIOWrapper):
+        super().__init__(
+            stream.buffer,
+            stream.encoding,
+            errors="backslashreplace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        self._stream = stream  # which would close the buffer of both when it is forgotten
+
+    def write(self, text: str) -> int:
+        with self._telling():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._telling():
+            super().flush()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _open_at(self.fileno(), os.O_WRONLY)
+            raise OSError(error.errno, error.strerror, OUTPUT) from None
+
+
+def prepare_streams() -> None:
+    """Give the process all three streams; to be called before anything is opened.
+
+    A socket that took the place of a closed descriptor would be mistaken for that stream by whatever the process
+    starts. Writing to a standard output that was closed fails, because a command's result must not get lost in silence.
+    """
+    closed = [descriptor for descriptor in range(3) if not _is_open(descriptor)]
+    for descriptor in closed:
+        _open_at(descriptor, os.O_WRONLY if descriptor == 2 else os.O_RDONLY)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout = Output(sys.stdout)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        return False
+    return True
+
+
+def _open_at(descriptor: int, flags: int) -> None:
+    """Put /dev/null in the place of a descriptor, for the programs that this one starts as well."""
+    if (opened := os.open(os.devnull, flags)) != descriptor:
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.set_inheritable(descriptor, True)

@@ -1,0 +1,120 @@
+"""Flags of vLLM's server that are other words for ours, that ask for what is always so, or that cannot be honoured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from jaxllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+RENAMED: Mapping[str, str] = {
+    "-tp": "--tensor-parallel-size",
+    "-q": "--quantization",
+    "-ep": "--enable-expert-parallel",
+    "--enable-log-requests": "--enable-request-logging",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+}
+"""By the name here. Most flags have vLLM's name, and are not listed."""
+
+ALWAYS_SO: Mapping[str, str] = {
+    "--enable-auto-tool-choice": "the model always chooses where the request lets it; see --tool-call-parser",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--async-scheduling": "the next step is always dispatched before the last one is read",
+    "--disable-log-requests": "requests are logged with --enable-request-logging only",
+    "--no-enable-log-requests": "requests are logged with --enable-request-logging only",
+    "--disable-log-stats": "statistics are never logged; /metrics has them",
+    "--disable-uvicorn-access-log": "requests are logged with --enable-request-logging only",
+    "--enable-prompt-tokens-details": "usage always has cached_tokens",
+    "--enable-request-id-headers": "responses always have X-Request-Id",
+    "--enable-server-load-tracking": "/load always counts",
+}
+"""Switches, and what is so without them."""
+
+_CODE = "it would run code that came with a model or from a file"
+_ONE_PROCESS = "a model runs on the devices of one process; see --tensor-parallel-size"
+_NO_LORA = "adapters are not served"
+_NO_MEDIA = "models are served for text only"
+_NO_TLS = "the server speaks HTTP; put a proxy that speaks TLS in front, see --root-path"
+_READ = "it is read from the checkpoint"
+_COMPILED = "steps are compiled by XLA; see --enforce-eager, --decode-buckets and --prefill-buckets"
+_ONE_GRAMMAR = "grammars are always llguidance's"
+
+REFUSED: Mapping[str, str] = {
+    "--trust-remote-code": _CODE,
+    "--tool-parser-plugin": _CODE,
+    "--reasoning-parser-plugin": _CODE,
+    "--logits-processors": _CODE,
+    "--middleware": _CODE,
+    "--worker-cls": _CODE,
+    "--worker-extension-cls": _CODE,
+    "--swap-space": "a request that runs out of pages is computed again, nothing is swapped out",
+    "--cpu-offload-gb": "weights stay on the devices; see --isq for smaller ones",
+    "--num-gpu-blocks-override": "see --kv-cache-memory",
+    "--max-seq-len-to-capture": _COMPILED,
+    "--cuda-graph-sizes": _COMPILED,
+    "--compilation-config": _COMPILED,
+    "-O": _COMPILED,
+    "--pipeline-parallel-size": _ONE_PROCESS,
+    "-pp": _ONE_PROCESS,
+    "--data-parallel-size": _ONE_PROCESS,
+    "-dp": _ONE_PROCESS,
+    "--distributed-executor-backend": _ONE_PROCESS,
+    "--api-server-count": "one process answers all requests",
+    "--disable-frontend-multiprocessing": "see --no-engine-process",
+    "--device": "JAX chooses it; the environment variable JAX_PLATFORMS names another",
+    "--task": _READ,
+    "--runner": _READ,
+    "--convert": _READ,
+    "--model-impl": _READ,
+    "--tokenizer-mode": _READ,
+    "--config-format": _READ,
+    "--hf-config-path": "see --hf-overrides",
+    "--override-pooler-config": "see --pooling",
+    "--pooler-config": "see --pooling",
+    "--calculate-kv-scales": "scales of KV pages are computed as they are written; see --kv-cache-dtype",
+    "--enable-lora": _NO_LORA,
+    "--lora-modules": _NO_LORA,
+    "--max-loras": _NO_LORA,
+    "--max-lora-rank": _NO_LORA,
+    "--limit-mm-per-prompt": _NO_MEDIA,
+    "--allowed-local-media-path": _NO_MEDIA,
+    "--mm-processor-kwargs": _NO_MEDIA,
+    "--interleave-mm-strings": _NO_MEDIA,
+    "--speculative-config": "there is no speculative decoding",
+    "--kv-transfer-config": "KV pages stay in one engine",
+    "--enable-sleep-mode": "an engine cannot be put to sleep",
+    "--scheduling-policy": "requests run by their field priority, and in their order where it is the same",
+    "--guided-decoding-backend": _ONE_GRAMMAR,
+    "--structured-outputs-config": _ONE_GRAMMAR,
+    "--return-tokens-as-token-ids": "it is a field of requests",
+    "--response-role": "answers are always the assistant's",
+    "--ssl-keyfile": _NO_TLS,
+    "--ssl-certfile": _NO_TLS,
+    "--ssl-ca-certs": _NO_TLS,
+    "--uvicorn-log-level": "see --log-level",
+    "--max-log-len": "prompts are never logged",
+    "--enable-log-outputs": "answers are never logged",
+    "--disable-fastapi-docs": "/docs is always there; it tells nothing that the documentation does not",
+}
+"""Flags that are not taken, and why."""
+
+
+def translated(arguments: Sequence[str]) -> list[str]:
+    """A command line in our own words. Raises ConfigError for a flag that cannot be honoured."""
+    found: list[str] = []
+    for at, argument in enumerate(arguments):
+        if argument == "--":
+            return [*found, *arguments[at:]]
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name  # vLLM takes both
+        if name in REFUSED:
+            raise ConfigError(f"{name} is not available: {REFUSED[name]}")
+        if name not in ALWAYS_SO:
+            found.append(f"{RENAMED.get(name, name)}{equals}{value}")
+        elif equals:
+            raise ConfigError(f"{name} is {value!r}; it takes no value")
+        else:
+            logger.warning("%s has no effect: %s", name, ALWAYS_SO[name])
+    return found

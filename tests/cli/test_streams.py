@@ -1,0 +1,87 @@
+"""Standard streams that are closed, full, or of an encoding that lacks some characters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.mcp.conftest import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def shell(redirections: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Run `python ARGUMENTS` with a shell's redirections."""
+    command = ["bash", "-c", f'exec "$0" "$@" {redirections}', sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, env=os.environ | variables, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "reason"), [(">&-", b"bad file descriptor"), (">/dev/full", b"no space left on device")]
+)
+@pytest.mark.parametrize("command", ["models", "models --json", "--help", "--version"])
+def test_an_output_that_cannot_be_written_is_one_line(redirection: str, reason: bytes, command: str) -> None:
+    ended = shell(redirection, "-m", "jaxllm", *command.split())
+    assert ended.returncode == 1
+    assert ended.stderr == b"jaxllm: error: standard output cannot be written: " + reason + b"\n"
+
+
+def test_an_error_is_never_written_to_standard_output() -> None:
+    ended = shell("2>&-", "-m", "jaxllm", "serve", "--port", "x")
+    assert (ended.returncode, ended.stdout) == (2, b"")
+
+
+def test_a_closed_input_holds_no_prompt() -> None:
+    ended = shell("<&-", "-m", "jaxllm", "generate")
+    assert (ended.returncode, ended.stderr) == (2, b"jaxllm: error: no prompt: standard input is empty\n")
+
+
+@pytest.mark.parametrize("command", ["serve --help", "models"])
+def test_what_an_encoding_lacks_is_written_as_an_escape(command: str) -> None:
+    ended = shell("", "-m", "jaxllm", *command.split(), PYTHONIOENCODING="ascii")
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.isascii() and b"\\u20" in ended.stdout
+
+
+SERVER = """
+from jaxllm.cli.main import app, run
+from jaxllm.config import ServeConfig
+from jaxllm.serving.listener import bind
+from tests.serving.fake_engine import FakeEngine, serve_engine
+
+def fake(port: int):
+    serve_engine(ServeConfig(model="fake", port=port), FakeEngine(), bind("127.0.0.1", port))
+
+app.command(fake)
+run()
+"""
+
+
+@pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_a_server_answers_without_standard_streams(redirection: str) -> None:
+    port = free_port()
+    command = ["bash", "-c", f'exec "$0" "$@" {redirection}', sys.executable, "-c", SERVER, "fake", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        assert answer(f"http://127.0.0.1:{port}/health") == {"status": "ok"}
+    finally:
+        process.terminate()
+    assert process.wait(30) == 0
+
+
+def answer(url: str) -> dict[str, str]:
+    """What a server that is starting answers in the end."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return httpx.get(url, timeout=5).json()
+        except httpx.TransportError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
