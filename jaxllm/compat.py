@@ -125,9 +125,9 @@ def compile_cache() -> Path | None:
     return Path(directory) if directory else None
 
 
-def compile_options_digest(num_devices: int) -> str:
+def compile_options_digest(devices: list[jax.Device]) -> str:
     """Of what XLA is told by flags, variables and JAX's configuration, but for where its caches are."""
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=num_devices)
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=len(devices), backend=devices[0].client)
     debug = options.executable_build_options.debug_options
     for name in ("xla_gpu_kernel_cache_file", "xla_gpu_per_fusion_autotune_cache_dir"):
         setattr(debug, name, "")

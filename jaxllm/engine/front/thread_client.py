@@ -16,8 +16,7 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.threads import start_thread
 
 if TYPE_CHECKING:
-    pass
-from jaxllm.engine.core import EngineCore
+    from jaxllm.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 

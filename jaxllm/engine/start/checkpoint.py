@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.engine.start.generation import with_overrides
+from jaxllm.errors import ConfigError
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import check_fields
-from jaxllm.weights.generation import EOS_FIELDS, SAMPLING_FIELDS, read_generation_config
 from jaxllm.weights.packed_file import quantization_config
 
 _SAME_METHOD = {
@@ -28,16 +26,8 @@ def open_model(config: EngineConfig, path: Path) -> Checkpoint:
     """
     checkpoint = open_checkpoint(path, config.load_format, config.hf_overrides or {})
     _check_quantization(config.quantization, checkpoint)
-    checkpoint.generation_config = _generation_config(config, checkpoint.generation_config)
+    checkpoint.generation_config = with_overrides(config, checkpoint.generation_config)
     return checkpoint
-
-
-def generation_eos(config: EngineConfig) -> list[int]:
-    """The tokens that end a text by the generation_config.json of another folder, where one is named."""
-    if config.generation_config in ("auto", "vllm"):
-        return []
-    eos = _read(config.generation_config).get("eos_token_id")
-    return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def _check_quantization(wanted: str | None, checkpoint: Checkpoint) -> None:
@@ -51,31 +41,3 @@ def _check_quantization(wanted: str | None, checkpoint: Checkpoint) -> None:
             f"quantization is {wanted!r}, but {checkpoint.path} is {holds}; leave it out to take the files as they "
             "are, and see isq to quantize while loading"
         )
-
-
-def _generation_config(config: EngineConfig, of_model: dict[str, Any]) -> dict[str, Any]:
-    """Recommended sampling as config has it; the tokens that end a text stay the model's."""
-    match config.generation_config:
-        case "auto":
-            found = of_model
-        case "vllm":
-            found = {name: value for name, value in of_model.items() if name in EOS_FIELDS}
-        case folder:
-            found = _read(folder)
-    overrides = config.override_generation_config or {}
-    if unknown := sorted(overrides.keys() - SAMPLING_FIELDS.keys()):
-        raise ConfigError(f"override_generation_config has {unknown[0]!r}; accepted are {', '.join(SAMPLING_FIELDS)}")
-    try:
-        check_fields(overrides, SAMPLING_FIELDS)
-    except CheckpointError as error:
-        raise ConfigError(f"override_generation_config: {error}") from None
-    return found | overrides
-
-
-def _read(folder: str) -> dict[str, Any]:
-    path = Path(folder).expanduser()
-    if not (path / "generation_config.json").is_file():
-        raise ConfigError(
-            f"generation_config is {folder!r}; it must be auto, vllm, or a folder with a generation_config.json"
-        )
-    return read_generation_config(path)

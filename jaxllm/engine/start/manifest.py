@@ -36,7 +36,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "jaxllm": f"sources {sources_digest()}",
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",
         "python": platform.python_version(),
-        "compiler": f"{compat.compile_options_digest(mesh.size)}, {COMPILER_OPTIONS.get(device.platform, {})}",
+        "compiler": f"{compat.compile_options_digest(mesh.devices.flatten().tolist())}, {COMPILER_OPTIONS.get(device.platform, {})}",
         "devices": f"{device.platform}, {mesh.size} x {device.device_kind}",
         "processor": _processor() if on_cpu else "any",
         "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.native else kernels.name,

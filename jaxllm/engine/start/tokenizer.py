@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.checkpoint import generation_eos
+from jaxllm.engine.start.generation import generation_eos
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.weights import source
 
