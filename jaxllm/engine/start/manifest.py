@@ -27,7 +27,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
     """All that the executables of this plan on this mesh depend on."""
-    device = mesh.devices.flat[0]
+    devices = mesh.devices.flatten().tolist()
+    device = devices[0]
     on_cpu = device.platform == "cpu"
     spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
     limits = ("max_num_seqs", "max_num_batched_tokens", "decode_steps", "max_model_len", "page_size", "num_pages")
@@ -36,7 +37,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "jaxllm": f"sources {sources_digest()}",
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",
         "python": platform.python_version(),
-        "compiler": f"{compat.compile_options_digest(mesh.devices.flatten().tolist())}, {COMPILER_OPTIONS.get(device.platform, {})}",
+        "compiler": f"{compat.compile_options_digest(devices)}, {COMPILER_OPTIONS.get(device.platform, {})}",
         "devices": f"{device.platform}, {mesh.size} x {device.device_kind}",
         "processor": _processor() if on_cpu else "any",
         "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.native else kernels.name,

@@ -1,0 +1,12 @@
+"""What a front door needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_a_front_door_does_without_jax():
+    """Half a second and 100 MB of a server's process, whose engine has a process of its own."""
+    program = "import sys, jaxllm.serving.server, jaxllm.engine.front.async_llm; print('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
