@@ -19,6 +19,7 @@ from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.idle_check import IdleCheck
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
 from jaxllm.engine.messages import STEP_TOKENS, EngineRequest, EngineStats, TokenDelta
@@ -54,6 +55,7 @@ class EngineCore:
     ):
         self._scheduler = scheduler
         self._pool = pool
+        self._idle_check = IdleCheck(pool, scheduler.states)
         self._runner = runner
         self._tokenizer = tokenizer
         self._results = Results(tokenizer, eos_token_ids)
@@ -149,6 +151,8 @@ class EngineCore:
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
         self._host_seconds += time.thread_time() - began
+        if not self.has_work:
+            self._idle_check.run()
         return deltas
 
     def stats(self) -> EngineStats:
