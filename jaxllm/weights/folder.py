@@ -41,7 +41,7 @@ def model_file(folder: Path, name: str) -> Path:
 
 def check_no_device(file: Path) -> None:
     """Raises CheckpointError for a pipe, a socket or a device, which cannot be read at any place and may never end."""
-    if file.exists() and not (file.is_file() or file.is_dir()):
+    if os.path.exists(file) and not (file.is_file() or file.is_dir()):  # Path.exists raises for a name too long
         raise CheckpointError(f"{one_line(file)}: is a pipe, a socket or a device; it must be a file")
 
 
