@@ -21,8 +21,9 @@ from tokenizers import Tokenizer
 from jaxllm.engine.markers import MarkerSearch
 from jaxllm.engine.masks import ALL, forbid
 from jaxllm.errors import InvalidRequestError, one_line
+from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
-from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar, new_matcher
+from jaxllm.requests.structured_outputs import StructuredOutputs, new_matcher
 from jaxllm.threads import call_with_stack
 
 THREADS = min(4, os.cpu_count() or 1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
-from jaxllm.requests.grammar_process import GrammarProcesses
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -84,58 +80,11 @@ class StructuredOutputs:
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
-def compile_grammar(outputs: StructuredOutputs) -> str:
-    """The constraint as llguidance's grammar text, known to be enforceable; blocks while another process finds out.
-
-    Raises:
-        InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or memory
-            than one grammar may have. Its pieces are the field and what is wrong with it.
-    """
-    kind = outputs.kind
-    value = getattr(outputs, kind)
-    length = sum(map(len, value)) if kind == "choice" else 0 if kind == "json_object" else len(value)
-    _check_length(kind, length)
-    key = hashlib.sha256(json.dumps([kind, value]).encode()).digest()
-    grammar = _compiled.get(key)
-    if grammar is None:
-        grammar = _processes.compile(kind, value)
-        _compiled.put(key, grammar)
-    return grammar
-
-
-def end_compiling() -> None:
-    """End the processes that compile grammars now: their callers' grammars are refused. A later one starts another."""
-    _processes.close()
-
-
-class GrammarCache:
-    """The grammars last used, as many as `max_characters` hold. Any thread may use it."""
-
-    def __init__(self, max_characters: int):
-        self._left = max_characters
-        self._grammars: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: bytes) -> str | None:
-        with self._lock:
-            if key in self._grammars:
-                self._grammars.move_to_end(key)
-            return self._grammars.get(key)
-
-    def put(self, key: bytes, grammar: str) -> None:
-        with self._lock:
-            self._left += len(self._grammars.pop(key, "")) - len(grammar)
-            self._grammars[key] = grammar
-            while self._left < 0:
-                self._left += len(self._grammars.popitem(last=False)[1])
-
-
-_compiled = GrammarCache(16 * 2**20)
-_processes = GrammarProcesses()
-
-
 def grammar_text(outputs: StructuredOutputs) -> str:
-    """What `compile_grammar` gives, found in this process, which a hostile constraint can end. Raises as it does."""
+    """What `compiled_grammars.compile_grammar` gives, found in this process, which a hostile constraint can end.
+
+    Raises as it does.
+    """
     from llguidance import LLMatcher
 
     kind = outputs.kind
@@ -143,7 +92,7 @@ def grammar_text(outputs: StructuredOutputs) -> str:
         grammar = _GRAMMARS[kind](outputs)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidRequestError([Field(kind), f" is malformed: {one_line(error)}"]) from None
-    _check_length(kind, len(grammar))
+    check_length(kind, len(grammar))
     problem = LLMatcher.validate_grammar(grammar)
     if problem:
         raise InvalidRequestError([Field(kind), f" cannot be enforced: {one_line(problem)}"])
@@ -158,7 +107,8 @@ def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
 
 
-def _check_length(kind: str, length: int) -> None:
+def check_length(kind: str, length: int) -> None:
+    """Raises InvalidRequestError if a constraint, or the grammar that it makes, is longer than a grammar may be."""
     if length > MAX_GRAMMAR_LENGTH:
         problem = f" makes a grammar of {length} characters; it may have {MAX_GRAMMAR_LENGTH}"
         raise InvalidRequestError([Field(kind), problem])

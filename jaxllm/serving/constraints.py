@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.closed_schema import closed
-from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
+from jaxllm.requests.compiled_grammars import compile_grammar
+from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes
 from jaxllm.serving.conversation import Conversation, Tool, ToolChoice
 from jaxllm.serving.parsing.grammar import tool_constraint
 from jaxllm.serving.parsing.output_format import OutputFormats

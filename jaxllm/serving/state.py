@@ -15,8 +15,8 @@ from jaxllm.config import ServerConfig, comma_separated
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.mcp.servers import ToolServers
+from jaxllm.requests.compiled_grammars import end_compiling
 from jaxllm.requests.grammar_process import MAX_PROCESSES
-from jaxllm.requests.structured_outputs import end_compiling
 from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.registry import Registry

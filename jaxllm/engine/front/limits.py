@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from jaxllm.engine.front.budget_checks import check_thinking
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import MAX_ENTRIES
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
-from jaxllm.requests.structured_outputs import compile_grammar
 from jaxllm.text.bad_words import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
 

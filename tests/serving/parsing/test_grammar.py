@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
+from jaxllm.requests.compiled_grammars import compile_grammar
+from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
