@@ -99,9 +99,9 @@ def with_defect(function: Any, defect: str) -> Any:
         prefill._warps = lambda tile_rows, spec: 2
         return function
 
-    def step(weights: Any, pages: Any, *rest: Any) -> Any:
-        pages, *others = function.__wrapped__(weights, pages, *rest)
-        turned = jax.tree.map(lambda buffer: jnp.swapaxes(buffer, 0, 2), pages)
+    def step(weights: Any, caches: Any, *rest: Any) -> Any:
+        caches, *others = function.__wrapped__(weights, caches, *rest)
+        turned = jax.tree.map(lambda buffer: jnp.swapaxes(buffer, 0, 2), caches)
         return (turned, *others)
 
     return jax.jit(step, donate_argnums=(1, 2))

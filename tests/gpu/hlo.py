@@ -62,7 +62,7 @@ class Program:
         if x is None:
             return None
         if x.opcode == "parameter":
-            argument = re.search(r'op_name="((?:weights|pages)\[[^"]*)"', x.text)
+            argument = re.search(r'op_name="((?:weights|caches)\[[^"]*)"', x.text)
             if argument:
                 return argument[1]
             caller = self.callers.get(x.computation)

@@ -115,7 +115,7 @@ def test_with_the_compilers_defaults_the_sampler_is_outside_the_graph(compiled: 
 def test_a_copy_of_pages_is_seen(compiled: Any) -> None:
     """Pages that are not given away are copied before a kernel changes them."""
     found = compiled("Llama-3.1-8B", "decode", "2", "plain", "--defect", "copy", layers=1)
-    assert {line.split()[-1] for line in found["copies"]} == {"pages[0][0]", "pages[0][1]"}
+    assert {line.split()[-1] for line in found["copies"]} == {"caches[0][0]", "caches[0][1]"}
     assert found["aliased"] < found["pages"]
     with pytest.raises(AssertionError):
         check(found)
@@ -123,7 +123,7 @@ def test_a_copy_of_pages_is_seen(compiled: Any) -> None:
 
 def test_another_layout_of_pages_is_seen(compiled: Any) -> None:
     found = compiled("Llama-3.1-8B", "decode", "2", "plain", "--defect", "transpose", layers=1)
-    assert {line.split()[-1] for line in found["copies"]} == {"pages[0][0]", "pages[0][1]"}
+    assert {line.split()[-1] for line in found["copies"]} == {"caches[0][0]", "caches[0][1]"}
 
 
 def test_a_spill_in_a_step_is_seen(compiled: Any) -> None:
