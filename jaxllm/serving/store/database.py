@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, event, make_url
-from sqlalchemy.exc import ArgumentError, InvalidRequestError
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.exc import ArgumentError, InvalidRequestError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
 
 from jaxllm.errors import ConfigError
@@ -65,6 +66,7 @@ class Database:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             async with self._engine.connect() as connection:
                 if self._sqlite:  # two servers may start at once
+                    await _log_ahead(connection)
                     await connection.exec_driver_sql("BEGIN IMMEDIATE")
                 await connection.run_sync(_create_tables)
                 await connection.commit()
@@ -101,9 +103,26 @@ def _create_tables(connection: Connection) -> None:
     Base.metadata.create_all(connection)
 
 
+async def _log_ahead(connection: AsyncConnection) -> None:
+    """Switch the file to a write-ahead log, which it then keeps: readers no longer wait for a writer.
+
+    Two processes that switch at once would wait for each other for ever, so SQLite lets one of them fail at once,
+    whatever its timeout is. That one tries again.
+    """
+    give_up = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+            return
+        except OperationalError as error:
+            if "locked" not in str(error.orig) or time.monotonic() > give_up:
+                raise
+        await asyncio.sleep(0.02)
+
+
 def _set_pragmas(connection: Any, _: Any) -> None:
     cursor = connection.cursor()
-    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+    for pragma in ("synchronous = NORMAL", "foreign_keys = ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

@@ -55,6 +55,24 @@ def test_writers_of_two_servers_wait_for_each_other(tmp_path: Path) -> None:
     assert asyncio.run(main()) == {f"file-{i}" for i in range(100)}
 
 
+def test_the_first_opening_waits_for_another_server_that_creates_its_tables(tmp_path: Path) -> None:
+    async def main() -> set[str]:
+        database = Database(sqlite_url(tmp_path))
+        other = sqlite3.connect(tmp_path / "jaxllm.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")  # SQLite refuses at once to change the journal's mode now
+        opening = asyncio.create_task(add(database, "kept"))
+        await asyncio.sleep(0.2)
+        assert not opening.done()
+        other.execute("COMMIT")
+        other.close()
+        await opening
+        found = await names(database)
+        await database.close()
+        return found
+
+    assert asyncio.run(main()) == {"kept"}
+
+
 def test_readers_do_not_wait_for_a_writer(tmp_path: Path) -> None:
     async def main() -> None:
         database = Database(sqlite_url(tmp_path))
