@@ -12,7 +12,6 @@ class Adjustments(NamedTuple):
     """One slot's rows that only some requests need: those whose logits are adjusted."""
 
     slot: Int[Array, ""]
-    history: Int[Array, "L"]
     bias_ids: Int[Array, "B"]
     bias_values: Float[Array, "B"]
     blocked_ids: Int[Array, "M"]
@@ -26,4 +25,4 @@ class Settings(NamedTuple):
     ints: np.ndarray
     floats: np.ndarray
     adjustments: Adjustments | None
-    """Only where the sampler reads them; without slot and history, which are known when the request takes its slot."""
+    """Only where the sampler reads them; without the slot, which is known when the request takes it."""

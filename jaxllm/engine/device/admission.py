@@ -55,11 +55,11 @@ def admission(request: Request, settings: Settings, pages_per_seq: int) -> np.nd
     return ints
 
 
-def adjustments(request: Request, given: Adjustments, max_model_len: int) -> Adjustments:
-    """What adjusts the logits of a request that takes its slot, behind the tokens it has by now."""
-    history = np.zeros(max_model_len + 1, np.int32)
-    history[: len(request.token_ids)] = request.token_ids
-    return given._replace(slot=np.int32(request.slot), history=history)  # type: ignore[arg-type]
+def history(request: Request, max_model_len: int) -> np.ndarray:
+    """The int32 row of the tokens that a request has when it takes its slot."""
+    row = np.zeros(max_model_len + 1, np.int32)
+    row[: len(request.token_ids)] = request.token_ids
+    return row
 
 
 def _adjustments(request: Request, vocab_size: int, eos_token_ids: Sequence[int]) -> Adjustments:
@@ -77,5 +77,5 @@ def _adjustments(request: Request, vocab_size: int, eos_token_ids: Sequence[int]
     bad_words[:, -1] = vocab_size
     for row, tokens in zip(bad_words, request.bad_words, strict=False):
         row[-len(tokens) :] = tokens
-    nowhere, nothing = np.int32(-1), np.zeros(0, np.int32)
-    return Adjustments(nowhere, nothing, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]
+    nowhere = np.int32(-1)
+    return Adjustments(nowhere, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]

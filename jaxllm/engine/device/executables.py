@@ -114,7 +114,12 @@ class Executables:
             Key("decode", b.decode[0]),
             Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
         ]
-        any_request = [Key("head", b.head[-1], SAMPLED), Key("decode", b.decode[-1], SAMPLED), Key("adjust")]
+        any_request = [
+            Key("head", b.head[-1], SAMPLED),
+            Key("decode", b.decode[-1], SAMPLED),
+            Key("adjust"),
+            Key("remember"),
+        ]
         rest = [Key("backbone", n) for n in b.prefill]
         for variant in (PLAIN, SAMPLED):
             rest += [Key("decode", n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]

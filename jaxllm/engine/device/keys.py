@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-Kind = Literal["decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust"]
+Kind = Literal[
+    "decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust", "remember"
+]
 """The methods of StepFunctions."""
 
 
@@ -32,6 +34,7 @@ USES: dict[Kind, Uses] = {
     "pool": Uses(("hidden",)),
     "admit": Uses(("slots",), ("slots",), output=False),
     "adjust": Uses(("slots",), ("slots",), output=False),
+    "remember": Uses(("slots",), ("slots",), output=False),
 }
 
 

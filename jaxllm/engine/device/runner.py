@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxllm.engine.device.admission import adjustments, admission, settings_of
+from jaxllm.engine.device.admission import admission, history, settings_of
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow, Score
@@ -170,7 +170,9 @@ class Runner:
         ints = admission(request, settings, self._sizes.pages_per_seq)
         self._device.run(Key("admit"), ints, settings.floats)
         if settings.adjustments is not None:
-            self._device.run(Key("adjust"), *adjustments(request, settings.adjustments, self._sizes.max_model_len))
+            slot = np.int32(request.slot)
+            self._device.run(Key("adjust"), *settings.adjustments._replace(slot=slot))  # type: ignore[arg-type]
+            self._device.run(Key("remember"), slot, history(request, self._sizes.max_model_len))
 
     def _new_pages(self, request: Request) -> list[tuple[int, int, int]]:
         """(slot, place, page) of the pages that a request has gained since its slot was last told."""

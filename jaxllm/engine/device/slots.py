@@ -26,8 +26,8 @@ class Slots(NamedTuple):
     `page_table[slot, i]` the page of positions `i * page_size` and on, `settings_*` what packing.py lays out.
 
     `history[slot, p]` is the token at position `p`. A step writes the tokens it samples, so that the next step can be
-    dispatched before the host has seen them; a prompt is written only for requests that need their whole history
-    (penalties). `L` is the longest context plus one.
+    dispatched before the host has seen them; a prompt is written only where the whole history is read (penalties).
+    `L` is the longest context plus one.
     """
 
     history: Int[Array, "slots L"]
@@ -77,6 +77,11 @@ def admit(slots: Slots, ints: Int[Array, "n"], floats: Float[Array, "F"]) -> Slo
 def adjust(slots: Slots, adjustments: Adjustments) -> Slots:
     """What adjusts the logits of the request that took the slot."""
     return _put(slots, adjustments.slot, **{k: v for k, v in adjustments._asdict().items() if k != "slot"})
+
+
+def remember(slots: Slots, slot: Int[Array, ""], history: Int[Array, "L"]) -> Slots:
+    """The tokens of the request that took the slot, up to those that steps will write."""
+    return _put(slots, slot, history=history)
 
 
 def settings(slots: Slots, slot: Int[Array, "R"]) -> dict[str, jax.Array]:

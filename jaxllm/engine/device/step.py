@@ -36,7 +36,7 @@ from jaxllm.engine.device.packing import (
 )
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
 from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.device.slots import Slots, adjust, admit, settings, slot_shapes
+from jaxllm.engine.device.slots import Slots, adjust, admit, remember, settings, slot_shapes
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.settings import Adjustments
 from jaxllm.models.caches import Buffer, Cache
@@ -162,7 +162,7 @@ class StepFunctions:
             return self.head(key.size, key.variant)
         sized = {"backbone": self.backbone, "score": self.score, "score_all": self.score_all}
         sized |= {"token_logits": self.token_logits}
-        unsized = {"pool": self.pool, "admit": self.admit, "adjust": self.adjust}
+        unsized = {"pool": self.pool, "admit": self.admit, "adjust": self.adjust, "remember": self.remember}
         return sized[key.kind](key.size) if key.kind in sized else unsized[key.kind]()
 
     def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -267,6 +267,11 @@ class StepFunctions:
             return (adjust(slots, Adjustments(*fields)),)
 
         return self._build("adjust", step, self._ints(), *rows)
+
+    def remember(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(slots, slot, history) -> (slots,)`: the tokens that a request has when it takes its slot."""
+        length = self.abstract_state().slots.history.shape[1]
+        return self._build("remember", lambda *x: (remember(*x),), self._ints(), self._ints(length))
 
     def _scoring(self, kind: Kind, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         packing = score_packing(rows)
