@@ -74,6 +74,9 @@ class EngineCore:
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
         self._generation_tokens = 0
+        self._drafts = 0
+        self._draft_tokens = 0
+        self._accepted_tokens = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._step_tokens = 0
         self._host_seconds = 0.0
@@ -171,6 +174,9 @@ class EngineCore:
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_prompt_tokens,
             generation_tokens=self._generation_tokens,
+            num_drafts=self._drafts,
+            num_draft_tokens=self._draft_tokens,
+            num_accepted_tokens=self._accepted_tokens,
             num_steps=self._steps,
             steps_by_tokens=list(self._steps_by_tokens),
             step_tokens=self._step_tokens,
@@ -242,6 +248,7 @@ class EngineCore:
         for result in handle.results():
             if result.request.status is Status.FINISHED:
                 continue  # it ended while this step was already under way
+            self._settle(result)
             try:
                 deltas.append(self._accept(result, logprobs))
             except Exception as error:
@@ -290,6 +297,15 @@ class EngineCore:
     def _count_prompt(self, request: Request) -> None:
         self._prompt_tokens += request.num_prompt
         self._cached_prompt_tokens += max(request.num_cached, 0)
+
+    def _settle(self, result: Result) -> None:
+        """Drafts that the device refused were never tokens; those that it took are."""
+        if result.num_reserved:
+            self._scheduler.settle(result.request, result.num_reserved, len(result.tokens) - 1)
+        if result.num_drafted:
+            self._drafts += 1
+            self._draft_tokens += result.num_drafted
+            self._accepted_tokens += len(result.tokens) - 1
 
     def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""

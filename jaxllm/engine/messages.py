@@ -83,6 +83,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     cached_prompt_tokens: int = 0
     """Those of them that the prefix cache held."""
     generation_tokens: int = 0
+    num_drafts: int = 0
+    """How often tokens were tried ahead with a sequence."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Those of them that were the model's choice."""
     num_steps: int = 0
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     """See STEP_TOKENS."""

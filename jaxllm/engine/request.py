@@ -36,7 +36,8 @@ class Request:
     """One sequence: its tokens, and what of it is on the device.
 
     `token_ids` are the prompt and every sampled token that the host has seen; `num_inflight` more are being sampled.
-    `num_computed` tokens have their KV in pages, or will have once the dispatched steps have run.
+    `num_computed` tokens have their KV in pages, or will have once the dispatched steps have run. Where drafts are in
+    flight both are the most that they can be: the device settles how many of them are taken.
     """
 
     request_id: str
@@ -54,6 +55,8 @@ class Request:
 
     status: Status = Status.WAITING
     num_inflight: int = 0
+    num_drafted: int = 0
+    """Tokens in flight that the device may refuse."""
     num_computed: int = 0
     num_admitted: int = 0
     """Where its first chunk since it was last admitted begins: behind the pages found in the prefix cache."""

@@ -17,9 +17,10 @@ from jaxllm.models.config import LengthRule
 
 @dataclass
 class Chunk:
-    """Tokens `start … start + length - 1` of one request; the logits of the last `num_sampled` choose new tokens.
+    """Tokens `start … start + length - 1` of one request; if `num_sampled` is not 0, its end chooses new tokens.
 
-    In a decode of several steps the chunk is the first of them, and every sampled token but the last is run as well.
+    A decode may choose several, one behind another: every one of them but the last is run as well. Where drafts are
+    tried, `num_sampled` is the most it can be, and so is `start` as long as a step before has not been read.
     """
 
     request: Request
@@ -43,6 +44,8 @@ class Batch:
     admitted: list[Request] = field(default_factory=list)
     num_steps: int = 1
     """How many tokens a decode gives each request, one after another."""
+    drafts: bool = False
+    """A decode tries as many drafted tokens with each request as its chunk may sample, less one."""
     masked: bool = False
     """The host has a say in some token that is sampled, once it has seen the one before: a grammar's, or a budget's."""
 
@@ -81,14 +84,19 @@ class Scheduler:
         length_rule: LengthRule | None = None,
         decode_steps: int = 1,
         states: StateCache | None = None,
+        num_drafts: int = 0,
     ):
-        """`states` are kept for a model whose layers have some; without them no prefix of such a model is shared."""
+        """`states` are kept for a model whose layers have some; without them no prefix of such a model is shared.
+
+        `num_drafts` is the most tokens that a decode tries ahead with each request.
+        """
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.length_rule = length_rule
         self.decode_steps = decode_steps
+        self.num_drafts = num_drafts
         self.states = states
         if states is not None:
             pool.on_forget = states.forget
@@ -124,18 +132,21 @@ class Scheduler:
         """Choose the next step's chunks and give them pages. Empty when there is nothing to run."""
         if self.states is not None:
             self.states.begin_step()
-        batch = Batch(num_steps=self._num_steps())
+        batch = Batch(num_steps=self._num_steps(), drafts=self._may_draft())
         preemptions = self.stats.preemptions
         budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             if self._outgrown(request):
+                if request.num_drafted:
+                    index += 1  # it may be shorter than it seems: wait until the drafts are settled
+                    continue
                 request.rotary_len = request.num_total
                 self._preempt(request)
                 continue
             length = self._up_to_branch(request, min(self._remaining(request), budget), request.num_computed)
-            if length and not self._make_room(request, length + batch.num_steps - 1):
+            if length and not self._make_room(request, length + self._further(request, batch)):
                 break  # the request itself was preempted, and it was the last
             if length:
                 self._run(request, length, batch)
@@ -147,10 +158,17 @@ class Scheduler:
         batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)
         return batch
 
+    def settle(self, request: Request, num_drafted: int, num_taken: int) -> None:
+        """Of the tokens that a step tried ahead with a request, the device has taken the first `num_taken`."""
+        request.num_drafted -= num_drafted
+        request.num_inflight -= num_drafted - num_taken
+        if request.status is Status.RUNNING:
+            request.num_computed -= num_drafted - num_taken
+
     def accept(self, request: Request, tokens: Sequence[int], num_sampled: int) -> None:
         """`tokens` follow those that the host has seen, and `num_sampled` are no longer in flight.
 
-        They may be fewer (a stop among them, a draft refused, a row withdrawn) or more (a grammar forces what follows).
+        They may be fewer (a stop among them, a row withdrawn) or more (a grammar forces what follows).
         """
         request.num_inflight -= num_sampled
         request.token_ids += tokens
@@ -179,6 +197,32 @@ class Scheduler:
         )
         missing = sum(self.pool.pages_for(r.num_computed + steps) - len(r.pages) for r in running)
         return steps if decoding and missing <= self.pool.num_free else 1
+
+    def _may_draft(self) -> bool:
+        """Whether every running request decodes, with nothing that the host must know of its token, and there is room.
+
+        Requests that wait come first: a step that admits them tries no drafts.
+        """
+        if not self.num_drafts or self.waiting or not self.running:
+            return False
+        running = [r for r in self.running if r.num_total < r.max_total]
+        missing = sum(self.pool.pages_for(r.num_computed + 1 + self.num_drafts) - len(r.pages) for r in running)
+        decoding = all(
+            r.num_total - r.num_computed == 1 and r.constraint is None and r.pooling is None for r in running
+        )
+        return decoding and missing <= self.pool.num_free
+
+    def _further(self, request: Request, batch: Batch) -> int:
+        """How many tokens this step may run of the request behind those that are known now."""
+        if not batch.drafts:
+            return batch.num_steps - 1
+        limits = [self.num_drafts, request.max_total - request.num_total - 1]
+        if request.thinking is not None:
+            limits.append(request.thinking.left - request.num_inflight - 1)
+        rule = self.length_rule
+        if rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length:
+            limits.append(rule.original_length - request.num_total - 1)
+        return max(0, min(limits))
 
     def _remaining(self, request: Request) -> int:
         """Tokens that could run now; none when the tokens in flight already fill the request's length."""
@@ -300,14 +344,15 @@ class Scheduler:
         return branch - start if start < branch < start + length and branch != kept_anyway else length
 
     def _run(self, request: Request, length: int, batch: Batch) -> None:
-        start = request.num_computed
-        num_sampled = batch.num_steps if start + length == request.num_total else 0
+        start, further = request.num_computed, self._further(request, batch)
+        num_sampled = 1 + further if start + length == request.num_total else 0
         chunk = Chunk(request, start, length, num_sampled)
         batch.chunks.append(chunk)
         if self.states is not None:
-            self._place_states(chunk, start + length + batch.num_steps - 1, self.states)
-        request.num_computed += length + batch.num_steps - 1
+            self._place_states(chunk, start + length + further, self.states)
+        request.num_computed += length + further
         request.num_inflight += num_sampled
+        request.num_drafted += further if batch.drafts else 0
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
         self._register_full_pages(request)

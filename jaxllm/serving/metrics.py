@@ -27,6 +27,9 @@ COUNTERS = {
     "num_preemptions": ("Sequences preempted to be recomputed.", lambda s: s.num_preemptions),
     "prompt_tokens": ("Prompt tokens processed.", lambda s: s.prompt_tokens),
     "prompt_tokens_cached": ("Those of them that the prefix cache held.", lambda s: s.cached_prompt_tokens),
+    "spec_decode_num_drafts": ("Times that tokens were tried ahead with a sequence.", lambda s: s.num_drafts),
+    "spec_decode_num_draft_tokens": ("Tokens tried ahead.", lambda s: s.num_draft_tokens),
+    "spec_decode_num_accepted_tokens": ("Those that were the model's choice.", lambda s: s.num_accepted_tokens),
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
 }
 LABELLED_GAUGES = {

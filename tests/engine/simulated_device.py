@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.engine.device.choice import Sampled, Settled
 from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
-from jaxllm.engine.device.step import Sampled
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch
 
@@ -39,9 +39,10 @@ def alone(prompt: Sequence[int], salt: str | None, max_total: int, stop: int | N
 
 @dataclass
 class SimulatedHandle(Handle):
-    """A step that is done at once; `contexts` are what its rows read in the pages."""
+    """A step that is done at once; `contexts` are what its rows read in the pages, up to `positions`."""
 
     contexts: dict[int, list[int]] = field(default_factory=dict)
+    positions: dict[int, int] = field(default_factory=dict)
 
     def wait(self) -> float:
         return 0.0
@@ -53,6 +54,8 @@ class SimulatedRunner:
     def __init__(self, num_pages: int, page_size: int, has_states: bool = False):
         self.page_size = page_size
         self.vocab_size = VOCAB
+        self._position: dict[int, int] = {}
+        """Slot -> the position of its next token, which the host does not know where drafts are under way."""
         self.compiles = Compiles(0, 0, 0, 0.0)
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
@@ -80,22 +83,25 @@ class SimulatedRunner:
         """Every chunk is written before anything is read, as in a layer."""
         self.batches.append(batch)
         self.log.append("backbone")
+        self._position |= {request.slot: request.num_admitted for request in batch.admitted}
         for chunk in batch.chunks:
-            request = chunk.request
-            for position in range(chunk.start, chunk.start + chunk.length):
-                known = position < len(request.token_ids)
-                token = request.token_ids[position] if known else self._sampled[request.slot, position]
-                page, row = divmod(position, self.page_size)
-                self._pages[request.pages[page]][row] = (position, token, request.cache_salt)
-        rows = [
-            SampledRow(chunk.request, i, chunk.start + chunk.length - 1)
-            for i, chunk in enumerate(batch.chunks)
-            if chunk.num_sampled
-        ]
-        contexts = {row.row: self._read(row.request, row.position + 1) for row in rows}
+            request, start = chunk.request, self._position[chunk.request.slot]
+            told = request.token_ids[chunk.start : chunk.start + chunk.length]
+            assert start == chunk.start or (start < chunk.start and chunk.length == 1 and not told)
+            tokens = told if len(told) == chunk.length else [*told, self._sampled[request.slot, start + len(told)]]
+            for position, token in enumerate(tokens, start):
+                self._write(request, position, token)
+            self._position[request.slot] = start + chunk.length
+        rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks) if chunk.num_sampled]
+        positions = {row.row: self._position[row.request.slot] - 1 for row in rows}
+        contexts = {row.row: self._read(row.request, positions[row.row] + 1) for row in rows}
         begun = self._read_states(batch)
-        handle = SimulatedHandle(contexts=contexts, num_steps=batch.num_steps, stride=batch.num_steps)
-        if batch.masked:
+        handle = SimulatedHandle(
+            contexts=contexts, positions=positions, num_steps=batch.num_steps, stride=batch.num_steps
+        )
+        if batch.drafts and batch.decode_only and not batch.masked:
+            self._verify(handle, rows, [chunk.num_sampled - 1 for chunk in batch.chunks])
+        elif batch.masked:
             handle.waiting = rows
         else:
             self._sample(handle, rows)
@@ -137,12 +143,34 @@ class SimulatedRunner:
         sequences = [[token] for token in np.asarray(handle.sampled.tokens).tolist()]
         for row, tokens in zip(handle.rows, sequences, strict=True):
             request = row.request
-            for position in range(row.position + 1, row.position + 1 + steps):
-                page, at = divmod(position, self.page_size)
-                self._pages[request.pages[page]][at] = (position, tokens[-1], request.cache_salt)
+            for position in range(handle.positions[row.row] + 1, handle.positions[row.row] + 1 + steps):
+                self._write(request, position, tokens[-1])
                 tokens.append(next_token(self._read(request, position + 1), request.cache_salt))
                 self._sampled[request.slot, position + 1] = tokens[-1]
+            self._position[request.slot] += steps
         handle.sampled = Sampled(np.array(sequences).reshape(-1), None)  # type: ignore[arg-type]
+
+    def _verify(self, handle: SimulatedHandle, rows: list[SampledRow], reserved: list[int]) -> None:
+        """Drafts, of which about two in three are right, are run and taken as far as they are what is sampled."""
+        handle.rows, handle.reserved, handle.stride = rows, reserved, max(reserved) + 1
+        sampled, counts = [], []
+        for row, most in zip(rows, reserved, strict=True):
+            request, position = row.request, handle.positions[row.row]
+            chosen = [next_token(handle.contexts[row.row], request.cache_salt)]
+            drafted = zlib.crc32(repr(handle.contexts[row.row]).encode()) % (most + 1)
+            drafts = []
+            for ahead in range(1, drafted + 1):
+                wrong = zlib.crc32(repr((drafts, position)).encode()) % 3 == 0
+                drafts.append((chosen[-1] + wrong) % VOCAB)
+                self._write(request, position + ahead, drafts[-1])
+                chosen.append(next_token(self._read(request, position + ahead + 1), request.cache_salt))
+            taken = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), drafted)
+            self._sampled |= {(request.slot, position + 1 + i): token for i, token in enumerate(chosen)}
+            self._position[request.slot] = position + 1 + taken
+            sampled.append(chosen + [-1] * (handle.stride - len(chosen)))
+            counts.append((drafted, taken))
+        settled = Settled(*np.array(counts).T)
+        handle.sampled = Sampled(np.array(sampled).reshape(-1), None, settled)  # type: ignore[arg-type]
 
     def sample_waiting(self, handle: SimulatedHandle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
         """The second half; the mask has one bit a token."""
@@ -159,8 +187,12 @@ class SimulatedRunner:
         for i, row in enumerate(rows):
             allowed = [t for t in range(VOCAB) if mask is None or mask[i] >> t & 1]
             tokens.append(next_token(handle.contexts[row.row], row.request.cache_salt, allowed))
-            self._sampled[row.request.slot, row.position + 1] = tokens[-1]
+            self._sampled[row.request.slot, handle.positions[row.row] + 1] = tokens[-1]
         handle.rows, handle.sampled = rows, Sampled(np.array(tokens), None)  # type: ignore[arg-type]
+
+    def _write(self, request: Request, position: int, token: int) -> None:
+        page, row = divmod(position, self.page_size)
+        self._pages[request.pages[page]][row] = (position, token, request.cache_salt)
 
     def _read(self, request: Request, context: int) -> list[int]:
         tokens = []

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.device.choice import Sampled, Settled
 from jaxllm.engine.device.handle import Handle, SampledRow
-from jaxllm.engine.device.step import Sampled
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
@@ -98,11 +98,14 @@ def tokens_of(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def test_rows_of_one_request_are_one_result():
+def test_a_row_has_as_many_tokens_as_the_step_gives_or_as_the_device_settles():
     a, b = (Request(name, [1], 1, SamplingParams(), 0.0) for name in "ab")
-    rows = [SampledRow(a, 0, 0), SampledRow(b, 1, 0), SampledRow(b, 2, 1), SampledRow(b, 3, 2)]
-    handle = Handle(rows, Sampled(np.array([5, 6, 7, 8, 99, 99]), None))  # type: ignore[arg-type]
-    assert [(r.request.request_id, r.row, r.tokens) for r in handle.results()] == [("a", 0, [5]), ("b", 1, [6, 7, 8])]
+    rows, tokens = [SampledRow(a, 0), SampledRow(b, 1)], np.array([5, 6, 7, 8, 9, 10, 99, 99, 99])
+    several = Handle(rows, Sampled(tokens, None), num_steps=2, stride=3)  # type: ignore[arg-type]
+    assert [(r.request.request_id, r.row, r.tokens) for r in several.results()] == [("a", 0, [5, 6]), ("b", 3, [8, 9])]
+    settled = Settled(np.array([2, 1, 0]), np.array([2, 0, 0]))  # type: ignore[arg-type]
+    drafts = Handle(rows, Sampled(tokens, None, settled), stride=3, reserved=[2, 2])  # type: ignore[arg-type]
+    assert [r[1:] for r in drafts.results()] == [(0, [5, 6, 7], 2, 2), (3, [8], 1, 2)]
 
 
 @pytest.mark.parametrize("tokens", [[], [4], [4, 5, 6, 7, 8, 9]])
@@ -111,8 +114,7 @@ def test_a_step_may_give_fewer_tokens_than_were_in_flight_or_more(tokens):
     engine.add("a", [1, 2, 3, 4, 5], max_tokens=20)
     request = engine.request("a")
     engine.scheduler.schedule()
-    request.num_inflight += 2  # as a step that verifies two draft tokens would
-    engine.scheduler.accept(request, tokens, 3)
+    engine.scheduler.accept(request, tokens, 1)
     assert request.num_inflight == 0
     assert request.token_ids == [1, 2, 3, 4, 5, *tokens]
     assert request.num_registered == 1, "only what was run is shared"

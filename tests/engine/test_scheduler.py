@@ -32,13 +32,20 @@ class Driver:
         stop: int | None = None,
         decode_steps: int = 1,
         snapshots: int | None = None,
+        num_drafts: int = 0,
     ):
         """`snapshots` is the number of states that can be kept, of a model whose layers have some; None is another."""
         self.states = StateCache(max_num_seqs + 1, snapshots) if snapshots and caching else None
         self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
         self.max_model_len = (num_pages - 1) * page_size
         self.scheduler = Scheduler(
-            self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps, states=self.states
+            self.pool,
+            max_num_seqs,
+            budget,
+            self.max_model_len,
+            decode_steps=decode_steps,
+            states=self.states,
+            num_drafts=num_drafts,
         )
         self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
         self.core = EngineCore(self.scheduler, self.pool, self.runner, None, [] if stop is None else [stop])  # type: ignore[arg-type]
@@ -141,18 +148,24 @@ class Driver:
         assert len({id(chunk.request) for chunk in batch.chunks}) == len(batch.chunks)
         assert 1 <= batch.num_steps <= min(scheduler.decode_steps, self.pool.page_size)
         assert batch.num_steps == 1 or (batch.decode_only and not scheduler.waiting and not batch.admitted)
+        most = 1 + scheduler.num_drafts if batch.drafts else batch.num_steps
+        assert not batch.drafts or (batch.num_steps == 1 and batch.decode_only and not scheduler.waiting)
         for chunk in batch.chunks:
             request, end = chunk.request, chunk.start + chunk.length
-            written = end + batch.num_steps - 1
+            written = end + max(chunk.num_sampled, 1) - 1
             assert request in running and chunk.length >= 1
             assert written == request.num_computed, "chunks of a request follow one another"
             assert written < scheduler.max_model_len
             assert end < request.max_total, "the last token is never run: nothing would be sampled from it"
             in_flight = request.num_inflight - chunk.num_sampled
-            assert 0 <= in_flight <= scheduler.decode_steps
+            assert 0 <= in_flight <= max(scheduler.decode_steps, 1 + scheduler.num_drafts)
             total = len(request.token_ids) + in_flight
-            assert end <= total and chunk.num_sampled == (batch.num_steps if end == total else 0)
-            assert len(request.pages) == self.pool.pages_for(written)
+            fewest = 1 if batch.drafts else most
+            assert end <= total
+            assert fewest <= chunk.num_sampled <= most if end == total else chunk.num_sampled == 0
+            assert total + chunk.num_sampled <= request.max_total or not batch.drafts
+            known, needed = self.pool.pages_for(written + scheduler.num_drafts), self.pool.pages_for(written)
+            assert needed <= len(request.pages) <= known, "those for refused drafts are used next"
             if request.params.prompt_logprobs is not None:
                 self.scored[request.request_id] |= set(range(chunk.start, written))
                 assert set(range(written)) <= self.scored[request.request_id], "every logit of the prompt is needed"
@@ -189,9 +202,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([None, 0]),
         decode_steps=st.integers(1, 4),
         snapshots=st.sampled_from([None, 0, 1, 2, 4, 30]),
+        num_drafts=st.integers(0, 3),
     )
-    def start(self, **sizes) -> None:
-        self.driver = Driver(**sizes)
+    def start(self, *, decode_steps: int, snapshots: int | None, num_drafts: int, page_size: int, **sizes) -> None:
+        drafts = min(num_drafts, page_size - 1) if decode_steps == 1 and snapshots is None else 0
+        others = {"decode_steps": decode_steps, "snapshots": snapshots, "page_size": page_size}
+        self.driver = Driver(num_drafts=drafts, **others, **sizes)
 
     @rule(
         shared=st.integers(0, len(PREFIX)),

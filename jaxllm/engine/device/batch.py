@@ -53,9 +53,12 @@ def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S
 
 
 def mixed_batch(x: Fields, slots: Slots) -> tuple[Int[Array, "T"], StepMetadata, Slots]:
-    """Chunks of several sequences: the tokens, the batch, and the slots as they are afterwards."""
+    """Chunks of several sequences: the tokens, the batch, and the slots as they are afterwards.
+
+    What the host sent is in the slots' history afterwards, beside what steps have sampled.
+    """
     slot, start = x["slot"], x["query_start"]
-    count, seqs = x["tokens"].shape[0], slot.shape[0]
+    count, seqs, nobody = x["tokens"].shape[0], slot.shape[0], slots.position.shape[0] - 1
     table = slots.page_table.at[x["new_pages"][:, 0], x["new_pages"][:, 1]].set(x["new_pages"][:, 2])
     live = jnp.arange(seqs) < x["num_seqs"]
     begin = jnp.where(live, slots.position[slot], 0)
@@ -76,10 +79,11 @@ def mixed_batch(x: Fields, slots: Slots) -> tuple[Int[Array, "T"], StepMetadata,
         rotary_lengths=jnp.maximum(settings(slots, slot)["rotary_len"][seq], positions + 1),
         decode_only=False,
         slots=slot,
-        states=_state_rows(x, slot, slots.position.shape[0] - 1, begin, end),
+        states=_state_rows(x, slot, nobody, begin, end),
     )
     after = slots.position.at[slot].set(jnp.where(live, end, 0))
-    return tokens, meta, slots._replace(position=after, page_table=table)
+    history = slots.history.at[jnp.where(seq_ids < seqs, slot[seq], nobody), positions].set(tokens)
+    return tokens, meta, slots._replace(position=after, page_table=table, history=history)
 
 
 def _state_rows(x: Fields, slot: jax.Array, nobody: int, begin: jax.Array, end: jax.Array) -> StateRows | None:

@@ -17,6 +17,8 @@ class Buckets:
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
     head: tuple[int, ...]
+    drafts: bool = False
+    """Decodes try tokens ahead."""
 
     @classmethod
     def build(
@@ -27,6 +29,7 @@ class Buckets:
         smallest_rows: int = 1,
         decode: Collection[int] | None = None,
         prefill: Collection[int] | None = None,
+        drafts: bool = False,
     ) -> Buckets:
         """The sizes asked for up to each limit, by default powers of two, and the limit itself.
 
@@ -42,7 +45,7 @@ class Buckets:
         by_rows = _sizes("decode_buckets", decode, smallest_rows, rows, "max_num_seqs")
         first = min(SMALLEST_PREFILL, tokens)
         by_tokens = _sizes("prefill_buckets", prefill, first, tokens, "max_num_batched_tokens")
-        return cls(by_rows, by_tokens, by_rows)
+        return cls(by_rows, by_tokens, by_rows, drafts)
 
 
 def _sizes(name: str, chosen: Collection[int] | None, first: int, limit: int, of: str) -> tuple[int, ...]:

@@ -80,10 +80,12 @@ class Executables:
         self._functions = functions
         self._sizes: dict[Kind, tuple[int, ...]] = {
             "decode": buckets.decode,
+            "verify": buckets.decode,
             "backbone": buckets.prefill,
             "head": buckets.head,
         }
         self._buckets = buckets
+        self._decode: Kind = "verify" if buckets.drafts else "decode"
         self._eager = eager
         self._jobs = Jobs("compile", urgent_threads=URGENT_THREADS, background_threads=1)
         self._compiles: dict[Key, Job[Compiled]] = {}
@@ -109,20 +111,20 @@ class Executables:
         First the covering bucket of each phase, then what one lone user runs, then what makes any request possible,
         and then the rest, smallest first.
         """
-        b = self._buckets
+        b, decode = self._buckets, self._decode
         lone = [
-            Key("decode", b.decode[0]),
+            Key(decode, b.decode[0]),
             Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
         ]
         any_request = [
             Key("head", b.head[-1], SAMPLED),
-            Key("decode", b.decode[-1], SAMPLED),
+            Key(decode, b.decode[-1], SAMPLED),
             Key("adjust"),
             Key("remember"),
         ]
         rest = [Key("backbone", n) for n in b.prefill]
         for variant in (PLAIN, SAMPLED):
-            rest += [Key("decode", n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]
+            rest += [Key(decode, n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]
         rest += [Key("head", n, MASKED) for n in b.head]
         rows = self.most_rows
         last = [Key("score", rows), Key("pool"), Key("token_logits", rows), Key("score_all", rows)]
@@ -131,12 +133,13 @@ class Executables:
     def covering_keys(self) -> list[Key]:
         """The largest bucket of each phase: with these, any greedy request can run."""
         b = self._buckets
-        return [
+        keys = [
             Key("backbone", b.prefill[-1]),
             Key("head", b.head[-1]),
-            Key("decode", b.decode[-1]),
+            Key(self._decode, b.decode[-1]),
             Key("admit"),
         ]
+        return [*keys, Key("remember")] if b.drafts else keys
 
     def begin(self) -> None:
         """Start compiling the plan; returns at once."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxllm.engine.device.choice import Sampled
 from jaxllm.engine.device.sampler import Logprobs
-from jaxllm.engine.device.step import Sampled
 from jaxllm.engine.request import Request
 
 
@@ -42,11 +41,10 @@ class Pooled(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """A token to be sampled: from which row of hidden states, and behind which position of its sequence."""
+    """A request that is given a token: from which row of hidden states."""
 
     request: Request
     row: int
-    position: int
 
 
 class Result(NamedTuple):
@@ -55,14 +53,18 @@ class Result(NamedTuple):
     request: Request
     row: int
     tokens: list[int]
+    num_drafted: int = 0
+    """How many tokens the step tried ahead; all of `tokens` but the last are of them."""
+    num_reserved: int = 0
+    """How many it might have tried."""
 
 
 @dataclass
 class Handle:
-    """A dispatched step. Row i of `sampled` is `rows[i]`'s; rows of one request follow one another.
+    """A dispatched step. Row i of `sampled` is `rows[i]`'s.
 
-    A decode of several steps has `stride` rows of `sampled` for each of `rows`, of which the first `num_steps` are
-    filled.
+    A decode of several tokens has `stride` rows of `sampled` for each of `rows`, of which the first `num_steps` are
+    filled, or as many as the device has settled; `reserved` says how many drafts it might have tried with each.
 
     Where a grammar has a say, `waiting` holds the rows that are still to be sampled, once their masks are known.
     """
@@ -74,6 +76,7 @@ class Handle:
     waiting: list[SampledRow] = field(default_factory=list)
     num_steps: int = 1
     stride: int = 1
+    reserved: list[int] = field(default_factory=list)
 
     def wait(self) -> float:
         """Block until the step's results are on the host; returns the seconds it took."""
@@ -98,11 +101,17 @@ class Handle:
         if self.sampled is None:
             return []
         tokens = np.asarray(self.sampled.tokens).tolist()
+        settled = self.sampled.settled
+        if settled is None:
+            starts = range(0, len(self.rows) * self.stride, self.stride)
+            return [
+                Result(r.request, at, tokens[at : at + self.num_steps]) for r, at in zip(self.rows, starts, strict=True)
+            ]
         results = []
-        for _, group in groupby(enumerate(self.rows), key=lambda row: id(row[1].request)):
-            first, *others = group
-            request, start = first[1].request, first[0] * self.stride
-            results.append(Result(request, start, tokens[start : start + self.num_steps + len(others)]))
+        counts = zip(np.asarray(settled.drafted).tolist(), np.asarray(settled.taken).tolist(), strict=True)
+        for index, (row, reserved, (drafted, taken)) in enumerate(zip(self.rows, self.reserved, counts, strict=False)):
+            at = index * self.stride
+            results.append(Result(row.request, at, tokens[at : at + 1 + taken], drafted, reserved))
         return results
 
     def logprobs(self) -> Logprobs | None:

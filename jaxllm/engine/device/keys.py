@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "decode", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust", "remember"
+    "decode", "verify", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust", "remember"
 ]
 """The methods of StepFunctions."""
 
@@ -26,6 +26,7 @@ _READOUT = Uses(("weights", "hidden"))
 
 USES: dict[Kind, Uses] = {
     "decode": Uses(("weights", "caches", "slots"), ("caches", "slots")),
+    "verify": Uses(("weights", "caches", "slots"), ("caches", "slots")),
     "backbone": Uses(("weights", "caches", "slots", "hidden"), ("caches", "slots", "hidden"), output=False),
     "head": Uses(("weights", "slots", "hidden"), ("slots",)),
     "score": _READOUT,
@@ -67,6 +68,7 @@ MASKED = Variant(sampled=True, masked=True)
 
 VARIANTS: dict[Kind, tuple[Variant, ...]] = {
     "decode": (PLAIN, SAMPLED),
+    "verify": (PLAIN, SAMPLED),
     "backbone": (PLAIN,),
     "head": (PLAIN, SAMPLED, MASKED),
 }

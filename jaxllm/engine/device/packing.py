@@ -86,6 +86,15 @@ def decode_packing(rows: int, has_states: bool = False) -> Packing:
 
 
 @cache
+def verify_packing(rows: int) -> Packing:
+    """`rows` sequences of one token each, as `decode_packing`, and how many drafted tokens each may try behind it.
+
+    `new_pages` are as `backbone_packing` has them: only the device knows which page a sequence's next token lies in.
+    """
+    return Packing(num_decodes=(), tokens=(rows,), slot=(rows,), most_drafts=(rows,), new_pages=(rows, 3))
+
+
+@cache
 def backbone_packing(tokens: int, max_num_seqs: int, page_size: int, has_states: bool = False) -> Packing:
     """`tokens` tokens of up to `min(tokens, max_num_seqs)` sequences.
 
@@ -101,9 +110,12 @@ def backbone_packing(tokens: int, max_num_seqs: int, page_size: int, has_states:
 
 @cache
 def head_packing(rows: int, mask_words: int = 0) -> Packing:
-    """`rows` rows of the backbone's hidden states that sample a token, behind a mask where `mask_words` is given."""
+    """`rows` rows of the backbone's hidden states that sample a token, behind a mask where `mask_words` is given.
+
+    Each is the last row of its sequence, so that its position is known from the slot.
+    """
     mask = {"mask": (rows, mask_words)} if mask_words else {}
-    return Packing(hidden_row=(rows,), position=(rows,), slot=(rows,), **mask)
+    return Packing(hidden_row=(rows,), slot=(rows,), **mask)
 
 
 @cache

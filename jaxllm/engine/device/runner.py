@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.engine.device.admission import admission, history, settings_of
+from jaxllm.engine.device.choice import Sampled
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow, Score
 from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
-from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing
+from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
 from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.device.step import Sampled
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Chunk
@@ -69,7 +69,10 @@ class Runner:
         """Enqueue the step for `batch` without waiting for anything."""
         for request in batch.admitted:
             self._admit(request)
-        handle = self._decode(batch) if batch.decode_only and not batch.masked else self._prefill(batch)
+        if not batch.decode_only or batch.masked:
+            handle = self._prefill(batch)
+        else:
+            handle = self._verify(batch) if self._sizes.drafts is not None else self._decode(batch)
         _copy_to_host(handle)
         return handle
 
@@ -85,7 +88,7 @@ class Runner:
             _copy_to_host(handle)
 
     def _decode(self, batch: Batch) -> Handle:
-        rows = [SampledRow(chunk.request, i, chunk.start) for i, chunk in enumerate(batch.chunks)]
+        rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
         key = self._device.covering("decode", count, _variant(rows))
         packing = decode_packing(key.size, self._sizes.has_states)
@@ -101,6 +104,23 @@ class Runner:
         sampled = self._device.run(key, ints)
         return Handle(rows, sampled, num_steps=batch.num_steps, stride=self._sizes.decode_steps)
 
+    def _verify(self, batch: Batch) -> Handle:
+        rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
+        count = len(rows)
+        key = self._device.covering("verify", count, _variant(rows))
+        packing = verify_packing(key.size)
+        ints = np.zeros(packing.size, np.int32)
+        x = packing.views(ints)
+        x["num_decodes"][...] = count
+        x["tokens"][:count] = [_token_or_device(chunk) for chunk in batch.chunks]
+        x["slot"][:] = self._slot_rows(rows, key.size)
+        reserved = [chunk.num_sampled - 1 for chunk in batch.chunks]
+        x["most_drafts"][:count] = reserved
+        self._pack_new_pages(x["new_pages"], batch)
+        self._count(key, count)
+        sampled = self._device.run(key, ints)
+        return Handle(rows, sampled, stride=self._sizes.num_drafts + 1, reserved=reserved)
+
     def _prefill(self, batch: Batch) -> Handle:
         key = self._device.covering("backbone", batch.num_tokens)
         ints = self._pack_backbone(batch, key.size)
@@ -113,9 +133,8 @@ class Runner:
         for chunk in batch.chunks:
             if chunk.request.pooling is not None:
                 pooling.append((chunk, row))
-            else:
-                last = range(chunk.length - chunk.num_sampled, chunk.length)
-                rows += [SampledRow(chunk.request, row + i, chunk.start + i) for i in last]
+            elif chunk.num_sampled:
+                rows.append(SampledRow(chunk.request, row + chunk.length - 1))
             if chunk.request.params.prompt_logprobs is not None:
                 scores += self._readout.score(chunk, row)
             row += chunk.length
@@ -134,9 +153,7 @@ class Runner:
         x["num_decodes"][...] = batch.num_decodes
         x["num_seqs"][...] = len(batch.chunks)
         x["slot"][:] = self._slot_rows(batch.chunks, x["slot"].shape[0])
-        gained = [page for chunk in batch.chunks for page in self._new_pages(chunk.request)]
-        x["new_pages"][:, 0] = self._nobody
-        x["new_pages"][: len(gained)] = np.reshape(gained, (-1, 3))
+        self._pack_new_pages(x["new_pages"], batch)
         _pack_states(x, batch.chunks)
         row = 0
         for index, chunk in enumerate(batch.chunks):
@@ -154,7 +171,6 @@ class Runner:
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         x["hidden_row"][:count] = [row.row for row in rows]
-        x["position"][:count] = [row.position for row in rows]
         x["slot"][:] = self._slot_rows(rows, key.size)
         if fill is not None:
             fill([row.request for row in rows], x["mask"][:count])
@@ -169,10 +185,17 @@ class Runner:
         assert settings is not None, "prepare() comes before dispatch()"
         ints = admission(request, settings, self._sizes.pages_per_seq)
         self._device.run(Key("admit"), ints, settings.floats)
+        slot = np.int32(request.slot)
         if settings.adjustments is not None:
-            slot = np.int32(request.slot)
             self._device.run(Key("adjust"), *settings.adjustments._replace(slot=slot))  # type: ignore[arg-type]
+        if settings.adjustments is not None or self._sizes.drafts is not None:
             self._device.run(Key("remember"), slot, history(request, self._sizes.max_model_len))
+
+    def _pack_new_pages(self, rows: np.ndarray, batch: Batch) -> None:
+        """What the requests have gained since their slots were last told; the rest goes to nobody."""
+        gained = [page for chunk in batch.chunks for page in self._new_pages(chunk.request)]
+        rows[:, 0] = self._nobody
+        rows[: len(gained)] = np.reshape(gained, (-1, 3))
 
     def _new_pages(self, request: Request) -> list[tuple[int, int, int]]:
         """(slot, place, page) of the pages that a request has gained since its slot was last told."""

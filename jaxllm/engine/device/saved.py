@@ -19,10 +19,10 @@ from typing import Any
 import jax
 
 from jaxllm import compat
+from jaxllm.engine.device.choice import Sampled, Settled
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.slots import Slots
-from jaxllm.engine.device.step import Sampled
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ KEPT_SETS = 32
 """Sets of executables, one for each model and settings, that are kept; the longest unused goes first."""
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
-_RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sampled, Slots)}
+_RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sampled, Settled, Slots)}
 """The named tuples among what steps return."""
 
 

@@ -8,6 +8,15 @@ from typing import Any
 from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, PerSlot
 
 
+@dataclass(frozen=True)
+class NgramDrafts:
+    """How drafts are found in a sequence's own text: `num_tokens` of them behind a match of `shortest` to `longest`."""
+
+    num_tokens: int
+    shortest: int
+    longest: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How much an engine does at once, and remembers."""
@@ -21,6 +30,13 @@ class Limits:
     num_pages: int
     num_snapshots: int
     """States of cached prefixes that can be kept, where layers keep a state of each sequence."""
+    drafts: NgramDrafts | None = None
+    """How a decode looks for tokens to try ahead; it tries none without."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Most tokens that a decode tries ahead with each of its rows."""
+        return self.drafts.num_tokens if self.drafts is not None else 0
 
     @property
     def num_states(self) -> int:

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch
+from jaxllm.engine.device.choice import choose
 from jaxllm.engine.device.keys import USES, Key, Kind, Variant
 from jaxllm.engine.device.packing import (
     SETTING_FLOATS,
@@ -33,10 +34,12 @@ from jaxllm.engine.device.packing import (
     logits_packing,
     pool_packing,
     score_packing,
+    verify_packing,
 )
-from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample, token_logprobs
+from jaxllm.engine.device.sampler import token_logprobs
 from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.device.slots import Slots, adjust, admit, remember, settings, slot_shapes
+from jaxllm.engine.device.slots import Slots, adjust, admit, remember, slot_shapes
+from jaxllm.engine.device.verify import verify
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.settings import Adjustments
 from jaxllm.models.caches import Buffer, Cache
@@ -60,13 +63,6 @@ class DeviceState(NamedTuple):
     slots: Slots
     hidden: Any
     """[max_num_batched_tokens, E]: the backbone's last output."""
-
-
-class Sampled(NamedTuple):
-    """What a step hands to the host. `logprobs` is None in the argmax variant."""
-
-    tokens: jax.Array
-    logprobs: Logprobs | None
 
 
 class WeightPacking:
@@ -156,10 +152,9 @@ class StepFunctions:
 
     def step(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The jitted function that a key names, and the abstract arguments to compile it for; nothing is traced yet."""
-        if key.kind == "decode":
-            return self.decode(key.size, key.variant)
-        if key.kind == "head":
-            return self.head(key.size, key.variant)
+        sampling = {"decode": self.decode, "verify": self.verify, "head": self.head}
+        if key.kind in sampling:
+            return sampling[key.kind](key.size, key.variant)
         sized = {"backbone": self.backbone, "score": self.score, "score_all": self.score_all}
         sized |= {"token_logits": self.token_logits}
         unsized = {"pool": self.pool, "admit": self.admit, "adjust": self.adjust, "remember": self.remember}
@@ -177,7 +172,7 @@ class StepFunctions:
             model = self._model(weights)
             tokens, meta, slots = decode_batch(x, slots, page_size)
             hidden, caches = model(tokens, caches, meta)
-            slots, out = _choose(model, hidden, x | {"position": meta.positions}, slots, variant)
+            slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, variant)
             return caches, slots, out
 
         def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
@@ -199,6 +194,17 @@ class StepFunctions:
 
         return self._build("decode", step, self._ints(packing.size))
 
+    def verify(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, caches, slots, ints) -> (caches, slots, Sampled)`: a token for each row, and right drafts."""
+        packing, rule = verify_packing(rows), self._sizes.drafts
+        assert rule is not None, "only an engine that tries drafts verifies any"
+        rules: dict[str, Any] = {"rule": rule, "variant": variant, "page_size": self._sizes.page_size}
+
+        def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
+            return verify(partial(self._model, weights), caches, slots, packing.unpack(ints), **rules)
+
+        return self._build("verify", step, self._ints(packing.size))
+
     def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, hidden, ints) -> (caches, slots, hidden)`: `tokens` tokens up to the last norm."""
         sizes = self._sizes
@@ -217,7 +223,8 @@ class StepFunctions:
 
         def step(weights: Any, slots: Slots, hidden: jax.Array, ints: jax.Array) -> Any:
             x = packing.unpack(ints)
-            return _choose(self._model(weights), hidden[x["hidden_row"]], x, slots, variant)
+            x |= {"position": slots.position[x["slot"]] - 1}
+            return choose(self._model(weights), hidden[x["hidden_row"]], x, slots, variant)
 
         return self._build("head", step, self._ints(packing.size))
 
@@ -314,16 +321,3 @@ class StepFunctions:
 def _specs(state: Any) -> Any:
     """How each array of a part of the device state lies on the mesh."""
     return jax.tree.map(lambda a: a.sharding.spec, state)
-
-
-def _choose(model: Decoder, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:
-    """Sample, and leave the tokens where the next step will look for them."""
-    if variant.sampled:
-        asked = settings(slots, x["slot"]) | {"slot": x["slot"], "position": x["position"]}
-        rows = SamplingRows(**{name: asked[name] for name in SamplingRows._fields})
-        tokens, logprobs = sample(model.logits(hidden), rows, slots, x.get("mask"))
-    else:
-        found, logprobs = model.most_likely(hidden), None
-        tokens = greedy(model.logits(hidden)) if found is None else found
-    history = slots.history.at[x["slot"], x["position"] + 1].set(tokens)
-    return slots._replace(history=history), Sampled(tokens, logprobs)

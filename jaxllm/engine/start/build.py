@@ -180,6 +180,7 @@ def _assemble(
         blueprint.spec.config.length_rule,
         plan.decode_steps,
         states,
+        plan.num_drafts,
     )
     core = EngineCore(scheduler, pool, runner, tokenizer.backend if tokenizer else None, eos, config.seed, grammars)
     info = EngineInfo(

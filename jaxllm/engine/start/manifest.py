@@ -32,7 +32,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
     on_cpu = device.platform == "cpu"
     spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
     limits = ("max_num_seqs", "max_num_batched_tokens", "decode_steps", "max_model_len", "page_size", "num_pages")
-    stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots"))
+    stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots", "drafts"))
     return {
         "jaxllm": f"sources {sources_digest()}",
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",

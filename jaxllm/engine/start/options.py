@@ -10,8 +10,10 @@ import numpy as np
 
 from jaxllm import cpu_kernels
 from jaxllm.config import EngineConfig
+from jaxllm.engine.device.sizes import NgramDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
+from jaxllm.models.caches import PerSlot
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
@@ -69,6 +71,30 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
     if config.dequantize is None and isinstance(checkpoint, SavedCheckpoint) and checkpoint.is_requantized:
         return True  # as with the flags that it was converted with
     return not config.dequantize if config.dequantize is not None else kernels.native or platform.name != "cpu"
+
+
+def choose_drafts(config: EngineConfig, model: DecoderConfig) -> NgramDrafts | None:
+    """How decodes look for tokens to try ahead.
+
+    Raises:
+        ConfigError: the settings exclude it, or the model keeps a state that refused tokens could not be taken out of.
+    """
+    asked = config.speculative_config
+    if asked is None:
+        return None
+    if config.decode_steps not in (None, 1):
+        raise ConfigError(f"decode_steps is {config.decode_steps}: it must be 1 where speculative_config is given")
+    if asked.num_speculative_tokens >= config.block_size:
+        raise ConfigError(
+            f"num_speculative_tokens is {asked.num_speculative_tokens}: it must be less than block_size, which is "
+            f"{config.block_size}"
+        )
+    if any(isinstance(spec, PerSlot) for spec in model.caches):
+        raise ConfigError(
+            "speculative_config cannot be used with this model: its recurrent layers keep a state of each sequence, "
+            "which a refused token cannot be taken out of"
+        )
+    return NgramDrafts(asked.num_speculative_tokens, asked.shortest, asked.longest)
 
 
 def check_imatrix(config: EngineConfig) -> None:

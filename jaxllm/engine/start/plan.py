@@ -13,7 +13,7 @@ from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.sizes import Limits, StepSizes
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.memory import cache_budget, count_parameters, plan_caches, weight_bytes, workspace_bytes
-from jaxllm.engine.start.options import build_options, check_imatrix, choose_kinds
+from jaxllm.engine.start.options import build_options, check_imatrix, choose_drafts, choose_kinds
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
@@ -149,17 +149,21 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     batched = config.max_num_batched_tokens or (512 if platform.memory_limit is None else 2048)
     layout = CacheLayout(kernels.page_dtype(options.dtype), page, tp, kernels.page_layout)
     page_bytes, state_bytes = layout.page_bytes(model_config.caches), layout.state_bytes(model_config.caches)
-    weights, workspace = weight_bytes(params, tp), workspace_bytes(model_config, options, max_num_seqs, batched)
+    drafts = choose_drafts(config, model_config)
+    tried = max_num_seqs * (1 + (drafts.num_tokens if drafts is not None else 0))
+    workspace = workspace_bytes(model_config, options, tried, max(batched, tried))
+    weights = weight_bytes(params, tp)
     budget = cache_budget(config, platform, weights, workspace)
     caches = plan_caches(config, budget, weights, page_bytes, state_bytes, wanted, max_num_seqs)
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native else 1),
+        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native and drafts is None else 1),
         max_model_len=caches.max_model_len,
         page_size=page,
         num_pages=caches.num_pages,
         num_snapshots=caches.num_snapshots,
+        drafts=drafts,
     )
     sizes = StepSizes(
         **vars(limits),
@@ -189,6 +193,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             smallest_rows=kernels.smallest_rows,
             decode=config.decode_buckets,
             prefill=config.prefill_buckets,
+            drafts=drafts is not None,
         ),
         notes=[*kinds.notes, *caches.notes],
         device=platform.device,
