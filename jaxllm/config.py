@@ -378,9 +378,11 @@ def make_config(cls: type[EngineConfig], **fields: Any) -> Any:
         return cls(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else "config"
+        name = ".".join(map(str, first["loc"])) or "config"
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}") from None
+        if first["type"] == "missing":
+            raise ConfigError(f"{name} is missing") from None
         raise ConfigError(f"{name} is {first['input']!r}: {first['msg'].lower()}") from None
 
 

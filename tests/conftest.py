@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 
 from tests import typecheck
@@ -69,6 +70,20 @@ def own_compile_cache() -> Iterator[None]:
         for name, value in KEPT_BY_CHILDREN.items():
             patch.setenv(name, value)
         yield
+
+
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 20_000
+"""Linux gives a process 65,530; where they are used up, XLA dies of the next executable that it loads."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings() -> Iterator[None]:
+    """What JAX keeps of every function that was ever called takes about seven mappings each: drop it in time."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)

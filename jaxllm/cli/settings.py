@@ -108,7 +108,8 @@ def read_settings(
         accepted = first["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
         if not first["loc"]:  # a rule about several fields at once
             raise ConfigError(accepted) from None
-        name = str(first["loc"][0])
+        name, *inside = map(str, first["loc"])
+        accepted = f"{'.'.join(inside)}: {accepted}" if inside else accepted
         raise ConfigError(f"{sources[name]} is {values[name]!r}: {accepted}") from None
 
 

@@ -82,7 +82,6 @@ REFUSED: Mapping[str, str] = {
     "--allowed-local-media-path": _NO_MEDIA,
     "--mm-processor-kwargs": _NO_MEDIA,
     "--interleave-mm-strings": _NO_MEDIA,
-    "--speculative-config": "there is no speculative decoding",
     "--kv-transfer-config": "KV pages stay in one engine",
     "--enable-sleep-mode": "an engine cannot be put to sleep",
     "--scheduling-policy": "requests run by their field priority, and in their order where it is the same",

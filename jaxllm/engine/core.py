@@ -76,7 +76,7 @@ class EngineCore:
         self._generation_tokens = 0
         self._drafts = 0
         self._draft_tokens = 0
-        self._accepted_tokens = 0
+        self._accepted_by_position = [0] * scheduler.num_drafts
         self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._step_tokens = 0
         self._host_seconds = 0.0
@@ -176,7 +176,7 @@ class EngineCore:
             generation_tokens=self._generation_tokens,
             num_drafts=self._drafts,
             num_draft_tokens=self._draft_tokens,
-            num_accepted_tokens=self._accepted_tokens,
+            accepted_by_position=list(self._accepted_by_position),
             num_steps=self._steps,
             steps_by_tokens=list(self._steps_by_tokens),
             step_tokens=self._step_tokens,
@@ -305,7 +305,8 @@ class EngineCore:
         if result.num_drafted:
             self._drafts += 1
             self._draft_tokens += result.num_drafted
-            self._accepted_tokens += len(result.tokens) - 1
+            for place in range(len(result.tokens) - 1):
+                self._accepted_by_position[place] += 1
 
     def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""

@@ -86,8 +86,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_drafts: int = 0
     """How often tokens were tried ahead with a sequence."""
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    """Those of them that were the model's choice."""
+    accepted_by_position: list[int] = []
+    """How often the first of them was the model's choice, the first two, and so on."""
     num_steps: int = 0
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     """See STEP_TOKENS."""

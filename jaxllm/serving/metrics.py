@@ -29,7 +29,10 @@ COUNTERS = {
     "prompt_tokens_cached": ("Those of them that the prefix cache held.", lambda s: s.cached_prompt_tokens),
     "spec_decode_num_drafts": ("Times that tokens were tried ahead with a sequence.", lambda s: s.num_drafts),
     "spec_decode_num_draft_tokens": ("Tokens tried ahead.", lambda s: s.num_draft_tokens),
-    "spec_decode_num_accepted_tokens": ("Those that were the model's choice.", lambda s: s.num_accepted_tokens),
+    "spec_decode_num_accepted_tokens": (
+        "Those of them that were the model's choice.",
+        lambda s: sum(s.accepted_by_position),
+    ),
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
 }
 LABELLED_GAUGES = {
@@ -120,6 +123,7 @@ class ModelMetrics:
         yield from self._families("", stats, GAUGES, COUNTERS)
         yield from self._labelled(GaugeMetricFamily, LABELLED_GAUGES, stats)
         yield from self._labelled(CounterMetricFamily, LABELLED_COUNTERS, stats)
+        yield self._accepted(stats)
         yield self._steps(stats)
         yield self._cache_config()
         yield from self._requests.collect()
@@ -130,6 +134,13 @@ class ModelMetrics:
             for value, read in values.items():
                 metric.add_metric([self._model_name, value], read(stats))
             yield metric
+
+    def _accepted(self, stats: EngineStats) -> Metric:
+        text = "Tokens tried ahead that were the model's choice, by how far ahead they were."
+        metric = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", text, labels=["model_name", "position"])
+        for position, count in enumerate(stats.accepted_by_position):
+            metric.add_metric([self._model_name, str(position)], count)
+        return metric
 
     def _steps(self, stats: EngineStats) -> Metric:
         text = "Tokens that one step ran, prompts' and generated ones."

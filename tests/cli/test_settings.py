@@ -58,6 +58,7 @@ SAMPLES: dict[str, Any] = {
     "seed": 7, "skip_tokenizer_init": True, "max_model_len": 100, "max_num_seqs": 5, "max_num_batched_tokens": 64,
     "dequantize": True, "isq": "q4k", "isq_map": "*.v.weight=q6k,*.o.weight=none", "imatrix": "/i.dat",
     "kv_cache_dtype": "fp8", "max_num_waiting": 9, "decode_steps": 2, "cpu_kernels": "off",
+    "speculative_config": {"num_speculative_tokens": 2, "prompt_lookup_max": 4},
     "tensor_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
     "gpu_memory_utilization": 0.5,
     "state_cache_memory": "1MiB",

@@ -42,10 +42,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_device_that_is_sent_the_same_messages_holds_the_same(directory: Path) -> None:
+@pytest.mark.parametrize("decode", ["decode", "verify"])
+def test_a_device_that_is_sent_the_same_messages_holds_the_same(directory: Path, decode: str) -> None:
+    drafts = {"speculative_config": {"num_speculative_tokens": 2}} if decode == "verify" else {}
     messages: list[Message] = []
     given: list[Any] = []
-    with LLM(directory, **FIELDS) as leader, LLM(directory, **FIELDS) as follower:
+    with LLM(directory, **FIELDS, **drafts) as leader, LLM(directory, **FIELDS, **drafts) as follower:
         device = device_of(leader)
         run = device.run
 
@@ -72,7 +74,7 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(directory: Path)
         for ours, theirs in zip([*found, *held(other)], [*expected, *held(device)], strict=True):
             np.testing.assert_array_equal(ours, theirs)
     kinds = {key.kind for key, _ in messages}
-    assert kinds >= set(USES) - {"token_logits"}
+    assert kinds >= set(USES) - {"token_logits", "decode", "verify"} | {decode}
     assert all(isinstance(a, np.ndarray) for _, vectors in messages for a in jax.tree.leaves(vectors))
 
 

@@ -1,0 +1,145 @@
+"""Tokens that are tried ahead: with them a request's answer is, token for token, the one that it has without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams
+from jaxllm.engine.start.plan import plan_engine
+from tests.reference.tiny import write_checkpoint
+
+MODELS = ("llama_gqa", "gemma3_linear_rope", "deepseek_v3")
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+FIELDS = {
+    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8,
+    "max_num_batched_tokens": 64, "kv_cache_memory": "64MiB", "block_size": 8,
+}  # fmt: skip
+FEW = [5, 6, 7]
+"""With so few tokens to choose from a text soon says again what it has said."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def directory(request, tmp_path_factory) -> str:
+    return str(write_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def plain(directory) -> Iterator[LLM]:
+    with LLM(directory, **FIELDS, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def drafting(directory) -> Iterator[LLM]:
+    with LLM(directory, **FIELDS, speculative_config=NGRAMS) as llm:
+        yield llm
+
+
+def random_params(dice: np.random.Generator) -> SamplingParams:
+    fields: dict[str, Any] = {
+        "temperature": float(dice.choice([0, 0.3, 1])), "seed": int(dice.integers(2**40)),
+        "max_tokens": int(dice.integers(9, 40)), "ignore_eos": bool(dice.integers(2)),
+    }  # fmt: skip
+    if dice.integers(4):
+        fields["allowed_token_ids"] = FEW
+    others = {
+        "top_k": 2, "top_p": 0.8, "min_p": 0.1, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logprobs": 3,
+        "repetition_penalty": 1.2, "repeat_last_n": 5, "logit_bias": {6: 1.5}, "stop_token_ids": [7], "min_tokens": 9,
+        "logprob_token_ids": [5, 7],
+    }  # fmt: skip
+    chosen = dice.choice(list(others), size=dice.integers(4), replace=False)
+    return SamplingParams(**fields, **{name: others[name] for name in chosen})
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    """Everything about the answers that a caller sees."""
+    return [(c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for o in outputs for c in o.outputs]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    for (tokens, *others, logprobs), (right, *rest, exact) in zip(found, expected, strict=True):
+        assert (tokens, *others) == (right, *rest)
+        for row, exact_row in zip(logprobs or [], exact or [], strict=True):
+            rank = {token: (lp.logprob, lp.rank) for token, lp in row.items()}
+            assert rank == {token: (pytest.approx(lp.logprob, abs=1e-4), lp.rank) for token, lp in exact_row.items()}
+
+
+def test_answers_are_those_without_drafts_whatever_a_request_asks_for(plain, drafting):
+    dice = np.random.default_rng(7)
+    prompts = [dice.choice([*FEW, 8, 9], dice.integers(1, 50)).tolist() for _ in range(60)]
+    params = [random_params(dice) for _ in prompts]
+    expected = told(plain.generate(prompts, params, use_tqdm=False))
+    for _ in range(2):  # the second time many a prompt's pages are cached
+        assert_equal(told(drafting.generate(prompts, params, use_tqdm=False)), expected)
+    alone = [told(drafting.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts[:20], params, strict=False)]
+    assert_equal(alone, expected[:20])
+    stats = drafting.stats()
+    accepted = stats.accepted_by_position
+    assert accepted == sorted(accepted, reverse=True)
+    assert 0 < accepted[2] <= accepted[0] <= stats.num_drafts
+    assert sum(accepted) < stats.num_draft_tokens <= 3 * stats.num_drafts
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps(directory, plain, drafting):
+    prompt, params = FEW * 3, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, allowed_token_ids=[6])
+    steps = []
+    for llm in (plain, drafting):
+        before = llm.stats().num_steps
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output.outputs[0].token_ids == [6] * 64
+        steps.append(llm.stats().num_steps - before)
+    assert steps[0] >= 64
+    assert steps[1] <= 24, "four tokens a step, but for the first ones and the last"
+
+
+def test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts(directory, plain):
+    page = plan_engine(EngineConfig(model=directory, dtype="float32")).kv_bytes_per_token * 8
+    dice = np.random.default_rng(2)
+    prompts = [dice.choice(FEW, dice.integers(1, 20)).tolist() for _ in range(16)]
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=48, allowed_token_ids=FEW) for i in range(16)]
+    expected = told(plain.generate(prompts, params, use_tqdm=False))
+    fields = FIELDS | {"kv_cache_memory": 20 * page, "max_model_len": 80}
+    with LLM(directory, **fields, speculative_config=NGRAMS) as llm:
+        assert_equal(told(llm.generate(prompts, params, use_tqdm=False)), expected)
+        stats = llm.stats()
+    assert stats.num_preemptions > 0 < sum(stats.accepted_by_position)
+
+
+def test_the_end_of_the_context_is_reached_and_not_passed(plain, drafting):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, allowed_token_ids=FEW)
+    prompts = [FEW * 20, FEW * 41, [5] * 127]
+    expected = told(plain.generate(prompts, params, use_tqdm=False))
+    found = told(drafting.generate(prompts, params, use_tqdm=False))
+    assert found == expected
+    assert [len(tokens) for tokens, *_ in found] == [68, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "greater than or equal to 1"),
+        ({"method": "ngram"}, "speculative_config.num_speculative_tokens is missing"),
+        ({"method": "psychic", "num_speculative_tokens": 3}, "'ngram'"),
+        ({"num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_min is 4"),
+        ({"num_speculative_tokens": 3, "draft_depth": 2}, "unknown setting 'speculative_config.draft_depth'"),
+        ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8: it must be less than block_size, which is 8"),
+        ('{"num_speculative_tokens": 3', "json object"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(tmp_path, config, message):
+    directory = str(write_checkpoint("llama_gqa", tmp_path))
+    with pytest.raises(ConfigError, match=message) as error:
+        LLM(directory, **FIELDS, speculative_config=config)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_with_recurrent_layers_refuses_drafts(tmp_path):
+    directory = str(write_checkpoint("lfm2", tmp_path))
+    with pytest.raises(ConfigError, match="recurrent layers keep a state"):
+        plan_engine(EngineConfig(model=directory, speculative_config=NGRAMS))
+    with pytest.raises(ConfigError, match="decode_steps is 4: it must be 1"):
+        plan_engine(EngineConfig(model=directory, speculative_config=NGRAMS, decode_steps=4))
