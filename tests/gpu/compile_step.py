@@ -25,7 +25,7 @@ PAGES = 8 * 2**30
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("kind", choices=("decode", "backbone"))
+    parser.add_argument("kind", choices=("decode", "verify", "backbone"))
     parser.add_argument("size", type=int)
     parser.add_argument("variant", choices=("plain", "sampled"))
     parser.add_argument("directory", type=Path)
@@ -42,9 +42,9 @@ def main() -> None:
 def compiled(given: argparse.Namespace) -> dict[str, Any]:
     import jax
 
-    from jaxllm.config import EngineConfig
+    from jaxllm.config import EngineConfig, SpeculativeConfig
     from jaxllm.engine.device.executables import COMPILER_OPTIONS
-    from jaxllm.engine.device.keys import PLAIN, SAMPLED
+    from jaxllm.engine.device.keys import PLAIN, SAMPLED, Key
     from jaxllm.engine.device.step import StepFunctions
     from jaxllm.engine.start.plan import make_blueprint
     from jaxllm.engine.start.platform import Platform
@@ -53,14 +53,13 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig(
         model=str(given.config.parent), load_format="dummy", tensor_parallel_size=given.tp,
         max_model_len=given.max_model_len, kv_cache_memory=PAGES, isq=given.isq,
+        speculative_config=SpeculativeConfig(num_speculative_tokens=3) if given.kind == "verify" else None,
     )  # fmt: skip
     checkpoint = open_checkpoint(given.config.parent, "dummy")
     blueprint = make_blueprint(config, checkpoint, Platform("gpu", given.tp, MEMORY, 0))
     functions = StepFunctions(blueprint.model, blueprint.params, mesh_of(tp=given.tp), blueprint.sizes)
-    if given.kind == "decode":
-        function, arguments = functions.decode(given.size, SAMPLED if given.variant == "sampled" else PLAIN)
-    else:
-        function, arguments = functions.backbone(given.size)
+    variant = SAMPLED if given.variant == "sampled" else PLAIN
+    function, arguments = functions.step(Key(given.kind, given.size, variant))
     if given.defect:
         function = with_defect(function, given.defect)
     lowered = function.lower(*arguments)

@@ -87,6 +87,11 @@ def test_latent_attention(compiled: Any, step: tuple[str, ...]) -> None:
     check(compiled("DeepSeek-V2-Lite", *step, layers=3), decode=step[0] == "decode")
 
 
+@pytest.mark.parametrize("variant", ["plain", "sampled"])
+def test_drafts_are_verified_in_one_graph(compiled: Any, variant: str) -> None:
+    check(compiled("Llama-3.1-8B", "verify", "64", variant, layers=2))
+
+
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_quantized_weights_are_expanded_in_registers(compiled: Any, kind: str) -> None:
     found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--isq", kind, layers=4)
