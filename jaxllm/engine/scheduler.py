@@ -208,7 +208,11 @@ class Scheduler:
         running = [r for r in self.running if r.num_total < r.max_total]
         missing = sum(self.pool.pages_for(r.num_computed + 1 + self.num_drafts) - len(r.pages) for r in running)
         decoding = all(
-            r.num_total - r.num_computed == 1 and r.constraint is None and r.pooling is None for r in running
+            r.num_total - r.num_computed == 1
+            and r.constraint is None
+            and (r.thinking is None or r.num_inflight < r.thinking.left)
+            and r.pooling is None
+            for r in running
         )
         return decoding and missing <= self.pool.num_free
 

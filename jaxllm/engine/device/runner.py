@@ -134,6 +134,7 @@ class Runner:
             if chunk.request.pooling is not None:
                 pooling.append((chunk, row))
             elif chunk.num_sampled:
+                assert chunk.num_sampled == 1, "a step whose backbone runs by itself gives one token"
                 rows.append(SampledRow(chunk.request, row + chunk.length - 1))
             if chunk.request.params.prompt_logprobs is not None:
                 scores += self._readout.score(chunk, row)
