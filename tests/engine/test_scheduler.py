@@ -198,19 +198,23 @@ class Driver:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(4, 14),
-        page_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
         caching=st.booleans(),
         stop=st.sampled_from([None, 0]),
-        decode_steps=st.integers(1, 4),
-        snapshots=st.sampled_from([None, 0, 1, 2, 4, 30]),
-        num_drafts=st.integers(0, 3),
+        ways=st.one_of(
+            st.fixed_dictionaries(
+                {
+                    "decode_steps": st.integers(1, 4),
+                    "snapshots": st.sampled_from([None, 0, 1, 2, 4, 30]),
+                    "page_size": st.sampled_from([1, 2, 4]),
+                }
+            ),
+            st.fixed_dictionaries({"num_drafts": st.integers(1, 3), "page_size": st.just(4)}),
+        ),
     )
-    def start(self, *, decode_steps: int, snapshots: int | None, num_drafts: int, page_size: int, **sizes) -> None:
-        drafts = min(num_drafts, page_size - 1) if decode_steps == 1 and snapshots is None else 0
-        others = {"decode_steps": decode_steps, "snapshots": snapshots, "page_size": page_size}
-        self.driver = Driver(num_drafts=drafts, **others, **sizes)
+    def start(self, *, ways: dict[str, int | None], **sizes) -> None:
+        self.driver = Driver(**ways, **sizes)
 
     @rule(
         shared=st.integers(0, len(PREFIX)),
