@@ -139,9 +139,6 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             if self._outgrown(request):
-                if request.num_drafted:
-                    index += 1  # it may be shorter than it seems: wait until the drafts are settled
-                    continue
                 request.rotary_len = request.num_total
                 self._preempt(request)
                 continue
@@ -160,7 +157,6 @@ class Scheduler:
 
     def settle(self, request: Request, num_drafted: int, num_taken: int) -> None:
         """Of the tokens that a step tried ahead with a request, the device has taken the first `num_taken`."""
-        request.num_drafted -= num_drafted
         request.num_inflight -= num_drafted - num_taken
         if request.status is Status.RUNNING:
             request.num_computed -= num_drafted - num_taken
@@ -356,7 +352,6 @@ class Scheduler:
             self._place_states(chunk, start + length + further, self.states)
         request.num_computed += length + further
         request.num_inflight += num_sampled
-        request.num_drafted += further if batch.drafts else 0
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
         self._register_full_pages(request)
