@@ -140,9 +140,11 @@ def _print(output: RequestOutput, streamed: bool, as_json: bool, heading: str) -
 
 
 def _named(value: Any) -> Any:
-    """Keep a named tuple's names, which JSON would drop: Logprob(-0.5, 1, "a") -> {"logprob": -0.5, "rank": 1, …}."""
+    """Keep what JSON would drop of named tuples and bytes: Logprob(-0.5, 1, "a") -> {"logprob": -0.5, "rank": 1, …}."""
     if hasattr(value, "_asdict"):
-        return value._asdict()
+        value = value._asdict()
+    if isinstance(value, bytes):
+        return list(value)
     if isinstance(value, dict):
         return {key: _named(item) for key, item in value.items()}
     return [_named(item) for item in value] if isinstance(value, list) else value

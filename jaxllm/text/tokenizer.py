@@ -14,6 +14,7 @@ from jaxllm.errors import CheckpointError, InvalidRequestError
 from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
 from jaxllm.text.backend import load_backend, rust_errors
+from jaxllm.text.byte_pieces import REPLACEMENT, piece_bytes
 from jaxllm.text.template_process import TemplateProcess
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
@@ -116,6 +117,15 @@ class Tokenizer:
         """The text one token adds in mid-text: ' world' where decode([id]) alone may drop the leading space."""
         once = self.decode([token_id], skip_special_tokens=False)
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds in mid-text, which may be a part of a character.
+
+        Worked example: b"\xc3" and b"\xa9" of a tokenizer that spells "é" in the byte tokens <0xC3> and <0xA9>.
+        """
+        text = self.token_text(token_id)
+        part = piece_bytes(self.backend.id_to_token(token_id) or "") if REPLACEMENT in text else None
+        return text.encode() if part is None else part
 
     def apply_chat_template(
         self,

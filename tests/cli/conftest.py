@@ -119,7 +119,7 @@ class EchoEngine:
                 choice.text += delta.text
                 choice.token_ids += delta.token_ids
                 if params.logprobs is not None:
-                    choice.logprobs = [{token: Logprob(-0.5, 1, "x")} for token in choice.token_ids]
+                    choice.logprobs = [{token: Logprob(-0.5, 1, "x", b"x")} for token in choice.token_ids]
             yield output
 
     def shutdown(self) -> None:

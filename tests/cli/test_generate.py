@@ -64,7 +64,7 @@ def test_json_has_one_object_a_prompt(cli, echo) -> None:
 
 def test_json_names_the_parts_of_a_logprob(cli, echo) -> None:
     choice = json.loads(cli("generate", "a", "--raw", "--json", "--logprobs", "1").out)["outputs"][0]
-    assert choice["logprobs"] == [{"0": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
+    assert choice["logprobs"] == [{"0": {"logprob": -0.5, "rank": 1, "decoded_token": "x", "token_bytes": [120]}}]
 
 
 def test_flags_win_over_the_models_recommendation_and_that_over_the_default(cli, echo) -> None:

@@ -12,6 +12,7 @@ from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.requests.outputs import (
     CompletionOutput,
+    Logprob,
     PooledOutput,
     RankedLogprobs,
     RequestMetrics,
@@ -71,13 +72,18 @@ def pooled_output(delta: TokenDelta) -> PooledOutput:
 
 
 def name_tokens(delta: TokenDelta, tokenizer: Tokenizer) -> None:
-    """Give the log-probabilities of a delta their tokens' texts."""
+    """Give the log-probabilities of a delta their tokens' texts and bytes."""
     if delta.logprobs is not None:
         delta.logprobs = [_named(entries, tokenizer) for entries in delta.logprobs]
 
 
 def _named(entries: RankedLogprobs, tokenizer: Tokenizer) -> RankedLogprobs:
-    return [(token, logprob._replace(decoded_token=tokenizer.token_text(token))) for token, logprob in entries]
+    return [(token, _with_name(token, logprob, tokenizer)) for token, logprob in entries]
+
+
+def _with_name(token: int, logprob: Logprob, tokenizer: Tokenizer) -> Logprob:
+    raw = tokenizer.token_bytes(token)
+    return logprob._replace(decoded_token=raw.decode(errors="replace"), token_bytes=raw)
 
 
 class Collector:
