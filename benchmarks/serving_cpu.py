@@ -93,14 +93,15 @@ def serve(port: int, steps_per_second: int) -> None:
     from jaxllm.engine.front.async_llm import AsyncLLM
     from jaxllm.engine.front.process_client import ProcessClient
     from jaxllm.engine.start.tokenizer import resolve_tokenizer
+    from jaxllm.serving.listener import bind
     from jaxllm.serving.registry import single_model
-    from jaxllm.serving.server import bind, run_server
+    from jaxllm.serving.server import run_server
 
     config = ServeConfig(model=MODEL, port=port, seed=steps_per_second, log_level="warning")
     engine = (ProcessClient(config, main=paced_engine), resolve_tokenizer(config))
     with mock.patch("jaxllm.engine.front.async_llm.start_engine", return_value=engine):
         llm = AsyncLLM(config)
-    run_server(config.of_server, single_model(config, llm), bind(config.host, config.port))
+    run_server(config.of_server, lambda: single_model(config, llm), bind(config.host, config.port))
 
 
 async def read_stream(port: int, tokens: int, counts: list[int], at: int) -> None:

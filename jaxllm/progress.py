@@ -1,25 +1,57 @@
-"""A bar while something takes long, where somebody is watching."""
+"""What takes long, and how far it is: for whoever watches, and as a bar on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 Progress = Callable[[int, int], None]
+"""Called with (parts done, parts in all)."""
+Watcher = Callable[[str, int, int], None]
+"""Called with what is being done, parts done, and parts in all; both numbers are 0 where nothing is counted."""
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
-def progress_bar(task: str) -> Iterator[Progress | None]:
-    """Yields what to call with (parts done, parts in all); None where stderr is no terminal or notebook."""
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """`watcher` hears what this thread tells, for as long as the context lasts."""
+    before = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(before)
+
+
+def tell(doing: str, done: int = 0, total: int = 0) -> None:
+    """Say what this thread is doing now, to whoever watches it."""
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(doing, done, total)
+
+
+@contextmanager
+def progress_bar(task: str) -> Iterator[Progress]:
+    """Yields what to call as parts of `task` are done.
+
+    The watcher hears of it, and there is a bar where stderr is a terminal or a notebook.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
+    tell(task)
     console = Console(stderr=True)
     if not (console.is_terminal or console.is_jupyter):
-        yield None
+        yield lambda done, total: tell(task, done, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True) as bar:
         shown = bar.add_task(task)
-        yield lambda done, total: bar.update(shown, completed=done, total=total)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(shown, completed=done, total=total)
+            tell(task, done, total)
+
+        yield advance

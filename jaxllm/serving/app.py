@@ -9,6 +9,7 @@ from importlib.metadata import version
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 
 from jaxllm.config import ServerConfig, comma_separated
@@ -78,22 +79,27 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     app.include_router(health.router)
     if config.web:
         app.include_router(make_web_router())
-    origins = comma_separated(config.allowed_origins)
-    app.add_middleware(
-        OriginGuard,
-        allowed_origins=origins,
-        allowed_hosts=comma_separated(config.allowed_hosts),
-        has_key=bool(state.api_keys),
-    )
-    if origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(ProxyPrefix, root_path=config.root_path)
-    app.add_middleware(RequestIds, logs=config.enable_request_logging)
+    add_guards(app, config)
     install_error_handlers(app)
     for gone in (ClientDisconnected, ClientDisconnect):  # before the answer, and before the body was complete
         app.add_exception_handler(gone, _nobody_listens)
     install_openapi(app)
     return app
+
+
+def add_guards(app: Starlette, config: ServerConfig) -> None:
+    """What every request goes through before it reaches a route."""
+    origins = comma_separated(config.allowed_origins)
+    app.add_middleware(
+        OriginGuard,
+        allowed_origins=origins,
+        allowed_hosts=comma_separated(config.allowed_hosts),
+        has_key=bool(comma_separated(config.api_key)),
+    )
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(ProxyPrefix, root_path=config.root_path)
+    app.add_middleware(RequestIds, logs=config.enable_request_logging)
 
 
 async def _nobody_listens(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""/health, /ping, /ready, /version, /load and /metrics: for probes and dashboards, without a key."""
+"""/health, /ping, /ready, /livez, /version, /load and /metrics: for probes and dashboards, without a key."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class Health(msgspec.Struct, kw_only=True):
     """Those, where there are any."""
 
 
+class Alive(msgspec.Struct):
+    status: Literal["ok"] = "ok"
+
+
 class Ready(msgspec.Struct):
     status: Literal["ready"] = "ready"
 
@@ -39,9 +43,15 @@ class Load(msgspec.Struct):
     """Requests now generating or waiting to."""
 
 
+@router.get("/livez", responses=returns(Alive))
+async def livez() -> Response:
+    """200 as long as the server runs, also while models load and while an engine starts again."""
+    return json_response(Alive())
+
+
 @router.get("/health", responses=returns(Health))
 async def health(request: Request) -> Response:
-    """200 while the engine of any model is alive, 503 when all have stopped."""
+    """200 while the engine of any model is alive, 503 while models load and when all engines have stopped."""
     state: ServerState = request.app.state.server
     state.registry.check_alive()
     stopped = [model.names[0] for model in state.registry.dead()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import multiprocessing
 import os
@@ -12,10 +11,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
@@ -23,14 +22,17 @@ from jaxllm.config import ServeConfig, ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.folders import unwritable
 from jaxllm.mcp.config_file import find_settings
-from jaxllm.serving.app import create_app
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.http.request_id import LOG as REQUEST_LOG
 from jaxllm.serving.listener import address, listening
+from jaxllm.serving.loading import Entrance
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.served_model import read_chat_template
 from jaxllm.serving.state import ServerState
+
+if TYPE_CHECKING:
+    from jaxllm.engine.front.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +49,10 @@ add up, for an event takes several turns of the loop."""
 def serve(config: ServeConfig) -> None:
     """Serve config.model over HTTP until SIGINT or SIGTERM; returns when everything has stopped.
 
-    The port is taken before the model loads; who connects meanwhile waits for it. On a signal /ready turns 503, new
-    requests are refused, running ones get config.shutdown_timeout seconds and then end with finish_reason "abort". A
-    second signal exits at once. So does the first after shutdown_timeout + END_SECONDS, whatever still hangs then, and
-    one that comes while the model loads. SIGHUP has config.mcp_config read again.
+    The port is taken and answers before the model loads: see Entrance. On a signal /ready turns 503, new requests are
+    refused, running ones get config.shutdown_timeout seconds and then end with finish_reason "abort". A second signal
+    exits at once. So does the first after shutdown_timeout + END_SECONDS, whatever still hangs then, and one that comes
+    while the model loads. SIGHUP has config.mcp_config read again.
 
     Raises ConfigError when the port cannot be had or a parser's name is unknown, and whatever building the engine
     raises.
@@ -64,16 +66,20 @@ def serve(config: ServeConfig) -> None:
         tool_servers, _ = find_settings(config.mcp_config)
         if tool_servers is not None:
             logger.info("tool servers from %s", tool_servers)
-        from jaxllm.engine.front.async_llm import (
-            AsyncLLM,  # imports JAX: a taken port is said before those seconds pass
-        )
-
         process = config.engine_process is None or config.engine_process
-        engine = AsyncLLM(config.of_model.model_copy(update={"engine_process": process}))
+        engines: list[AsyncLLM] = []
+
+        def start() -> Registry:
+            from jaxllm.engine.front.async_llm import AsyncLLM  # takes a second, in which probes are answered
+
+            engines.append(AsyncLLM(config.of_model.model_copy(update={"engine_process": process})))
+            return single_model(config, engines[0])
+
         try:
-            run_server(config.of_server, single_model(config, engine), listener)
+            run_server(config.of_server, start, listener)
         finally:
-            engine.shutdown()
+            for engine in engines:
+                engine.shutdown()
 
 
 def configure_logging(config: ServerConfig) -> None:
@@ -87,26 +93,14 @@ def configure_logging(config: ServerConfig) -> None:
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
 
 
-def run_server(config: ServerConfig, registry: Registry, listener: socket.socket) -> None:
-    """Run the server on a listening socket until a signal."""
+def run_server(config: ServerConfig, start: Callable[[], Registry], listener: socket.socket) -> None:
+    """Run the server on a listening socket until a signal. `start` makes the models; raises what that raises."""
     sys.setswitchinterval(SWITCH_SECONDS)
-    app = create_app(config, registry)
-    gc.collect()
-    gc.freeze()  # what is there now stays: looking through it again and again takes a tenth of a second each time
-    settings = uvicorn.Config(
-        app,
-        host=config.host,
-        port=config.port,
-        http=BoundedProtocol,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
-    )
-    Server(settings, app.state.server).run(sockets=[listener])
+    logger.info("listening on %s; requests get 503 until the model is loaded", address(listener))
+    server = Server(config, start, listener)
+    server.run(sockets=[listener])
+    if server.entrance.error is not None:
+        raise server.entrance.error
 
 
 @contextmanager
@@ -132,18 +126,33 @@ def _exit_now(status: int) -> NoReturn:
 class Server(uvicorn.Server):
     """uvicorn, with a drain between the signal and the end."""
 
-    def __init__(self, settings: uvicorn.Config, state: ServerState):
+    def __init__(self, config: ServerConfig, start: Callable[[], Registry], listener: socket.socket):
+        self.entrance = Entrance(config, start, self._begin)
+        settings = uvicorn.Config(
+            self.entrance,
+            host=config.host,
+            port=config.port,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
         super().__init__(settings)
-        self._state = state
+        self._listener = listener
         self._deadline: float | None = None
         self._last_resort: threading.Timer | None = None
         self._reloading: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._state.draining:
+        state = self.entrance.state
+        if state is None or state.draining:
             _exit_now(128 + sig)
-        self._state.drain()
-        self._last_resort = threading.Timer(self._state.config.shutdown_timeout + END_SECONDS, _exit_now, [128 + sig])
+        state.drain()
+        self._last_resort = threading.Timer(state.config.shutdown_timeout + END_SECONDS, _exit_now, [128 + sig])
         self._last_resort.daemon = True
         self._last_resort.start()
 
@@ -154,14 +163,17 @@ class Server(uvicorn.Server):
             if self._last_resort is not None:
                 self._last_resort.cancel()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+    def _begin(self) -> None:
+        """The models are there, or never will be."""
+        state = self.entrance.state
+        if state is None:
+            self.should_exit = True
+            return
         if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
-            self._reload_on_sighup(sys.stdin is not None and sys.stdin.isatty())
-        for listener in sockets or []:
-            announce(self._state, listener)
+            self._reload_on_sighup(state, sys.stdin is not None and sys.stdin.isatty())
+        announce(state, self._listener)
 
-    def _reload_on_sighup(self, has_terminal: bool) -> None:
+    def _reload_on_sighup(self, state: ServerState, has_terminal: bool) -> None:
         """SIGHUP reads the tool servers' file again. The same signal tells that a terminal was closed: that ends us."""
         loop = asyncio.get_running_loop()
 
@@ -169,33 +181,29 @@ class Server(uvicorn.Server):
             if has_terminal and not sys.stdin.isatty():
                 self.handle_exit(signal.SIGTERM, None)
             else:
-                self._reloading = loop.create_task(self._state.reload_tool_servers())
+                self._reloading = loop.create_task(state.reload_tool_servers())
 
         loop.add_signal_handler(signal.SIGHUP, reload)
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
             return True
-        if not self._state.draining:
+        state = self.entrance.state
+        if state is None or not state.draining:
             return False
         now = time.monotonic()
         if self._deadline is None:
-            self._deadline = now + self._state.config.shutdown_timeout
-            self._announce_drain()
-        return not self._state.running or now >= self._deadline
+            self._deadline = now + state.config.shutdown_timeout
+            announce_drain(state)
+        return not state.running or now >= self._deadline
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._state.drain()
-        for request in self._state.running:
-            request.abort()
+        state = self.entrance.state
+        if state is not None:
+            state.drain()
+            for request in state.running:
+                request.abort()
         await super().shutdown(sockets)
-
-    def _announce_drain(self) -> None:
-        waiting = ""
-        if self._state.running:
-            seconds, count = self._state.config.shutdown_timeout, len(self._state.running)
-            waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
-        _say(f"Stopping{waiting}")
 
 
 def announce(state: ServerState, listener: socket.socket) -> None:
@@ -208,6 +216,15 @@ def announce(state: ServerState, listener: socket.socket) -> None:
         return
     page = f"; a page to talk to it at {base}/" if state.config.web else ""
     _say(f"Serving {names} on {base}/v1 ({sizes}; docs at {base}/docs{page})")
+
+
+def announce_drain(state: ServerState) -> None:
+    """Print what the server's end waits for."""
+    waiting = ""
+    if state.running:
+        seconds, count = state.config.shutdown_timeout, len(state.running)
+        waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
+    _say(f"Stopping{waiting}")
 
 
 def _say(text: str) -> None:

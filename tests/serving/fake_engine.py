@@ -384,7 +384,7 @@ def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> N
     from jaxllm.serving.registry import single_model
     from jaxllm.serving.server import run_server
 
-    run_server(config.of_server, single_model(config, engine), listener)
+    run_server(config.of_server, lambda: single_model(config, engine), listener)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 /** What the page knows of the server: its models, their defaults, its tool servers. */
 
 import { create } from "zustand";
-import { listModels, listToolServers, samplingDefaults, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
+import { APIError } from "./api/http";
+import { listModels, listToolServers, loadingStage, samplingDefaults, type LoadingStage, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
 import { setDefaultModel } from "./chat/run";
 
 interface State {
@@ -9,18 +10,37 @@ interface State {
   defaults: SamplingDefaults;
   toolServers: ToolServer[];
   reachable: boolean | null;
+  loading: LoadingStage | null;
 }
 
-export const useServer = create<State>()(() => ({ models: [], defaults: {}, toolServers: [], reachable: null }));
+const POLL_MILLISECONDS = 1000;
+
+export const useServer = create<State>()(() => ({ models: [], defaults: {}, toolServers: [], reachable: null, loading: null }));
 
 export async function loadServer(): Promise<void> {
   try {
     const [models, defaults, toolServers] = await Promise.all([listModels(), samplingDefaults(), listToolServers()]);
     setDefaultModel(models[0]?.id ?? "");
-    useServer.setState({ models, defaults, toolServers, reachable: true });
-  } catch {
-    useServer.setState({ reachable: false });
+    useServer.setState({ models, defaults, toolServers, reachable: true, loading: null });
+  } catch (error) {
+    const loading = error instanceof APIError && error.status === 503 ? await loadingStage().catch(() => null) : null;
+    useServer.setState({ loading, reachable: loading !== null });
+    if (loading !== null) await untilLoaded();
   }
+}
+
+/** Show how far the server is until it has loaded its model, and then ask again what it has. */
+async function untilLoaded(): Promise<void> {
+  try {
+    for (let loading = await loadingStage(); loading !== null; loading = await loadingStage()) {
+      useServer.setState({ loading });
+      await new Promise((done) => setTimeout(done, POLL_MILLISECONDS));
+    }
+  } catch {
+    useServer.setState({ loading: null, reachable: false });
+    return;
+  }
+  await loadServer();
 }
 
 /** Look again how the tool servers are; what was known stays where the server does not answer. */

@@ -17,6 +17,7 @@ from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kin
 from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.jobs import Job, Jobs
+from jaxllm.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +159,13 @@ class Executables:
         else:
             self._helped_all.set()
 
-    def wait_until_covered(self) -> None:
+    def wait_until_covered(self, on_progress: Progress | None = None) -> None:
         """Block until a covering bucket of each phase is ready."""
-        if not self._eager:
-            for key in self.covering_keys():
-                self.get(key)
+        keys = [] if self._eager else self.covering_keys()
+        for done, key in enumerate(keys):
+            if on_progress:
+                on_progress(done, len(keys))
+            self.get(key)
 
     def wait(self) -> None:
         """Block until everything that was asked for is compiled."""

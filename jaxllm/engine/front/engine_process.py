@@ -16,6 +16,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.front.thread_client import Inbox
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import JaxLLMError
+from jaxllm.progress import watched_by
 
 if TYPE_CHECKING:
     from jaxllm.engine.core import EngineCore
@@ -31,6 +32,14 @@ class Started(msgspec.Struct, tag=True):
     """The loop is up."""
 
     info: EngineInfo
+
+
+class Doing(msgspec.Struct, tag=True):
+    """How far the start is; see jaxllm.progress."""
+
+    doing: str
+    done: int
+    total: int
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -64,7 +73,7 @@ class Stop(msgspec.Struct, tag=True):
 
 
 to_engine = msgspec.msgpack.Decoder(Add | Abort | Stop)
-from_engine = msgspec.msgpack.Decoder(Started | Failed | Outputs | Beat)
+from_engine = msgspec.msgpack.Decoder(Started | Doing | Failed | Outputs | Beat)
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -82,7 +91,7 @@ class FrontDoor:
         for target in (self._beat, self._listen):
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
 
-    def send(self, message: Started | Failed | Outputs | Beat) -> None:
+    def send(self, message: Started | Doing | Failed | Outputs | Beat) -> None:
         """Any thread may call this."""
         data = encode(message)
         try:
@@ -125,7 +134,8 @@ def main(pipe: Connection, config: EngineConfig, log_level: int) -> None:
         from jaxllm.compat import under_own_settings  # JAX comes with it, which the front door can do without
         from jaxllm.engine.start.build import build_core
 
-        core, info = build_core(config)
+        with watched_by(lambda *stage: front_door.send(Doing(*stage))):
+            core, info = build_core(config)
         front_door.send(Started(info))
         under_own_settings(run_loop)(front_door, core)
     except JaxLLMError as error:

@@ -18,6 +18,7 @@ from jaxllm.engine.front.engine_process import (
     Abort,
     Add,
     Beat,
+    Doing,
     Failed,
     Outputs,
     Started,
@@ -28,6 +29,7 @@ from jaxllm.engine.front.engine_process import (
 )
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError
+from jaxllm.progress import tell
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +121,15 @@ class ProcessClient:
         self._end(STOP_SECONDS)
 
     def _first_word(self) -> Started:
-        while isinstance(message := self._receive(), Beat):
-            pass
+        while isinstance(message := self._receive(), Beat | Doing):
+            if isinstance(message, Doing):
+                tell(message.doing, message.done, message.total)
         if isinstance(message, Failed):
             raise getattr(errors, message.kind, EngineDeadError)(message.message)
         assert isinstance(message, Started)
         return message
 
-    def _receive(self) -> Started | Failed | Outputs | Beat:
+    def _receive(self) -> Started | Doing | Failed | Outputs | Beat:
         try:
             message = from_engine.decode(self._pipe.recv_bytes())
         except (OSError, EOFError) as error:

@@ -35,7 +35,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import unwritable
 from jaxllm.models.importance import with_importance
 from jaxllm.models.tasks import read_tasks
-from jaxllm.progress import Progress, progress_bar
+from jaxllm.progress import Progress, progress_bar, tell
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.sharding.devices import check_free_memory, no_room
 from jaxllm.sharding.mesh import build_mesh
@@ -58,6 +58,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         ConfigError, ModelNotFoundError, CheckpointError: one line each.
     """
     clock = Clock()
+    tell(f"Finding {config.model}")
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     clock.lap("resolve")
     if config.compile_cache_dir is not None:
@@ -72,10 +73,12 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
 
 def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, EngineInfo]:
     checkpoint = open_model(config, path)
+    tell("Reading the tokenizer")
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
     check_free_memory(config.tensor_parallel_size, config.gpu_memory_utilization)
     compat.share_device_memory(config.gpu_memory_utilization)
+    tell("Planning what fits into memory")
     mesh = build_mesh(config.tensor_parallel_size)
     platform = Platform.of(mesh.devices.flat[0])
     blueprint = make_blueprint(config, checkpoint, platform)
@@ -164,9 +167,11 @@ def _assemble(
     outputs = blueprint.spec.config.num_outputs
     runner = Runner(Device(executables, weights, functions.new_state()), blueprint.sizes, outputs, eos)
     if mesh.devices.flat[0].platform == "cpu":
+        tell("Gathering the weights in large pages of memory")
         use_huge_pages(weights)
         clock.lap("memory")
-    executables.wait_until_covered()
+    with progress_bar("Compiling what the first request needs") as on_progress:
+        executables.wait_until_covered(on_progress)
     clock.lap("compile")
     plan = blueprint.plan
     states = StateCache(plan.num_states - plan.num_snapshots, plan.num_snapshots) if plan.num_snapshots else None

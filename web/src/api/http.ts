@@ -31,18 +31,22 @@ export function whenUnauthorized(handler: () => void): void {
   onUnauthorized = handler;
 }
 
-/** fetch() relative to the page, which may lie behind a proxy's path. Throws APIError unless the answer is a good one. */
-export async function request(path: string, options: RequestInit = {}): Promise<Response> {
+/** fetch() relative to the page, which may lie behind a proxy's path. Throws APIError where no answer comes. */
+export async function reach(path: string, options: RequestInit = {}): Promise<Response> {
   const headers = new Headers(options.headers);
   const key = storedKey();
   if (key) headers.set("Authorization", `Bearer ${key}`);
-  let response: Response;
   try {
-    response = await fetch(new URL(path, document.baseURI.split("#")[0]), { ...options, headers });
+    return await fetch(new URL(path, document.baseURI.split("#")[0]), { ...options, headers });
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
     throw new APIError(0, error instanceof Error ? error.message : String(error));
   }
+}
+
+/** The same, which also throws APIError unless the answer is a good one. */
+export async function request(path: string, options: RequestInit = {}): Promise<Response> {
+  const response = await reach(path, options);
   if (response.ok) return response;
   const failure = await problem(response);
   if (response.status === 401) onUnauthorized();

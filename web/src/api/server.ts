@@ -1,6 +1,6 @@
 /** What the server tells about itself. */
 
-import { getJSON, postJSON, request } from "./http";
+import { getJSON, postJSON, reach, request } from "./http";
 
 export interface Model {
   id: string;
@@ -24,6 +24,19 @@ export interface ServerInfo {
   models: string[];
   settings: Record<string, unknown>;
   engine: Record<string, number>;
+}
+
+/** How far the server is with loading its model; `total` is 0 where the parts are not counted. */
+export interface LoadingStage {
+  doing: string;
+  done: number;
+  total: number;
+}
+
+/** Null where it is not loading. */
+export async function loadingStage(): Promise<LoadingStage | null> {
+  const told = (await (await reach("ready")).json()) as Partial<LoadingStage> & { status?: string };
+  return told.status === "loading" ? { doing: told.doing ?? "", done: told.done ?? 0, total: told.total ?? 0 } : null;
 }
 
 export async function listModels(): Promise<Model[]> {

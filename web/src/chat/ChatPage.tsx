@@ -32,6 +32,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
   const gone = useLoading(id);
   const problem = useConversations((state) => state.problem);
   const reachable = useServer((state) => state.reachable);
+  const loading = useServer((state) => state.loading);
   const [asksSettings, setAsksSettings] = useState(false);
   const [draft, setDraft] = useState("");
   const { settings, setSettings } = useSettings(conversation);
@@ -59,6 +60,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
         <ContextGauge stats={lastStats} draft={draft} model={settings.model} />
         <Button type="text" icon={<SettingOutlined aria-hidden />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
       </header>
+      {loading !== null && <Alert banner type="info" title={t("loadingModel")} description={loading.total ? `${loading.doing}: ${loading.done} / ${loading.total}` : loading.doing} />}
       {reachable === false && <Alert banner type="error" title={t("unreachable")} />}
       {problem !== null && <Alert banner type="warning" title={t("notKept", { why: problem })} />}
       {gone ? (

@@ -163,6 +163,7 @@ export const de: Texts = {
   back: "Zurück zur Unterhaltung",
   ready: "bereit",
   compiling: "{n} Buckets werden noch kompiliert",
+  loadingModel: "Der Server lädt sein Modell.",
   unreachable: "Der Server ist nicht erreichbar.",
   load: "Laufende Anfragen",
   queue: "Wartende Anfragen",

@@ -161,6 +161,7 @@ export const en = {
   back: "Back to the conversation",
   ready: "ready",
   compiling: "{n} buckets still to be compiled",
+  loadingModel: "The server is loading its model.",
   unreachable: "The server cannot be reached.",
   load: "Requests running",
   queue: "Requests waiting",

@@ -163,6 +163,7 @@ export const zh: Texts = {
   back: "返回对话",
   ready: "就绪",
   compiling: "还有 {n} 个桶待编译",
+  loadingModel: "服务器正在加载模型。",
   unreachable: "无法连接服务器。",
   load: "运行中的请求",
   queue: "等待中的请求",
