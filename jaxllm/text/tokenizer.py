@@ -19,6 +19,7 @@ from jaxllm.text.template_process import TemplateProcess
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
+from jaxllm.weights.gguf_parts import gguf_models
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
@@ -206,7 +207,7 @@ def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
 def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
     """The directory with the tokenizer's files, `path` itself or the one that a GGUF's are kept in. Raises as above."""
     if path.is_dir() and not (path / "tokenizer.json").exists():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = gguf_models(path)
         if len(ggufs) != 1:
             raise CheckpointError(f"{path}: holds no tokenizer.json")
         path = model_file(path, ggufs[0].name)
