@@ -158,7 +158,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("target", type=Path, help="the folder to write; it must not exist")
     parser.add_argument("--group-size", type=int, default=64, help="inputs that share a scale (default 64)")
     parser.add_argument("--text", type=Path, default=TEXT, help="calibration text, the end of which is held out")
-    parser.add_argument("--windows", type=int, default=12, help="pieces of text to calibrate with (default 12)")
+    parser.add_argument("--windows", type=int, default=6, help="pieces of text to calibrate with (default 6)")
     parser.add_argument("--length", type=int, default=512, help="tokens in a piece (default 512)")
     return parser
 

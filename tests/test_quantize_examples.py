@@ -16,8 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxllm.models.registry import model_spec
+from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
+from jaxllm.weights.source import resolve_model
 from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
@@ -175,6 +177,17 @@ def test_a_folder_is_written_whole(method, example, monkeypatch, tmp_path, capsy
     assert np.abs(found - expected).mean() < 0.25 * np.abs(expected).mean()
     with pytest.raises(SystemExit, match="target exists; accepted is a path that does not"):
         convert.main()
+
+
+def test_the_text_is_long_enough_for_what_is_asked_by_default(example, monkeypatch, tmp_path):
+    """With the tokenizer of the model that the headers name."""
+    calibration = example("calibration")
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    monkeypatch.setattr(calibration, "load_tokenizer", lambda folder: tokenizer)
+    source = write_checkpoint("llama_mha8", tmp_path / "source")
+    args = calibration.arguments("").parse_args([str(source), str(tmp_path / "target"), "--group-size", str(GROUP)])
+    _, windows, held_out = calibration.prepared(args)
+    assert (len(windows), len(held_out)) == (args.windows, args.windows // 3)
 
 
 TRANSFORMERS = """

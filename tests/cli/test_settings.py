@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,12 @@ def test_the_example_configurations_are_valid(path: Path) -> None:
     config = read_settings(ServeConfig, {}, path, environ={})
     assert set(yaml.safe_load(path.read_text())) == config.model_fields_set
     assert config.served_model_name
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_no_example_configuration_opens_the_machine_to_others_without_a_key(path: Path) -> None:
+    config = read_settings(ServeConfig, {}, path, environ={})
+    assert ip_address(config.host).is_loopback or config.api_key
 
 
 def test_there_are_example_configurations() -> None:

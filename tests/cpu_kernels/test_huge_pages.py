@@ -54,6 +54,16 @@ def test_zeros_are_zeros_each_in_memory_of_its_own(threads: int) -> None:
             del arrays
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux clears pages when they are first used")
+def test_zeros_take_memory_when_they_are_used() -> None:
+    """Most of a KV cache is never used, and would be the largest part of a small model's process."""
+    make = jax.jit(lambda: cpu_kernels.zeros((128, HUGE), np.uint8))
+    before = psutil.Process().memory_info().rss
+    array = jax.block_until_ready(make())
+    assert psutil.Process().memory_info().rss - before < array.nbytes // 4
+    assert not np.asarray(array).any()
+
+
 def test_small_arrays_are_left_alone() -> None:
     assert use_huge_pages([jnp.zeros(100)]) == 0
 

@@ -94,6 +94,10 @@ class Executables:
         self._unforeseen = 0
         self._seconds = 0.0
         self._foreseen: set[Key] = set()
+        self._unfinished: set[Key] = set()
+        """Those of them that are neither loaded nor compiled yet, and have not failed."""
+        self._num_loaded = self._num_compiled = 0
+        self._announces = False
 
     @property
     def compiles(self) -> Compiles:
@@ -147,7 +151,7 @@ class Executables:
         if self._eager:
             return
         keys = self.plan()
-        self._foreseen = set(keys)
+        self._foreseen, self._unfinished = set(keys), set(keys)
         urgent = self.covering_keys()
         if self._helper is not None and self._saved is not None:
             self._helped = {str(key): key for key in keys if key not in urgent and not self._saved.has(key)}
@@ -166,6 +170,28 @@ class Executables:
             if on_progress:
                 on_progress(done, len(keys))
             self.get(key)
+
+    def announce_end(self) -> None:
+        """Log how many of the planned executables are still to be made, and a line when there are no more of these."""
+        with self._lock:
+            left, planned = len(self._unfinished), len(self._foreseen)
+            self._announces = left > 0
+        if left:
+            text = "requests can run; %d of %d executables are still to be compiled or loaded, in the background"
+            logger.info(text, left, planned)
+
+    def _finish(self, key: Key) -> None:
+        with self._lock:
+            self._unfinished.discard(key)
+            if self._unfinished or not self._announces or self._jobs.closed:
+                return
+            self._announces = False
+            loaded, compiled, seconds = self._num_loaded, self._num_compiled, self._seconds
+            failed = len(self._foreseen) - loaded - compiled
+        logger.info(
+            "all executables are done: %d loaded, %d compiled in %.1f s%s",
+            *(loaded, compiled, seconds, f", {failed} failed" if failed > 0 else ""),
+        )
 
     def wait(self) -> None:
         """Block until everything that was asked for is compiled."""
@@ -238,10 +264,18 @@ class Executables:
         return self._compiles[key]
 
     def _compile(self, key: Key) -> Compiled:
+        try:
+            return self._load_or_compile(key)
+        finally:
+            self._finish(key)
+
+    def _load_or_compile(self, key: Key) -> Compiled:
         began = time.perf_counter()
         function, args = self._functions.step(key)
         found = self._saved.load(key, args) if self._saved is not None else None
         if found is not None:
+            with self._lock:
+                self._num_loaded += 1
             logger.debug("loaded %s in %.2f s", key, time.perf_counter() - began)
             return found
         lowered = function.lower(*args)  # type: ignore[attr-defined]
@@ -251,6 +285,7 @@ class Executables:
         seconds = time.perf_counter() - began
         with self._lock:
             self._seconds += seconds
+            self._num_compiled += 1
         logger.debug("compiled %s in %.2f s", key, seconds)
         return compiled
 

@@ -12,7 +12,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxllm import compat
+from jaxllm import compat, cpu_kernels
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core import EngineCore
@@ -27,6 +27,7 @@ from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.manifest import step_manifest
+from jaxllm.engine.start.options import wants_cpu_kernels
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
@@ -78,9 +79,12 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
     clock.lap("tokenizer")
     check_free_memory(config.tensor_parallel_size, config.gpu_memory_utilization)
     compat.share_device_memory(config.gpu_memory_utilization)
-    tell("Planning what fits into memory")
+    tell("Looking at the devices and the kernels")
     mesh = build_mesh(config.tensor_parallel_size)
     platform = Platform.of(mesh.devices.flat[0])
+    if wants_cpu_kernels(config, platform):
+        cpu_kernels.available()
+        clock.lap("C++ kernels")
     blueprint = make_blueprint(config, checkpoint, platform)
     if platform.memory is not None:
         logger.info(device_line(mesh, platform.memory, blueprint.plan.planned_bytes))
@@ -169,7 +173,7 @@ def _assemble(
     if mesh.devices.flat[0].platform == "cpu":
         tell("Gathering the weights in large pages of memory")
         use_huge_pages(weights)
-        clock.lap("memory")
+        clock.lap("large pages")
     with progress_bar("Compiling what the first request needs") as on_progress:
         executables.wait_until_covered(on_progress)
     clock.lap("compile")
@@ -205,7 +209,8 @@ def _assemble(
         max_logprobs=config.max_logprobs,
     )
     checkpoint.close()
-    logger.info("started: %s; %d executables still compiling", clock, executables.compiles.pending)
+    logger.info("started: %s", clock)
+    executables.announce_end()
     return core, info
 
 

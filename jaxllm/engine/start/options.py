@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +44,7 @@ def build_options(
         platform.name,
         kv_cache_dtype=config.kv_cache_dtype,
         dtype=dtype,
-        native=platform.name == "cpu" and _runs_cpu_kernels(config, dtype),
+        native=wants_cpu_kernels(config, platform) and _runs_cpu_kernels(),
         uses=uses,
     )
     return BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
@@ -112,14 +111,18 @@ def check_imatrix(config: EngineConfig) -> None:
         )
 
 
-def _runs_cpu_kernels(config: EngineConfig, dtype: Any) -> bool:
-    """Whether the C++ kernels are wanted, and could be compiled; the log says what prevents them.
+def wants_cpu_kernels(config: EngineConfig, platform: Platform) -> bool:
+    """Whether the C++ kernels are to run, where they can.
 
     They serve bfloat16. float32 is for those who want nothing rounded and tokens that no batch-mate can change in their
     last bit: plain XLA gives that.
     """
-    if config.cpu_kernels == "off" or config.attention_backend != "auto" or np.dtype(dtype) != jnp.bfloat16:
-        return False
+    asked = config.cpu_kernels != "off" and config.attention_backend == "auto"
+    return asked and platform.name == "cpu" and np.dtype(DTYPES[config.dtype]) == jnp.bfloat16
+
+
+def _runs_cpu_kernels() -> bool:
+    """Whether there are the C++ kernels, compiled now if need be; the log says what prevents it."""
     if not cpu_kernels.available():
         logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -84,14 +85,19 @@ class EnginePlan(Limits):
         return asdict(self) | derived
 
     def summary(self) -> str:
-        """Two lines for the log."""
+        """What runs, what takes memory and which settings change that, and what fits: three lines for the log."""
         many = self.kv_tokens / self.max_model_len
         states = f"{self.num_snapshots:,} states of {format_bytes(self.state_bytes)} of prefixes, "
+        devices = f"{self.tensor_parallel_size} {self.platform} device{'s' if self.tensor_parallel_size > 1 else ''}"
+        used = ", taken as it is used" if self.attention_backend == "cpu" and sys.platform == "linux" else ""
         return (
-            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, "
-            f"{format_bytes(self.weight_bytes)} of weights a device on {self.tensor_parallel_size} {self.platform} "
-            f"device(s), attention: {self.attention_backend}\n"
-            f"KV cache {format_bytes(self.kv_bytes)} a device: {self.num_pages - 1:,} pages of {self.page_size}, "
+            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {devices}, "
+            f"attention: {self.attention_backend}\n"
+            f"memory{' of each device' if self.tensor_parallel_size > 1 else ''}: "
+            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), "
+            f"KV cache up to {format_bytes(self.kv_bytes)}{used} (kv_cache_memory, kv_cache_dtype), "
+            f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)\n"
+            f"KV cache: {self.num_pages - 1:,} pages of {self.page_size}, "
             f"{self.kv_tokens:,} tokens, {many:.1f} sequences of {self.max_model_len:,} tokens, "
             f"{states if self.state_bytes else ''}"
             f"up to {self.max_num_seqs} sequences and {self.max_num_batched_tokens} tokens a step"

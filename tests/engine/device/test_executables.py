@@ -184,6 +184,20 @@ def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executable
     assert executables.missing([Key("pool"), Key("adjust")]) == [Key("pool")]
 
 
+def test_the_log_says_when_the_last_one_is_done(functions, executables, caplog):
+    caplog.set_level("INFO")
+    executables.begin()
+    functions.finish(*executables.covering_keys())
+    executables.wait_until_covered()
+    executables.announce_end()
+    (first,) = caplog.messages
+    left = len(executables.plan()) - len(executables.covering_keys())
+    assert first.startswith(f"requests can run; {left} of {len(executables.plan())} executables are still to be")
+    functions.finish_all()
+    executables.wait()
+    assert caplog.messages[1].startswith(f"all executables are done: 0 loaded, {len(executables.plan())} compiled in ")
+
+
 def test_closing_drops_what_has_not_begun_and_waits_for_nothing(functions, executables, callers):
     behind = begin_and_cover(functions, executables)
     running = functions.wait_for_begun(5)[4]

@@ -42,6 +42,13 @@ def test_little_memory_is_left_out(directory: Path) -> None:
         assert 1 - 1 / 32 < used <= 1, pages
 
 
+def test_the_log_says_what_takes_memory_and_what_changes_it(directory: Path) -> None:
+    _, memory, _ = plan(directory, kv_cache_memory=50_000_000).summary().splitlines()
+    assert "weights " in memory and "isq" in memory
+    assert "KV cache up to 47" in memory and "kv_cache_memory" in memory
+    assert "max_num_batched_tokens" in memory
+
+
 @pytest.mark.parametrize("seqs", [1, 3])
 def test_rounding_takes_away_no_context_that_fits(directory: Path, seqs: int) -> None:
     page = plan(directory).kv_bytes_per_token * 8
