@@ -73,36 +73,6 @@ def test_whole_vocabulary_prompt_logprobs(llm):
             assert entry[token].logprob == pytest.approx(lp.logprob, abs=1e-5) and entry[token].rank == lp.rank
 
 
-@pytest.mark.parametrize("way", [{}, {"decode_steps": 4}, {"speculative_config": {"num_speculative_tokens": 2}}])
-def test_whole_vocabulary_logprobs_of_generated_tokens(directory, llm, way):
-    """Those that the same tokens have in a prompt; others in the same steps go on as they would alone."""
-    prompt = [5, 6, 7, 8]
-    whole = SamplingParams(temperature=0.9, seed=3, presence_penalty=0.5, max_tokens=6, ignore_eos=True, logprobs=-1)
-    others = [GREEDY, SamplingParams(temperature=1, seed=4, max_tokens=9, logprobs=2, ignore_eos=True)]
-    alone = [llm.generate([prompt], p, use_tqdm=False)[0].outputs[0].token_ids for p in others]
-    with LLM(directory, **FIELDS, **way) as other:
-        found, *rest = other.generate([prompt] * 3, [whole, *others], use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in rest] == alone
-    choice = found.outputs[0]
-    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
-    expected = llm.generate([prompt + choice.token_ids], scored, use_tqdm=False)[0].prompt_logprobs[len(prompt) :]
-    assert len(choice.logprobs) == 6
-    for token, row, right in zip(choice.token_ids, choice.logprobs, expected, strict=True):
-        assert next(iter(row)) == token
-        ranked = {i: (pytest.approx(lp.logprob, abs=1e-4), lp.rank) for i, lp in right.items()}
-        assert {i: (lp.logprob, lp.rank) for i, lp in row.items()} == ranked
-    assert choice.cumulative_logprob == pytest.approx(
-        sum(row[i].logprob for i, row in zip(choice.token_ids, choice.logprobs, strict=True))
-    )
-
-
-@pytest.mark.parametrize("most", [None, 2**20])
-def test_whole_vocabularies_of_too_many_tokens_are_refused(llm, most):
-    params = SamplingParams(max_tokens=most, logprobs=-1, n=128)
-    with pytest.raises(InvalidRequestError, match=r"logprobs is -1, the whole vocabulary of \d+, and up to \d+ tokens"):
-        llm.generate([[5, 6]], params, use_tqdm=False)
-
-
 def test_logprobs_of_named_tokens_are_those_of_the_whole_distribution(llm):
     prompt, asked = [5, 6, 7, 8], [3, VOCAB - 1, 0]
     named, plain = (

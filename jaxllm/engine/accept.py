@@ -16,7 +16,6 @@ from jaxllm.engine.messages import TokenDelta
 from jaxllm.engine.request import Request
 from jaxllm.engine.thinking_budget import Thinking
 from jaxllm.requests.outputs import Logprob, RankedLogprobs
-from jaxllm.requests.prompt_scores import of_vocabulary
 from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,16 +48,10 @@ class Results:
         self._detokenizers.pop(request.request_id, None)
 
     def accept(
-        self,
-        result: Result,
-        logprobs: Logprobs | None,
-        whole: np.ndarray | None,
-        num_running: int,
-        pending: Handle | None,
+        self, result: Result, logprobs: Logprobs | None, num_running: int, pending: Handle | None
     ) -> tuple[TokenDelta, int]:
         """What a step gave one request, and how many sampled rows that settles.
 
-        `whole` [V] are the log-probabilities behind its one token, where the whole vocabulary's are asked for.
         `pending` is the step under way: where a grammar forces more tokens than there are running requests, the
         request's rows are withdrawn from it, and are settled too.
         """
@@ -70,9 +63,7 @@ class Results:
             delta.first_scheduled_time = request.first_scheduled_time
         settled = len(result.tokens)
         self._take(request, result.tokens, delta)
-        if whole is not None:
-            delta.logprobs = [of_vocabulary(token, whole) for token in delta.token_ids]
-        elif request.params.logprobs is not None and logprobs is not None:
+        if request.params.logprobs is not None and logprobs is not None:
             delta.logprobs = [
                 _row_logprobs(logprobs, row, token, request.params)
                 for row, token in enumerate(delta.token_ids, result.row)

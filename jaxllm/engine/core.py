@@ -243,14 +243,14 @@ class EngineCore:
         for score in handle.scores:
             if score.request.status is not Status.FINISHED:
                 store_scores(score)
-        logprobs, whole = handle.logprobs(), handle.whole_rows()
+        logprobs = handle.logprobs()
         deltas = self._read_pooled(handle)
         for result in handle.results():
             if result.request.status is Status.FINISHED:
                 continue  # it ended while this step was already under way
             self._settle(result)
             try:
-                deltas.append(self._accept(result, logprobs, whole.get(result.request.request_id)))
+                deltas.append(self._accept(result, logprobs))
             except Exception as error:
                 deltas.append(self._fail(result.request, error))
         return deltas
@@ -308,12 +308,12 @@ class EngineCore:
             for place in range(len(result.tokens) - 1):
                 self._accepted_by_position[place] += 1
 
-    def _accept(self, result: Result, logprobs: Logprobs | None, whole: np.ndarray | None) -> TokenDelta:
+    def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
         if request.num_output == 0:
             self._count_prompt(request)
-        delta, settled = self._results.accept(result, logprobs, whole, len(self._scheduler.running), self._pending)
+        delta, settled = self._results.accept(result, logprobs, len(self._scheduler.running), self._pending)
         self._scheduler.accept(request, delta.token_ids, settled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:

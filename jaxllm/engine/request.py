@@ -159,11 +159,6 @@ class Request:
         return self.params.prompt_logprobs is not None or pools_all
 
     @property
-    def reads_hidden(self) -> bool:
-        """More than its next token is read from its hidden states: its steps must leave them where they can be read."""
-        return self.pooling is not None or self.params.logprobs == -1
-
-    @property
     def fast_forwards(self) -> bool:
         """Tokens that its grammar forces need not be sampled: nobody asked for their logits or counts them."""
         counted = self.params.logprobs is not None or self.needs_history or self.thinking is not None

@@ -56,7 +56,7 @@ class Batch:
     @property
     def decode_only(self) -> bool:
         """Every chunk is one token that samples: one executable does it all."""
-        return all(chunk.length == 1 and chunk.num_sampled and not chunk.request.reads_hidden for chunk in self.chunks)
+        return all(chunk.length == 1 and chunk.num_sampled and chunk.request.pooling is None for chunk in self.chunks)
 
 
 @dataclass
@@ -186,7 +186,7 @@ class Scheduler:
             r.num_total - r.num_computed == 1
             and r.constraint is None
             and (r.thinking is None or r.num_inflight + steps <= r.thinking.left)
-            and not r.reads_hidden
+            and r.pooling is None
             and r.num_total + steps <= self.max_model_len
             and not self._outgrown(r, steps)
             for r in running
@@ -207,7 +207,7 @@ class Scheduler:
             r.num_total - r.num_computed == 1
             and r.constraint is None
             and (r.thinking is None or r.num_inflight < r.thinking.left)
-            and not r.reads_hidden
+            and r.pooling is None
             for r in running
         )
         return decoding and missing <= self.pool.num_free

@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.requests.outputs import Logprob, RankedLogprobs
 
 MAX_ENTRIES = 2**20
-"""Tokens times the vocabulary, where the whole of it is asked for: 4 MB of numbers, 100 MB of JSON."""
+"""Tokens of a prompt times the vocabulary, where the whole of it is asked for: 4 MB of numbers, 100 MB of JSON."""
 
 
 class PromptScores(msgspec.Struct):
@@ -47,7 +47,7 @@ class PromptScores(msgspec.Struct):
         logprobs = np.frombuffer(self.logprobs, np.float32).reshape(len(tokens), -1)
         if not self.ids:
             for token, row in zip(tokens.tolist(), logprobs, strict=True):
-                yield of_vocabulary(token, row)
+                yield _of_vocabulary(token, row)
             return
         ids = np.frombuffer(self.ids, np.int32).reshape(logprobs.shape)
         ranks = np.frombuffer(self.ranks, np.int32).reshape(logprobs.shape)
@@ -68,8 +68,7 @@ class ScoresInProgress:
         return PromptScores(*(a.tobytes() for a in (self.tokens, self.ids, self.ranks, self.logprobs)))
 
 
-def of_vocabulary(token: int, row: np.ndarray) -> RankedLogprobs:
-    """All of a row [V] of log-probabilities: the token's own first, then the others', best first."""
+def _of_vocabulary(token: int, row: np.ndarray) -> RankedLogprobs:
     order = np.argsort(-row, kind="stable")
     ranked = [(i, Logprob(v, at)) for at, (i, v) in enumerate(zip(order.tolist(), row[order].tolist(), strict=True), 1)]
     itself = int(np.flatnonzero(order == token)[0])

@@ -363,8 +363,7 @@ def prompt_scores(prompt: list[int], count: int) -> PromptScores:
 
 
 def candidates(token: int, count: int, logprob: float = -1.0) -> list[tuple[int, Logprob]]:
-    """The chosen token second-best at -1, or as told, with the most likely ones (65, 66, …) around it; 20 for -1."""
-    count = 20 if count < 0 else count
+    """The chosen token second-best at -1, or as told, with the most likely ones (65, 66, …) around it."""
     top = [(65, Logprob(-0.5, 1, "A")), *((66 + i, Logprob(-2.0 - i, 3 + i, chr(66 + i))) for i in range(count))]
     return [(token, Logprob(logprob, 2, None)), *[entry for entry in top if entry[0] != token][:count]]
 

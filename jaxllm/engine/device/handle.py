@@ -24,13 +24,6 @@ class Score(NamedTuple):
     """Logprobs, or `[R, V]` log-probabilities of the whole vocabulary."""
 
 
-class Whole(NamedTuple):
-    """Log-probabilities of the whole vocabulary under way: row i of `result` [R, V] is `requests[i]`'s next token's."""
-
-    requests: list[Request]
-    result: Any
-
-
 class PooledRow(NamedTuple):
     """Whose values a row holds, and how many; the `first` of a request's rows and the `last` may be the same."""
 
@@ -80,7 +73,6 @@ class Handle:
     sampled: Sampled | None = None
     scores: list[Score] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
-    whole: list[Whole] = field(default_factory=list)
     waiting: list[SampledRow] = field(default_factory=list)
     num_steps: int = 1
     stride: int = 1
@@ -95,8 +87,7 @@ class Handle:
 
     def arrays(self) -> list[jax.Array]:
         """Everything the step hands to the host."""
-        others = [part.result for parts in (self.scores, self.pooled, self.whole) for part in parts]
-        return jax.tree.leaves((self.sampled, others))
+        return jax.tree.leaves((self.sampled, [s.result for s in self.scores], [p.result for p in self.pooled]))
 
     def withdraw(self, request: Request) -> int:
         """Don't sample for `request`; returns how many rows of it waited."""
@@ -122,11 +113,6 @@ class Handle:
             at = index * self.stride
             results.append(Result(row.request, at, tokens[at : at + 1 + taken], drafted, reserved))
         return results
-
-    def whole_rows(self) -> dict[str, np.ndarray]:
-        """Request id -> the log-probabilities [V] of its next token, of those that asked for all of them."""
-        rows = (zip(part.requests, np.asarray(part.result), strict=False) for part in self.whole)
-        return {request.request_id: row for part in rows for request, row in part}
 
     def logprobs(self) -> Logprobs | None:
         """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""

@@ -48,8 +48,6 @@ class Runner:
             keys.append(Key("head", size, MASKED))
         if request.params.prompt_logprobs is not None:
             keys.append(scoring_key(request, size))
-        if request.params.logprobs == -1:
-            keys.append(Key("score_all", size))
         if request.pooling is not None:
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
         return self._device.missing(keys)
@@ -141,7 +139,7 @@ class Runner:
             if chunk.request.params.prompt_logprobs is not None:
                 scores += self._readout.score(chunk, row)
             row += chunk.length
-        handle = Handle(scores=scores, pooled=self._readout.pool(pooling), whole=self._readout.whole(rows))
+        handle = Handle(scores=scores, pooled=self._readout.pool(pooling))
         if batch.masked:
             handle.waiting = rows
         elif rows:

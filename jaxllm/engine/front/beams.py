@@ -153,7 +153,7 @@ class Run:
         params = SamplingParams(
             temperature=0,
             max_tokens=1,
-            logprobs=-1 if asked.logprobs == -1 else max(2 * self._params.beam_width, asked.logprobs or 0),
+            logprobs=max(2 * self._params.beam_width, asked.logprobs or 0),
             prompt_logprobs=asked.prompt_logprobs if self._first is None else None,
             detokenize=False,
         )
@@ -185,9 +185,7 @@ class Run:
                 request_id=self._request.request_id,
                 token_ids=beam.token_ids,
                 text=_text(tokenizer, self._request.prompt_token_ids, beam, params),
-                logprobs=None
-                if params.logprobs is None
-                else [step[: params.logprobs + 1 or None] for step in beam.steps],
+                logprobs=None if params.logprobs is None else [step[: params.logprobs + 1] for step in beam.steps],
                 prompt_logprobs=first.prompt_logprobs,
                 finish_reason=beam.finish_reason,
                 num_cached_tokens=first.num_cached_tokens,

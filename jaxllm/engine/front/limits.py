@@ -54,17 +54,6 @@ def check_request(
             f"accepted are prompts of up to {MAX_ENTRIES // info.vocab_size} tokens, or from 0 to {MAX_LOGPROBS}",
             param="prompt_logprobs",
         )
-    most = params.n * min(info.max_model_len - len(ids), params.max_tokens or info.max_model_len)
-    if params.logprobs == -1 and most * info.vocab_size > MAX_ENTRIES:
-        raise InvalidRequestError(
-            [
-                Field("logprobs"),
-                f" is -1, the whole vocabulary of {info.vocab_size}, and up to {most} tokens are generated; "
-                f"accepted are up to {MAX_ENTRIES // info.vocab_size} tokens of all choices together (",
-                Field("max_tokens"),
-                f"), or from 0 to {MAX_LOGPROBS}",
-            ]
-        )
     _check_logprobs(info.max_logprobs, params)
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)

@@ -77,7 +77,7 @@ def chat_logprobs(
     content = []
     for step in steps:
         ranked = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)
-        best = [entry for place, entry in enumerate(ranked) if place < count or count < 0 or entry[0] in asked]
+        best = [entry for place, entry in enumerate(ranked) if place < count or entry[0] in asked]
         top = [TopLogprob(*entry(token, value.logprob)) for token, value in best]
         chosen, value = step[0]
         content.append(ChatTokenLogprob(*entry(chosen, value.logprob), top))
@@ -146,9 +146,7 @@ class CompletionLogprobsBuilder:
 
     def _top(self, step: Step) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value in step[
-            : self._count + 1 or None
-        ]:  # two tokens may have the same text: the more likely one stays
+        for token, value in step[: self._count + 1]:  # two tokens may have the same text: the more likely one stays
             name = self._name(token, self._token_bytes(token))
             top[name] = max(top.get(name, _LOWEST), _finite(value.logprob))
         return top

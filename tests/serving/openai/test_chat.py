@@ -124,16 +124,6 @@ def test_top_logprobs_are_the_best_whether_or_not_chosen(client: TestClient, cou
     assert [(e["token"], e["logprob"]) for e in content[0]["top_logprobs"]] == expected
 
 
-def test_minus_one_lists_all_that_the_engine_gives(client: TestClient) -> None:
-    """An engine gives the whole vocabulary then; this one its candidates."""
-    content = post(client, logprobs=True, top_logprobs=-1, max_tokens=2).json()["choices"][0]["logprobs"]["content"]
-    everything = [("A", -0.5), ("T", -1.0), *((chr(65 + i), -1.0 - i) for i in range(1, 21) if chr(65 + i) != "T")]
-    assert [(e["token"], e["logprob"]) for e in content[0]["top_logprobs"]] == everything
-    body = {"prompt": "x", "logprobs": -1, "max_tokens": 2}
-    (top, _) = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"]
-    assert top == dict(everything)
-
-
 @pytest.mark.parametrize("numbered", [False, True])
 def test_parts_of_a_character_have_their_own_bytes(client: TestClient, engine: FakeEngine, numbered: bool) -> None:
     """OpenAI names such a token by its bytes."""
