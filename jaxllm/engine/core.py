@@ -243,7 +243,7 @@ class EngineCore:
             if result.request.status is Status.FINISHED:
                 continue  # it ended while this step was already under way
             try:
-                deltas.append(self._accept(result, logprobs))
+                deltas.append(self._accept(result, logprobs, handle.vocabulary_of(result.request)))
             except Exception as error:
                 deltas.append(self._fail(result.request, error))
         return deltas
@@ -291,12 +291,13 @@ class EngineCore:
         self._prompt_tokens += request.num_prompt
         self._cached_prompt_tokens += max(request.num_cached, 0)
 
-    def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
+    def _accept(self, result: Result, logprobs: Logprobs | None, vocabulary: np.ndarray | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
         if request.num_output == 0:
             self._count_prompt(request)
-        delta, settled = self._results.accept(result, logprobs, len(self._scheduler.running), self._pending)
+        running = len(self._scheduler.running)
+        delta, settled = self._results.accept(result, logprobs, running, self._pending, vocabulary)
         self._scheduler.accept(request, delta.token_ids, settled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:

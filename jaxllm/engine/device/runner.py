@@ -48,6 +48,8 @@ class Runner:
             keys.append(Key("head", size, MASKED))
         if request.params.prompt_logprobs is not None:
             keys.append(scoring_key(request, size))
+        if request.params.wants_vocabulary:
+            keys.append(Key("score_all", size))
         if request.pooling is not None:
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
         return self._device.missing(keys)
@@ -69,7 +71,8 @@ class Runner:
         """Enqueue the step for `batch` without waiting for anything."""
         for request in batch.admitted:
             self._admit(request)
-        handle = self._decode(batch) if batch.decode_only and not batch.masked else self._prefill(batch)
+        at_once = batch.decode_only and not batch.masked and not batch.whole
+        handle = self._decode(batch) if at_once else self._prefill(batch)
         _copy_to_host(handle)
         return handle
 
@@ -119,7 +122,8 @@ class Runner:
             if chunk.request.params.prompt_logprobs is not None:
                 scores += self._readout.score(chunk, row)
             row += chunk.length
-        handle = Handle(scores=scores, pooled=self._readout.pool(pooling))
+        whole = self._readout.vocabularies(rows) if batch.whole else []
+        handle = Handle(scores=scores, pooled=self._readout.pool(pooling), vocabularies=whole)
         if batch.masked:
             handle.waiting = rows
         elif rows:

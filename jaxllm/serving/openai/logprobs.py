@@ -55,11 +55,11 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 def chat_logprobs(steps: Sequence[Step], count: int, token_text: TokenText, asked: Sequence[int] = ()) -> ChatLogprobs:
-    """`count` is the request's top_logprobs: 0 gives the chosen tokens only. `asked` are listed as well."""
+    """`count` is the request's top_logprobs: 0 gives the chosen tokens only, -1 all. `asked` are listed as well."""
     content = []
     for step in steps:
         ranked = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)
-        best = [entry for place, entry in enumerate(ranked) if place < count or entry[0] in asked]
+        best = [entry for place, entry in enumerate(ranked) if count < 0 or place < count or entry[0] in asked]
         top = [TopLogprob(*_token(token, value, token_text)) for token, value in best]
         content.append(ChatTokenLogprob(*_token(*step[0], token_text), top))
     return ChatLogprobs(content)
@@ -69,7 +69,7 @@ class CompletionLogprobsBuilder:
     """Builds one choice's logprobs piece by piece, counting the text offset through them.
 
     Attributes:
-        count: how many of the likeliest tokens are listed besides the chosen one.
+        count: how many of the likeliest tokens are listed besides the chosen one; -1 for all.
         token_text: the text of a token.
         by_number: name tokens by their ids.
         special: ids of the special tokens.
@@ -123,7 +123,9 @@ class CompletionLogprobsBuilder:
 
     def _top(self, step: Step) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value in step[: self._count + 1]:  # two tokens may have the same text: the more likely one stays
+        for token, value in (
+            step if self._count < 0 else step[: self._count + 1]
+        ):  # two tokens may have the same text: the more likely one stays
             name = self._name(token, _text(token, value, self._token_text))
             top[name] = max(top.get(name, _LOWEST), _finite(value.logprob))
         return top
