@@ -82,7 +82,7 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     app.add_middleware(
         OriginGuard,
         allowed_origins=origins,
-        allowed_hosts=comma_separated(config.allowed_hosts),
+        allowed_hosts=comma_separated(config.allowed_hosts) or (["*"] if config.uds is not None else []),
         has_key=bool(state.api_keys),
     )
     if origins:
