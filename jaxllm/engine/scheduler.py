@@ -48,6 +48,8 @@ class Batch:
     """A decode tries as many drafted tokens with each request as its chunk may sample, less one."""
     masked: bool = False
     """The host has a say in some token that is sampled, once it has seen the one before: a grammar's, or a budget's."""
+    whole: bool = False
+    """Some token that is sampled comes with the log-probabilities of the whole vocabulary."""
 
     @property
     def num_tokens(self) -> int:
@@ -185,6 +187,7 @@ class Scheduler:
         decoding = all(
             r.num_total - r.num_computed == 1
             and r.constraint is None
+            and not r.params.wants_vocabulary
             and (r.thinking is None or r.num_inflight + steps <= r.thinking.left)
             and r.pooling is None
             and r.num_total + steps <= self.max_model_len
@@ -206,6 +209,7 @@ class Scheduler:
         decoding = all(
             r.num_total - r.num_computed == 1
             and r.constraint is None
+            and not r.params.wants_vocabulary
             and (r.thinking is None or r.num_inflight < r.thinking.left)
             and r.pooling is None
             for r in running
@@ -354,6 +358,7 @@ class Scheduler:
         request.num_inflight += num_sampled
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
+        batch.whole |= num_sampled > 0 and request.params.wants_vocabulary
         self._register_full_pages(request)
 
     def _place_states(self, chunk: Chunk, end: int, states: StateCache) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError, JaxLLMError
@@ -19,6 +20,7 @@ from jaxllm.requests.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from jaxllm.requests.prompt_scores import of_vocabulary
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -69,6 +71,14 @@ def pooled_output(delta: TokenDelta) -> PooledOutput:
     if delta.pooled is None:
         raise failure(delta)
     return PooledOutput.from_bytes(delta.pooled, delta.num_cached_tokens)
+
+
+def rank_vocabulary(delta: TokenDelta) -> None:
+    """Make a delta's log-probabilities of those of the whole vocabulary, where it brings these."""
+    if delta.vocabulary is not None:
+        rows = np.frombuffer(delta.vocabulary, "<f4").reshape(len(delta.token_ids), -1)
+        delta.logprobs = [of_vocabulary(token, row) for token, row in zip(delta.token_ids, rows, strict=True)]
+        delta.vocabulary = None
 
 
 def name_tokens(delta: TokenDelta, tokenizer: Tokenizer) -> None:

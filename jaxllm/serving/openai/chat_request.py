@@ -51,7 +51,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """The conversation so far."""
     logprobs: bool = False
     """Return log-probabilities of the generated tokens."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
     """Log-probabilities of this many likeliest tokens at each position; needs logprobs."""
     max_tokens: int | None = Field(default=None, ge=1)
     """The older name of max_completion_tokens."""

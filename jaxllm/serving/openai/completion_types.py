@@ -27,7 +27,7 @@ class CompletionRequest(GenerationRequest):
     """One prompt as text or token ids, or a list of either."""
     echo: bool = False
     """Begin each choice with its prompt."""
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
     """Log-probabilities of this many most likely tokens besides the chosen one's; with echo, of the prompt's too."""
     max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=0)
     """Upper bound on generated tokens; 0 only together with echo, to score a prompt."""
@@ -85,7 +85,7 @@ class CompletionRequest(GenerationRequest):
         echoed = self.logprobs if self.echo else None
         if self.prompt_logprobs is None or echoed is None:
             return echoed if self.prompt_logprobs is None else self.prompt_logprobs
-        return -1 if self.prompt_logprobs == -1 else max(self.prompt_logprobs, echoed)
+        return -1 if -1 in (self.prompt_logprobs, echoed) else max(self.prompt_logprobs, echoed)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

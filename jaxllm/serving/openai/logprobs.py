@@ -64,7 +64,7 @@ def chat_logprobs(
     *,
     by_number: bool = False,
 ) -> ChatLogprobs:
-    """`count` is the request's top_logprobs: 0 gives the chosen tokens only. `asked` are listed as well.
+    """`count` is the request's top_logprobs: 0 gives the chosen tokens only, -1 all. `asked` are listed as well.
 
     With `by_number` tokens are named by their ids. A part of a character is named by its bytes, as OpenAI does.
     """
@@ -77,7 +77,7 @@ def chat_logprobs(
     content = []
     for step in steps:
         ranked = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)
-        best = [entry for place, entry in enumerate(ranked) if place < count or entry[0] in asked]
+        best = [entry for place, entry in enumerate(ranked) if count < 0 or place < count or entry[0] in asked]
         top = [TopLogprob(*entry(token, value.logprob)) for token, value in best]
         chosen, value = step[0]
         content.append(ChatTokenLogprob(*entry(chosen, value.logprob), top))
@@ -88,7 +88,7 @@ class CompletionLogprobsBuilder:
     """Builds one choice's logprobs piece by piece, counting the text offset through them.
 
     Attributes:
-        count: how many of the likeliest tokens are listed besides the chosen one.
+        count: how many of the likeliest tokens are listed besides the chosen one; -1 for all.
         token_bytes: the bytes of a token; they count as text where they complete a character.
         by_number: name tokens by their ids.
         special: ids of the special tokens.
@@ -146,7 +146,8 @@ class CompletionLogprobsBuilder:
 
     def _top(self, step: Step) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value in step[: self._count + 1]:  # two tokens may have the same text: the more likely one stays
+        listed = step if self._count < 0 else step[: self._count + 1]
+        for token, value in listed:  # two tokens may have the same text: the more likely one stays
             name = self._name(token, self._token_bytes(token))
             top[name] = max(top.get(name, _LOWEST), _finite(value.logprob))
         return top
