@@ -90,17 +90,20 @@ class EngineBackend:
     """An engine in this process."""
 
     def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
-        from jaxllm.engine.front.async_llm import AsyncLLM
+        from jaxllm.engine.start.tokenizer import answers_chats
 
         if config.skip_tokenizer_init:
             raise ConfigError("--skip-tokenizer-init leaves nothing to read text with; chat needs the tokenizer")
+        if not answers_chats(config):  # before the model is loaded, which may take minutes
+            raise ConfigError(
+                f"{config.model} has no chat template: it is a base model, which continues text; "
+                f"use `jaxllm generate {config.model} TEXT`"
+            )
+        from jaxllm.engine.front.async_llm import AsyncLLM
+
         self.engine = AsyncLLM(config)
         self.name = config.model
         self.params = sampling_params(sampling, self.engine.info.default_sampling)
-        assert self.engine.tokenizer is not None
-        if self.engine.tokenizer.chat_template is None:
-            self.engine.shutdown()
-            raise ConfigError(f"{config.model} has no chat template; try `jaxllm generate --raw`")
 
     async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         from jaxllm.cli.generate import chat_tokens

@@ -11,7 +11,11 @@ from rich.console import Console
 
 from jaxllm.cli.chat import Chat, ChatHistory
 from jaxllm.cli.markdown import MarkdownStream, finished_blocks
+from jaxllm.config import EngineConfig
+from jaxllm.engine.start.tokenizer import answers_chats
 from jaxllm.errors import EngineDeadError, InvalidRequestError
+from tests.cli.conftest import stub_module
+from tests.weights.models import real_model
 
 
 class Scripted:
@@ -115,7 +119,16 @@ def test_chat_drives_the_engine(cli, echo, monkeypatch) -> None:
 def test_chat_refuses_a_model_without_a_template(cli, echo) -> None:
     echo.chat_template = None
     result = cli("chat", "base")
-    assert (result.code, "base has no chat template" in result.err, echo.instances[0].is_shut_down) == (2, True, True)
+    assert (result.code, len(result.err.splitlines())) == (2, 1)
+    assert "base has no chat template" in result.err and "`jaxllm generate base TEXT`" in result.err
+    assert not echo.instances, "refused before anything is loaded"
+
+
+def test_a_real_base_model_is_refused_before_it_is_loaded(cli, monkeypatch) -> None:
+    stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=lambda config: pytest.fail("loaded"))
+    gemma = str(real_model("gemma3-270m"))
+    assert "has no chat template" in cli("chat", gemma).err
+    assert answers_chats(EngineConfig(model=str(real_model("smollm2-135m"))))
 
 
 def test_chat_drives_a_server(cli, server_url: str, monkeypatch) -> None:

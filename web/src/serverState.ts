@@ -2,7 +2,6 @@
 
 import { create } from "zustand";
 import { listModels, listToolServers, samplingDefaults, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
-import { setDefaultModel } from "./chat/run";
 
 interface State {
   models: Model[];
@@ -16,7 +15,6 @@ export const useServer = create<State>()(() => ({ models: [], defaults: {}, tool
 export async function loadServer(): Promise<void> {
   try {
     const [models, defaults, toolServers] = await Promise.all([listModels(), samplingDefaults(), listToolServers()]);
-    setDefaultModel(models[0]?.id ?? "");
     useServer.setState({ models, defaults, toolServers, reachable: true });
   } catch {
     useServer.setState({ reachable: false });
@@ -26,6 +24,11 @@ export async function loadServer(): Promise<void> {
 /** Look again how the tool servers are; what was known stays where the server does not answer. */
 export async function refreshToolServers(): Promise<void> {
   await listToolServers().then((toolServers) => useServer.setState({ toolServers }), () => {});
+}
+
+/** Whether a model, by default the first one, only continues text. */
+export function isBase(models: Model[], name: string | null): boolean {
+  return (models.find((model) => model.id === name) ?? models[0])?.has_chat_template === false;
 }
 
 /** The context of a model, of the first one by default. */
