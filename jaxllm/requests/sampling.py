@@ -140,7 +140,10 @@ class SamplingParams:
         set_field(self, "top_k", max(self.top_k, 0))
 
         _check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _check(0 <= self.top_p <= 1, "top_p", self.top_p, "from 0 to 1")
+        if self.top_p == 0:  # the likeliest token alone
+            set_field(self, "top_p", 1.0)
+            set_field(self, "temperature", 0.0)
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)

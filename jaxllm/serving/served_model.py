@@ -94,6 +94,12 @@ class ServedModel:
             reason = "the most this server encodes" if may_be_cut else "and the context holds no more"
             raise ContextLengthError([source, f" has more than {most} tokens, {reason}"])
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it answers chats; a base model only continues text."""
+        tokenizer = self.engine.tokenizer
+        return self.chat_template is not None or (tokenizer is not None and tokenizer.chat_template is not None)
+
     def token_text(self, token_id: int) -> str:
         """One token's text; its number when there is no tokenizer."""
         return self.token_bytes(token_id).decode(errors="replace")

@@ -219,6 +219,12 @@ def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
     return cached_gguf_tokenizer(path, kept)
 
 
+def has_chat_template(path: Path) -> bool:
+    """Whether the tokenizer in this folder or .gguf file has a default chat template. Raises as load_tokenizer does."""
+    directory = tokenizer_directory(path)
+    return "default" in _templates(directory, _read(directory, "tokenizer_config.json", _CONFIG_FIELDS))
+
+
 def _from_directory(path: Path) -> Tokenizer:
     backend = load_backend(path)
     config = _read(path, "tokenizer_config.json", _CONFIG_FIELDS)

@@ -124,6 +124,26 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
     return _from_hub(model, revision, _MODEL_FILES, weights=True)
 
 
+def names_model(text: str) -> bool:
+    """Whether `text` is a built-in name, a .gguf file, a folder, or has the form of a hub id; nothing is fetched."""
+    return text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text) or bool(_HUB_ID.fullmatch(text))
+
+
+def is_local_model(text: str) -> bool:
+    """Whether `text` is a built-in name, or a file or folder here with a model in it."""
+    if _is_folder(text):
+        path = Path(text).expanduser()
+        return (path / "config.json").exists() or any(path.glob("*.gguf")) or is_saved(path)
+    return text in BUILTIN_MODELS or text.endswith(".gguf")
+
+
+def _is_folder(text: str) -> bool:
+    try:
+        return bool(text) and Path(text).expanduser().is_dir()
+    except (OSError, RuntimeError):  # a text that is too long for a path, or begins with the ~ of nobody
+        return False
+
+
 def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
     """Like `resolve_model`, but of a hub id only the tokenizer's files are fetched."""
     path = Path(tokenizer).expanduser()

@@ -136,6 +136,8 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> type[EchoEngine]:
         recommended: ClassVar[SamplingDefaults] = SamplingDefaults()
 
     stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=Engine)
+    answers_chats = lambda config: Engine.chat_template is not None  # noqa: E731
+    stub_module(monkeypatch, "jaxllm.engine.start.tokenizer", answers_chats=answers_chats)
     return Engine
 
 

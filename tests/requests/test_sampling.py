@@ -12,7 +12,8 @@ from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_
 
 ACCEPTED: list[dict[str, Any]] = [
     {"n": 1}, {"n": 128}, {"temperature": 0}, {"temperature": 100.0}, {"top_k": -1}, {"top_k": 0}, {"top_k": 10**6},
-    {"top_p": 1.0}, {"top_p": 1e-9}, {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2},
+    {"top_p": 1.0}, {"top_p": 1e-9}, {"top_p": 0.0},
+    {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2},
     {"repetition_penalty": 1e-3}, {"logit_bias": {0: -100, 5: 100}}, {"logit_bias": None}, {"max_tokens": None},
     {"max_tokens": 1}, {"min_tokens": 16}, {"min_tokens": 99, "max_tokens": None}, {"stop": "x"}, {"stop": ["x"] * 64},
     {"stop": None}, {"stop_token_ids": None}, {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))}, {"logprobs": 0},
@@ -22,7 +23,7 @@ ACCEPTED: list[dict[str, Any]] = [
 
 REFUSED: list[tuple[str, Any]] = [
     ("n", 0), ("n", 129), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -2),
-    ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1),
+    ("top_p", -0.1), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1), ("repetition_penalty", 0.0), ("repetition_penalty", math.inf),
     ("logit_bias", {-1: 0.0}), ("logit_bias", {1: 100.5}), ("logit_bias", {1: math.nan}),
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0)), ("max_tokens", 0), ("min_tokens", -1),

@@ -23,6 +23,7 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    has_chat_template: bool
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -46,4 +47,10 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 def _model(state: ServerState, name: str) -> Model:
     model = state.registry.find(name)
-    return Model(id=name, created=state.created, root=model.config.model, max_model_len=model.engine.info.max_model_len)
+    return Model(
+        id=name,
+        created=state.created,
+        root=model.config.model,
+        max_model_len=model.engine.info.max_model_len,
+        has_chat_template=model.has_chat_template,
+    )
