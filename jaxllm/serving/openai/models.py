@@ -23,6 +23,8 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    num_parameters: int
+    """As published."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -46,4 +48,11 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 def _model(state: ServerState, name: str) -> Model:
     model = state.registry.find(name)
-    return Model(id=name, created=state.created, root=model.config.model, max_model_len=model.engine.info.max_model_len)
+    info = model.engine.info
+    return Model(
+        id=name,
+        created=state.created,
+        root=model.config.model,
+        max_model_len=info.max_model_len,
+        num_parameters=info.num_parameters,
+    )

@@ -5,6 +5,7 @@ import { getJSON, postJSON, reach, request } from "./http";
 export interface Model {
   id: string;
   max_model_len: number;
+  num_parameters: number;
 }
 
 export interface ToolServer {

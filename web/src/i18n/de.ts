@@ -38,6 +38,7 @@ export const de: Texts = {
   server: "Server",
   settings: "Einstellungen",
   welcome: "Worüber reden wir?",
+  smallModel: "Dies ist ein sehr kleines Modell mit {millions} Millionen Parametern: Es weiß wenig und erfindet den Rest.",
   welcomeText: "Sie sprechen mit {model} auf diesem Server. Was Sie schreiben, geht nirgendwo anders hin.",
   suggestion1: "Eine Idee erklären",
   suggestion1Text: "Erkläre jemandem, der ein wenig Algebra kann, wie ein Transformer das nächste Token vorhersagt.",

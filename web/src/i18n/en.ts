@@ -36,6 +36,7 @@ export const en = {
   server: "Server",
   settings: "Settings",
   welcome: "What shall we talk about?",
+  smallModel: "This is a very small model, of {millions} million parameters: it knows a few facts and makes up the rest.",
   welcomeText: "You talk to {model} on this server. What you write goes nowhere else.",
   suggestion1: "Explain an idea",
   suggestion1Text: "Explain how a transformer predicts the next token, to somebody who knows a little algebra.",
