@@ -6,7 +6,7 @@ params = SamplingParams(temperature=0, max_tokens=48)
 messages = [{"role": "system", "content": "You are a helpful assistant. Answer in one short sentence."}]
 
 with LLM("smollm2-135m") as llm:
-    for question in ["What is the capital of France?", "Which river runs through it?"]:
+    for question in ["What is the capital of Japan?", "And what is the capital of Italy?"]:
         messages.append({"role": "user", "content": question})
         output = llm.chat(messages, params, use_tqdm=False)[0]
         answer = output.outputs[0].text

@@ -12,7 +12,7 @@ from openai import OpenAI
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = OpenAI(base_url=f"{url}/v1", api_key="none")  # the key matters only if the server was started with --api-key
 model = client.models.list().data[0].id
-messages = [{"role": "user", "content": "What is the capital of France?"}]
+messages = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 answer = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=32)
 print(answer.choices[0].message.content)

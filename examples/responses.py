@@ -17,7 +17,7 @@ client = OpenAI(base_url=f"{url}/v1", api_key="none")  # the key matters only if
 model = client.models.list().data[0].id
 
 # The server keeps what was said: the second request sends only what is new.
-first = client.responses.create(model=model, input="What is the capital of France?", max_output_tokens=32)
+first = client.responses.create(model=model, input="What is the capital of Japan?", max_output_tokens=32)
 print(first.output_text)
 second = client.responses.create(
     model=model, input="And of Italy?", previous_response_id=first.id, max_output_tokens=32

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic.fields import FieldInfo
 
 from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
-from jaxllm.config import ServeConfig, sections
+from jaxllm.config import EngineConfig, Isq, ServeConfig, sections
+from jaxllm.engine.start.plan import EnginePlan, plan_engine
+from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import FAMILIES
 from jaxllm.serving.parsing.formats import TOOL_FORMATS
 from jaxllm.serving.thinking import EFFORT_BUDGETS
@@ -100,6 +104,38 @@ def choices(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if "Literal" in str(get_origin(annotation)) else ()
 
 
+HUB_MODELS = {
+    "google/gemma-3-1b-it": ("gemma-3-1b-it", "yes"),
+    "meta-llama/Llama-3.2-1B-Instruct": ("Llama-3.2-1B", "yes"),
+    "HuggingFaceTB/SmolLM3-3B": ("SmolLM3-3B", "no"),
+    "microsoft/Phi-4-mini-instruct": ("Phi-4-mini-instruct", "no"),
+    "Qwen/Qwen3-8B": ("Qwen3-8B", "no"),
+}
+"""Name on the hub -> its config in tests/reference/configs, and whether its terms must be accepted there."""
+
+
+def hub_models_table() -> str:
+    """What the plan says of each: as it is, in four bits, and for each context of 8,192 tokens."""
+    head = ("Model", "Weights", "with `--isq q4k`", "KV cache of 8,192 tokens", "Gated")
+    rows = [head, ("---", "---:", "---:", "---:", "---")]
+    for name, (config, gated) in HUB_MODELS.items():
+        plain, packed = (_plan_of(config, isq) for isq in (None, "q4k"))
+        kv = plain.kv_bytes_per_token * 8192
+        sizes = (plain.weight_bytes, packed.weight_bytes, kv)
+        rows.append((f"`{name}`", *(f"{size / 1e9:.1f} GB" for size in sizes), gated))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _plan_of(config: str, isq: Isq | None) -> EnginePlan:
+    with TemporaryDirectory() as folder:
+        published = json.loads((ROOT / "tests" / "reference" / "configs" / f"{config}.json").read_text())
+        Path(folder, "config.json").write_text(json.dumps(published["config"]))
+        settings = EngineConfig(
+            model=folder, load_format="dummy", skip_tokenizer_init=True, isq=isq, max_model_len=8192, cpu_kernels="off"
+        )
+        return plan_engine(settings, Platform("cpu", 1, None, 64 * 2**30))
+
+
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "routes": (ROOT / "docs/api.md", routes_table),
     "fields": (ROOT / "docs/api.md", fields_tables),
@@ -109,6 +145,7 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "reasoning formats": (ROOT / "docs/tools.md", reasoning_formats_table),
     "flags that are always so": (ROOT / "docs/coming-from.md", lambda: flags_table(ALWAYS_SO)),
     "refused flags": (ROOT / "docs/coming-from.md", lambda: flags_table(REFUSED)),
+    "models of the hub": (ROOT / "docs/getting-started.md", hub_models_table),
     "families": (ROOT / "README.md", family_table),
 }
 """Marker of a generated part -> the page it is in, and what makes it."""

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm import LLM, SamplingParams
+from tests.real_models import SHAPES
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SECONDS = 500
 
@@ -58,7 +61,7 @@ def test_offline(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_chat():
     output = run("examples/chat.py")
-    assert "The capital of France is Paris." in output
+    assert "The capital of Japan is Tokyo." in output
     cached = [int(count) for count in re.findall(r"(\d+) from the cache", output)]
     assert cached[0] == 0 and cached[1] > 0
 
@@ -84,7 +87,7 @@ def test_logprobs():
 @pytest.mark.slow
 def test_openai_client(server_url: str):
     lines = run("examples/openai_client.py", server_url).splitlines()
-    assert lines[0] == lines[2] == "The capital of France is Paris."
+    assert lines[0] == lines[2] == "The capital of Japan is Tokyo."
     assert "Paris" in lines[3]
 
 
@@ -136,13 +139,31 @@ def test_agents(our_python_first: None, monkeypatch: pytest.MonkeyPatch, request
     assert approved[0].startswith("  approved of multiply(") and "  the server ran multiply(" in "\n".join(approved)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_what_the_examples_ask_is_known_by_a_margin(monkeypatch: pytest.MonkeyPatch, dtype: str):
+    """Of 2.7 to one at each of the first tokens: rounding decides nothing, whatever the processor."""
+    monkeypatch.delenv("CXX")
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+    brief = {"role": "system", "content": "You are a helpful assistant. Answer in one short sentence."}
+    question = {"role": "user", "content": "What is the capital of Japan?"}
+    with LLM(**SHAPES | {"model": "smollm2-135m", "dtype": dtype}) as llm:
+        answers = llm.chat([[question], [brief, question]], params, use_tqdm=False)
+    for answer in answers:
+        (completion,) = answer.outputs
+        assert completion.text == "The capital of Japan is Tokyo" and completion.logprobs
+        for step in completion.logprobs:
+            likeliest, second = sorted((entry.logprob for entry in step.values()), reverse=True)
+            assert likeliest - second > 1
+
+
 @pytest.mark.every_version
-@pytest.mark.slow
-def test_notebook():
+def test_notebook(monkeypatch: pytest.MonkeyPatch):
+    """With the kernels, as above."""
+    monkeypatch.delenv("CXX")
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     client.NotebookClient(notebook, timeout=SECONDS).execute()
     shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "The capital of France is Paris." in shown
+    assert "The capital of Japan is Tokyo." in shown
     assert "0 '" in shown and "1 '" in shown

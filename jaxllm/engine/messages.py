@@ -126,6 +126,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     state_cache_memory: int | None = None
     """With these in its config another engine has as many pages and states, whatever memory is free then."""
     hidden_size: int = 0
+    num_parameters: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
     default_sampling: SamplingDefaults = SamplingDefaults()

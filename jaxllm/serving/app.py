@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from jaxllm.config import ServerConfig, comma_separated
 from jaxllm.serving import health, llama_cpp, sagemaker, server_info
 from jaxllm.serving.anthropic import routes as anthropic
+from jaxllm.serving.api_page.routes import make_router as make_api_page_router
 from jaxllm.serving.batches import files
 from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.runner import Batches
@@ -65,7 +66,14 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
         await state.close()
         await registry.check_released()
 
-    app = FastAPI(title="jaxllm", version=version("jaxllm"), lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="jaxllm",
+        version=version("jaxllm"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.server = state
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
@@ -77,6 +85,7 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     for router in (scoring.cohere_router, embeddings.cohere_router):
         app.include_router(router, dependencies=shown_key)
     app.include_router(health.router)
+    app.include_router(make_api_page_router())
     if config.web:
         app.include_router(make_web_router())
     add_guards(app, config)

@@ -25,7 +25,7 @@ from tests.serving.fake_engine import FakeEngine, app_of
 INERT = "Accepted, without effect"
 """How the docstring of a field begins that is accepted only because OpenAI or Anthropic document it as inert."""
 
-OF_FASTAPI = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+NOT_API = {"/openapi.json", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"}
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def addresses(app: FastAPI) -> set[tuple[str, str]]:
         (method, context.path_format)
         for context in iter_route_contexts(app.routes)
         for method in context.methods - {"HEAD"}
-        if context.path_format not in OF_FASTAPI
+        if context.path_format not in NOT_API
     }
 
 

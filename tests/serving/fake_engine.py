@@ -203,7 +203,7 @@ class FakeEngine(AsyncLLM):
         """The most likely tokens after some ids, best first: what is said then, instead of replies."""
         info = EngineInfo(
             model_name="fake", vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, eos_token_ids=[257], num_pages=100,
-            page_size=16, max_num_seqs=8, max_num_batched_tokens=64, hidden_size=HIDDEN_SIZE,
+            page_size=16, max_num_seqs=8, max_num_batched_tokens=64, hidden_size=HIDDEN_SIZE, num_parameters=1_000_000,
             tasks=tasks or ModelTasks(), default_sampling=SamplingDefaults(temperature=0.5, top_k=40),
         )  # fmt: skip
         self.client = CannedClient(self, info)

@@ -30,6 +30,7 @@ def test_models(make_client: Any, engine: FakeEngine) -> None:
         ("org/name", "model", CONTEXT),
         ("short", "model", CONTEXT),
     ]
+    assert {m["num_parameters"] for m in listed["data"]} == {engine.info.num_parameters}
     assert client.get("/v1/models/org/name").json() == listed["data"][0]
     assert client.get("/models/short").json()["id"] == "short"
     assert client.post("/v1/completions", json={"model": "short", "prompt": "x"}).json()["model"] == "short"

@@ -32,6 +32,7 @@ def see(page: Driver, name: str, *schemes: str) -> None:
 
 
 def test_start(themed: Driver):
+    expect(themed.page.get_by_role("note")).to_contain_text("a very small model, of 1 million parameters")
     expect(themed.page.get_by_role("meter")).to_be_visible()
     see(themed, "start")
 

@@ -203,6 +203,7 @@ def _assemble(
         max_num_batched_tokens=plan.max_num_batched_tokens,
         kv_cache_memory=plan.kv_bytes,
         state_cache_memory=plan.state_cache_bytes,
+        num_parameters=plan.num_parameters,
         hidden_size=blueprint.spec.config.hidden_size,
         tasks=read_tasks(checkpoint),
         default_sampling=_sampling_defaults(checkpoint),

@@ -24,6 +24,9 @@ class Model(msgspec.Struct, kw_only=True):
     parent: None = None
     max_model_len: int
     has_chat_template: bool
+    """Without one it only continues text, and answers no chats."""
+    num_parameters: int
+    """As published."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -47,10 +50,12 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 def _model(state: ServerState, name: str) -> Model:
     model = state.registry.find(name)
+    info = model.engine.info
     return Model(
         id=name,
         created=state.created,
         root=model.config.model,
-        max_model_len=model.engine.info.max_model_len,
+        max_model_len=info.max_model_len,
         has_chat_template=model.has_chat_template,
+        num_parameters=info.num_parameters,
     )

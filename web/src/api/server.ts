@@ -7,6 +7,7 @@ export interface Model {
   max_model_len: number;
   /** False: a base model, which continues text and answers no chats. */
   has_chat_template: boolean;
+  num_parameters: number;
 }
 
 export interface ToolServer {

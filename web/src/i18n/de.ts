@@ -38,6 +38,7 @@ export const de: Texts = {
   server: "Server",
   settings: "Einstellungen",
   welcome: "Worüber reden wir?",
+  smallModel: "Dies ist ein sehr kleines Modell mit {millions} Millionen Parametern: Es weiß wenig und erfindet den Rest.",
   welcomeText: "Sie sprechen mit {model} auf diesem Server. Was Sie schreiben, geht nirgendwo anders hin.",
   welcomeBase: "Welcher Text soll weitergehen?",
   welcomeBaseText: "{model} ist ein Basismodell: Es setzt den Text fort, den du schreibst, und beantwortet keine Fragen. Was du schreibst, geht sonst nirgendwohin.",

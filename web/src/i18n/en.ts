@@ -36,6 +36,7 @@ export const en = {
   server: "Server",
   settings: "Settings",
   welcome: "What shall we talk about?",
+  smallModel: "This is a very small model, of {millions} million parameters: it knows a few facts and makes up the rest.",
   welcomeText: "You talk to {model} on this server. What you write goes nowhere else.",
   welcomeBase: "Which text shall be continued?",
   welcomeBaseText: "{model} is a base model: it continues the text that you write, and answers no questions. What you write goes nowhere else.",

@@ -38,6 +38,7 @@ export const zh: Texts = {
   server: "服务器",
   settings: "设置",
   welcome: "聊点什么？",
+  smallModel: "这是一个非常小的模型（{millions} 百万参数）：它所知有限，其余内容可能是编造的。",
   welcomeText: "您正在与此服务器上的 {model} 对话，内容不会发往别处。",
   welcomeBase: "要续写什么文字?",
   welcomeBaseText: "{model} 是基础模型:它会续写您输入的文字,不回答问题。您输入的内容不会发送到别处。",

@@ -1,0 +1,1 @@
+"""The page at /docs, which shows the API in a browser."""
