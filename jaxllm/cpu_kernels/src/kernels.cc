@@ -14,6 +14,6 @@
 #define TABLE(isa) TABLE_(isa)
 
 const Kernels* TABLE(ISA)() {
-  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend};
+  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend, ISA::join};
   return &table;
 }

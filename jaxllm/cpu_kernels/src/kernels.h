@@ -72,10 +72,15 @@ struct Attention {
 
   // The first key that a position sees.
   MEMBER int lowest_key(int position) const { return window && position >= window ? position - window + 1 : 0; }
+  MEMBER int64_t scratch_bytes() const;
 };
 
 constexpr int MAX_VECTORS = 64;  // query vectors that attend to the same keys together
 constexpr int KEY_BLOCK = 64;    // keys that they visit at a time
+constexpr int SEGMENT = 256;     // keys whose softmax is computed by itself; see attention.h
+
+// What one unit works with, wherever its inputs come from.
+MEMBER inline int64_t Attention::scratch_bytes() const { return int64_t(sizeof(float)) * (MAX_VECTORS + KEY_BLOCK) * (2 * dim + 2 * value_dim + 96); }
 
 // Some query vectors of one run of tokens, over a range of keys: of one KV head and several tokens (vector `i` is query
 // head `i % group` of token `token + i / group`, where group = heads / kv_heads), or of one token and several KV heads.
@@ -86,7 +91,7 @@ struct AttentionUnit {
   int first, count;       // vectors
   int key_begin, key_end;
   bool sinks;             // this range starts with the sinks
-  bool decode;            // the run has one token
+  bool decode;            // the run has one token; its keys are of one segment
 
   MEMBER int head(int r, int group) const { return kv_head * group + (decode ? first + r : (first + r) % group); }
   MEMBER int token_of(int r, int group) const { return decode ? token : token + (first + r) / group; }
@@ -107,9 +112,12 @@ struct Kernels {
   void (*rotate)(const HeadInput&, const void* x, int token, const float* norm, float* out);
   // Stores `count` channels, floats or bf16 bits, as a row of a page; zero for what is not finite.
   void (*keep)(const void* x, bool is_bf16, int count, void* row, PageFormat);
-  // out [count][value_dim] is normalised; `softmax` [count][2] gets the greatest logit and the sum of exponentials.
-  // What the `next` unit reads first is fetched ahead of it; null for none. `scratch` has attention_scratch_bytes.
+  // out [count][value_dim] gets the values' sums, `softmax` [count][2] the greatest logit, of base two, and the sum of weights, by
+  // which the sums are yet to be divided. What the `next` unit reads first is fetched ahead of it; null for none. `scratch` has
+  // Attention::scratch_bytes.
   void (*attend)(const Attention&, const AttentionUnit&, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch);
+  // Adds what `attend` made of a later segment, `more`, to what it made of all segments before that: `vectors` of `dim` channels.
+  void (*join)(const float* more, const float* more_softmax, int vectors, int dim, float* out, float* softmax);
 };
 
 // What differs between processors of one ISA. AMD's read weights fastest in one stream: group by group while rows are few, and
