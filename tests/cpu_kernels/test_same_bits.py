@@ -1,4 +1,4 @@
-"""A token's result has the same bits however it is computed: alone or in a run of any length, with any number of threads."""
+"""A token has the same bits however it is computed: alone or in a run of any length, with any number of threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels.attention import PAGE_DTYPES
-from tests.cpu_kernels.weights import ISAS, needs_kernels
+from tests.cpu_kernels.weights import ISAS, needs_kernels, random_weights
 
 pytestmark = needs_kernels
 every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -62,12 +62,21 @@ def attend(q, k, v, pages, seq_ids, table, sinks, **options):
 
 
 def attention_of(
-    pages: np.dtype, *, heads: int, kv_heads: int, dim: int = 64, page_size: int = 16, sinks: bool = False, **options: Any
+    pages: np.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int = 64,
+    page_size: int = 16,
+    sinks: bool = False,
+    **options: Any,
 ) -> Any:
     """A function from the tokens that a step has to its result, [T, H, Dv]."""
     rng = np.random.default_rng(heads + dim)
     dtype = np.float32 if pages == np.float32 else jnp.bfloat16
-    q, k, v = (jnp.asarray(rng.normal(size=(TOKENS, n, dim)) * s, dtype) for n, s in ((heads, 3), (kv_heads, 1), (kv_heads, 1)))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(TOKENS, n, dim)) * s, dtype) for n, s in ((heads, 3), (kv_heads, 1), (kv_heads, 1))
+    )
     count = -(-TOKENS // page_size)
     table = jnp.asarray(rng.permutation(np.arange(1, count + 1)), jnp.int32)[None]
     width = dim + (4 if pages.itemsize == 1 else 0)
@@ -99,3 +108,36 @@ def test_attention(case, pages, isa):
     for index, (name, kept) in enumerate(SCHEDULES.items()):
         with cpu_kernels.forced(isa, threads=1 + index % 4):
             np.testing.assert_array_equal(run(kept)[kept], together[kept], err_msg=name)
+
+
+ROWS = 70
+
+
+def rows_alike(function: Any, isa: str) -> None:
+    """Each row of `function(rows [R, 256])` is the same among all and among a few, at any number of threads."""
+    x = np.random.default_rng(3).normal(size=(ROWS, 256)).astype(np.float32)
+    with cpu_kernels.forced(isa, threads=2):
+        together = np.asarray(function(x))
+    for threads, rows in ((1, slice(1)), (3, slice(5, 6)), (2, slice(5, 7)), (4, slice(3, 14)), (1, slice(0, 66))):
+        with cpu_kernels.forced(isa, threads=threads):
+            np.testing.assert_array_equal(function(x[rows]), together[rows], err_msg=f"{rows}, {threads} threads")
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("centred", [False, True])
+def test_norms(isa, dtype, centred):
+    weight, bias = np.random.default_rng(1).normal(size=(2, 256)).astype(np.float32)
+    norm = jax.jit(lambda x: cpu_kernels.normalise(x.astype(dtype), weight, bias, 1e-6, centred).astype(jnp.float32))
+    rows_alike(norm, isa)
+
+
+@every_isa
+@pytest.mark.parametrize("format", ["q4_1", "q8_0", "bf16", "f32"])
+def test_products_between_norms_and_activations(isa, format):
+    gate, up = (random_weights(format, 64, 256, seed).tiles for seed in (0, 1))
+    down = random_weights(format, 256, 64, 2).tiles
+    norm = cpu_kernels.RowNorm(jnp.asarray(np.random.default_rng(1).normal(size=256), jnp.float32))
+    rows_alike(jax.jit(lambda x: cpu_kernels.mlp(x, gate, up, down, "silu", norm=norm, residual=x)), isa)
+    rows_alike(jax.jit(lambda x: cpu_kernels.linears(x, (gate,), norm=norm)[0]), isa)
+    rows_alike(jax.jit(lambda x: cpu_kernels.argmax(x, gate, norm=norm)), isa)

@@ -102,6 +102,9 @@ struct Kernels {
   bool has_bf16;  // bf16 products take `halves`, not `values`
   // Writes row `row` of the activations. `scratch` has room for `inputs` floats.
   void (*prepare)(const Row&, const Activations&, int row, float* scratch);
+  // The same by itself, [size] floats, or bits of bf16 where the row has those: `centred` less its mean first, and with `bias` after
+  // it, unless that is null. `scratch` has room for as many floats.
+  void (*normalise)(const Row&, bool centred, const float* bias, void* out, float* scratch);
   // Writes a block of 32 inputs, a panel's columns [count][PANEL_COLUMNS], to the activations' rows from `row` on.
   void (*prepare_panel)(const float* panel, int count, const Activations&, int row, int block);
   // Rows [row, row + count) of one panel by `groups` (1 or 2) groups of a matrix -> out [count][PANEL_COLUMNS].
@@ -118,6 +121,8 @@ struct Kernels {
   void (*attend)(const Attention&, const AttentionUnit&, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch);
   // Adds what `attend` made of a later segment, `more`, to what it made of all segments before that: `vectors` of `dim` channels.
   void (*join)(const float* more, const float* more_softmax, int vectors, int dim, float* out, float* softmax);
+  // The sum of exp(x - most) over `count` numbers that are at least `threshold`; each goes to `out` unless that is null.
+  float (*weights)(const float* x, int count, float most, float threshold, float* out);
 };
 
 // What differs between processors of one ISA. AMD's read weights fastest in one stream: group by group while rows are few, and
