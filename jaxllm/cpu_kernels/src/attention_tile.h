@@ -115,16 +115,13 @@ static void soften(const Attention& a, State& s, int key, int count, int padded,
       }
     }
     const Floats factor = power_of_two(load(s.greatest + at) - most);
-    Floats lanes[LANES];
-    for (int l = 0; l < LANES; l++) {
-      lanes[l] = broadcast(0);
-      for (int j = l; j < count; j += LANES) {
-        const Floats x = load(scores + j * s.width);
-        Floats weight = power_of_two(fma(x, broadcast(to_logits[j]), negated(most)));
-        if (masked) weight = where_greater(broadcast(MASKED), x, broadcast(0), weight);
-        lanes[l] = lanes[l] + weight;
-        store(scores + j * s.width, s.value_scales ? weight * broadcast(s.value_scales[j]) : weight);
-      }
+    Floats lanes[LANES] = {};
+    for (int j = 0; j < count; j++) {
+      const Floats x = load(scores + j * s.width);
+      Floats weight = power_of_two(fma(x, broadcast(to_logits[j]), negated(most)));
+      if (masked) weight = where_greater(broadcast(MASKED), x, broadcast(0), weight);
+      lanes[j % LANES] = lanes[j % LANES] + weight;
+      store(scores + j * s.width, s.value_scales ? weight * broadcast(s.value_scales[j]) : weight);
     }
     for (int j = count; j < padded; j++) store(scores + j * s.width, broadcast(0));
     store(s.greatest + at, most);
@@ -256,11 +253,16 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
   float *queries = room.take<float>(int64_t(a.dim) * width), *sums = room.take<float>(int64_t(a.value_dim) * width);
   float *greatest = room.take<float>(width), *total = room.take<float>(width);
   const size_t bytes = size_t(a.value_dim) * width * sizeof(float);
-  memset(sums, 0, bytes);
-  memset(s.sums, 0, bytes);
-  start_with_sinks(a, u, width, greatest, total);
-  transpose_queries(a, v, u.count, width, pairs, (float*)room.at, queries);
   const int begin = larger(u.key_begin, v.low), end = smaller(u.key_end, v.high + 1);
+  const bool joins = (u.sinks && a.sinks) || begin / SEGMENT != (end - 1) / SEGMENT;  // else the one segment is all
+  memset(s.sums, 0, bytes);
+  if (joins) {
+    memset(sums, 0, bytes);
+    start_with_sinks(a, u, width, greatest, total);
+  } else {
+    sums = s.sums, greatest = s.greatest, total = s.total;
+  }
+  transpose_queries(a, v, u.count, width, pairs, (float*)room.at, queries);
   for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
     const int from = larger(key, aligned_key(u.key_begin)), count = smaller(key + KEY_BLOCK, end) - from;
     const bool masked = u.count < width || from < v.low_by_all || from + count - 1 > v.high_by_all;
@@ -269,7 +271,7 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
     else
 #endif
     visit_floats(a, u, s, queries, from, count, masked, (float*)room.at);
-    if ((key + KEY_BLOCK) % SEGMENT && key + KEY_BLOCK < end) continue;
+    if (!joins || ((key + KEY_BLOCK) % SEGMENT && key + KEY_BLOCK < end)) continue;
     join_segment(s, a.value_dim, greatest, total, sums);
     for (int r = 0; r < width; r++) s.greatest[r] = NEGATIVE, s.total[r] = 0;
     memset(s.sums, 0, bytes);
