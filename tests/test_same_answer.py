@@ -159,17 +159,14 @@ REAL = ("smollm2-135m", "gemma3-270m")
 """Grouped heads; and one head of keys for four of queries, sliding windows, and a vocabulary of 262,144."""
 
 
-@pytest.fixture(scope="module", params=REAL)
-def model(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
+@pytest.mark.parametrize("model", [REAL[0], pytest.param(REAL[1], marks=pytest.mark.slow)])
 def test_a_few_requests_of_a_real_model(model, monkeypatch):
     for case in start_case(model, requests_of(len(EDGES), vocab=20_000)):
         check_schedules(case, monkeypatch)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", REAL)
 def test_two_hundred_requests_of_a_real_model(model, monkeypatch):
     for case in start_case(model, requests_of(200, vocab=20_000, output=20), prefill_buckets=(16, 64)):
         check_schedules(case, monkeypatch)
