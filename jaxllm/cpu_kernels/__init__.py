@@ -25,6 +25,9 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
     grouped_matmul(x [N, i], weights: Tiles with [X, ...] tiles, group_sizes [X]) -> [N, o]
     attention(q, k, v, pages, positions, seq_ids, page_table, *, scale, window, softcap, sinks,
               value_dim, rotary, norms) -> (out [T, H, Dv], pages); see `attention.py`
+    normalise(x, weight, bias, epsilon, centred) -> x's shape and dtype; see `norms.py`
+    log_sum_exp(logits [R, V]) -> [R]
+    running_weights(logits [R, V], most [R], threshold [R], block) -> [R, V / block]; see `sampling.py`
     zeros(shape, dtype) -> [*shape], in huge pages
 
 `norm` is `RowNorm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
@@ -33,6 +36,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
 from jaxllm.cpu_kernels.huge_pages import zeros
 from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
+from jaxllm.cpu_kernels.norms import normalise
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
     RowNorm,
@@ -44,6 +48,7 @@ from jaxllm.cpu_kernels.products import (
     linears,
     mlp,
 )
+from jaxllm.cpu_kernels.sampling import log_sum_exp, running_weights
 from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, SCALED, lanes, repack, tile_bytes, tile_inputs, unpack
 
 __all__ = [
@@ -65,11 +70,14 @@ __all__ = [
     "lanes",
     "linear",
     "linears",
+    "log_sum_exp",
     "mlp",
+    "normalise",
     "physical_cores",
     "reason",
     "repack",
     "runnable_isas",
+    "running_weights",
     "set_threads",
     "tile_bytes",
     "tile_inputs",

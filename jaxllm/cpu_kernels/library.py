@@ -29,6 +29,9 @@ TARGETS = (
     "jaxllm_rows",
     "jaxllm_grouped",
     "jaxllm_attention",
+    "jaxllm_log_sum_exp",
+    "jaxllm_normalise",
+    "jaxllm_running_weights",
     "jaxllm_zeros",
 )
 

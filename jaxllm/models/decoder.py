@@ -40,7 +40,7 @@ class Decoder(nnx.Module):
         self.kernels = options.kernels
         self.embed = VocabEmbedding(vocab, size, options)
         self.layers = nnx.List([DecoderLayer(config, i, options) for i in range(config.num_layers)])
-        self.norm = _norm(config)
+        self.norm = _norm(config, options)
         self.head = (
             None if config.tie_word_embeddings else VocabEmbedding(config.num_outputs, size, options, config.head_bias)
         )
@@ -89,14 +89,14 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
-        self.attention_norm = _norm(config)
+        self.attention_norm = _norm(config, options)
         attends = config.layers[index].mixer == "attention"
         self.attention = _attention(config, index, options) if attends else None
         self.conv = None if attends else _conv(config, options)
-        self.mlp_norm = None if config.parallel_residual else _norm(config)
+        self.mlp_norm = None if config.parallel_residual else _norm(config, options)
         self.mlp = _mlp(config, index, options)
-        self.attention_post_norm = _norm(config) if config.post_norms else None
-        self.mlp_post_norm = _norm(config) if config.post_norms else None
+        self.attention_post_norm = _norm(config, options) if config.post_norms else None
+        self.mlp_post_norm = _norm(config, options) if config.post_norms else None
         plain = config.norm == "rms" and not config.parallel_residual and not config.post_norms
         self.add_norm = options.kernels.add_norm if plain else None
 
@@ -145,8 +145,8 @@ def _run_layer(graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: 
     return nnx.merge(graph, weights)(x, late, angles, cache, meta)
 
 
-def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
-    return (RMSNorm if config.norm == "rms" else LayerNorm)(config.hidden_size, config.norm_eps)
+def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
+    return (RMSNorm if config.norm == "rms" else LayerNorm)(config.hidden_size, config.norm_eps, options.kernels)
 
 
 def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Attention | MLAttention:

@@ -38,6 +38,7 @@ def linear(
         if len(x) > 1:
             return products.linear(x, weight, norm, residual, dtype)
         x = jnp.repeat(x, 2, axis=0)  # one row is no product of matrices to XLA
+        residual = None if residual is None else jnp.repeat(residual, 2, axis=0)
         return products.linear(x, weight, norm, residual, dtype)[:1]
     x, native = _before(x, norm)
     if len(matrices) == 1:

@@ -19,6 +19,7 @@ from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
+from jaxllm.pallas_kernels.norms import normalise
 from jaxllm.pallas_kernels.pages import (
     BY_HEAD,
     INTERLEAVED,
@@ -31,6 +32,8 @@ from jaxllm.pallas_kernels.pages import (
     stored_as_is,
 )
 from jaxllm.pallas_kernels.products import linear
+from jaxllm.pallas_kernels.softmax import CPU as CPU_SUMS
+from jaxllm.pallas_kernels.softmax import PLAIN, SoftmaxSums
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,8 @@ class Kernels:
             latent attention and the pages, from what projections give to what the output's takes, where there are
             kernels for it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others
             its values. `one_product` says that queries and latents are projected from the same.
+        normalise: `(x [..., n], weight, bias or None, epsilon, centred)` -> a norm that stands by itself.
+        sums: a sampler's, over rows of logits.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
@@ -113,6 +118,8 @@ class Kernels:
     experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
+    normalise: Callable[..., jax.Array] = normalise
+    sums: SoftmaxSums = PLAIN
     native: bool = False
     rotates_heads: bool = False
     smallest_rows: int = 2
@@ -167,7 +174,8 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
-    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely, native=True, rotates_heads=True,
+    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely,
+    normalise=cpu_kernels.normalise, sums=CPU_SUMS, native=True, rotates_heads=True,
     page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""

@@ -10,12 +10,7 @@ namespace {
 
 using Ints32 = ffi::Buffer<ffi::S32>;
 
-constexpr int SPLIT = 256;  // keys of a decode row that one unit takes: fixed, so that a result has no neighbours in it
 constexpr int UNITS_A_THREAD = 4;
-
-size_t attention_scratch_bytes(const Attention& a) {
-  return sizeof(float) * size_t(MAX_VECTORS + KEY_BLOCK) * (a.dim + a.value_dim + 96);
-}
 
 // Consecutive tokens of one sequence.
 struct Run {
@@ -44,7 +39,7 @@ struct Task {
 int heads_together(const std::vector<Run>& runs, const Attention& a) {
   int64_t ranges = 0;
   for (const Run& run : runs)
-    if (run.count == 1) ranges += run.position / SPLIT - a.lowest_key(run.position) / SPLIT + 1;
+    if (run.count == 1) ranges += run.position / SEGMENT - a.lowest_key(run.position) / SEGMENT + 1;
   const int64_t parts = (UNITS_A_THREAD * threads() + ranges - 1) / std::max<int64_t>(1, ranges), most = MAX_VECTORS * a.kv_heads / a.heads;
   return std::max<int64_t>(1, std::min<int64_t>(most, a.kv_heads / parts));
 }
@@ -61,7 +56,7 @@ std::vector<Task> tasks_of(const std::vector<Run>& runs, const Attention& a) {
         const int count = std::min(MAX_VECTORS, vectors - first);
         const int before = decode ? 0 : first / group, last = decode ? 0 : (first + count - 1) / group;  // tokens of the run
         const int lowest = a.lowest_key(run.position + before), end = run.position + last + 1;
-        const int begin = decode ? lowest / SPLIT * SPLIT : lowest, step = decode ? SPLIT : end - begin;
+        const int begin = decode ? lowest / SEGMENT * SEGMENT : lowest, step = decode ? SEGMENT : end - begin;
         const int pieces = (end - begin + step - 1) / step;
         for (int p = 0; p < pieces; p++) {
           const int from = std::max(lowest, begin + p * step), to = std::min(end, begin + (p + 1) * step);
@@ -73,24 +68,10 @@ std::vector<Task> tasks_of(const std::vector<Run>& runs, const Attention& a) {
   return tasks;
 }
 
-void write_vector(const float* x, int count, bool bf16, void* out, int64_t at) {
+void write_vector(const float* x, float factor, int count, bool bf16, void* out, int64_t at) {
   for (int d = 0; d < count; d++) {
-    if (bf16) static_cast<uint16_t*>(out)[at + d] = bf16_of_float(x[d]);
-    else static_cast<float*>(out)[at + d] = x[d];
-  }
-}
-
-// Results of several ranges of keys, weighed by their shares of the softmax, into the first one's place.
-void merge(float* const* outs, float* const* softmax, int pieces, int vectors, int dim) {
-  for (int r = 0; r < vectors; r++) {
-    float top = softmax[0][2 * r], total = 0;
-    for (int p = 1; p < pieces; p++) top = std::max(top, softmax[p][2 * r]);
-    for (int p = 0; p < pieces; p++) total += softmax[p][2 * r + 1] *= std::exp(softmax[p][2 * r] - top);
-    for (int d = 0; d < dim; d++) {
-      float sum = 0;
-      for (int p = 0; p < pieces; p++) sum += outs[p][r * dim + d] * softmax[p][2 * r + 1];
-      outs[0][r * dim + d] = total == 0 ? 0 : sum / total;
-    }
+    if (bf16) static_cast<uint16_t*>(out)[at + d] = bf16_of_float(x[d] * factor);
+    else static_cast<float*>(out)[at + d] = x[d] * factor;
   }
 }
 
@@ -216,13 +197,14 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
     const AttentionUnit& u = tasks[t].unit;
     for (int r = 0; r < u.count; r++) {
       const int64_t vector = int64_t(u.token_of(r, group)) * a.heads + u.head(r, group);
-      write_vector(result(t) + r * a.value_dim, a.value_dim, is_bf16, out->untyped_data(), vector * a.value_dim);
+      const float total = softmax(t)[2 * r + 1];
+      write_vector(result(t) + r * a.value_dim, total == 0 ? 0 : 1 / total, a.value_dim, is_bf16, out->untyped_data(), vector * a.value_dim);
     }
   };
   const Phase attending = {count, [&](int unit) {
     static thread_local Scratch scratch;
     scratch.clear();
-    scratch.reserve(attention_scratch_bytes(a));
+    scratch.reserve(a.scratch_bytes());
     const int t = count - 1 - unit;  // the last tiles of a prompt have most to do
     kernel.attend(a, tasks[t].unit, t ? &tasks[t - 1].unit : nullptr, result(t), softmax(t), scratch.take<uint8_t>(0));
     if (tasks[t].pieces == 1) deliver(t);
@@ -230,9 +212,7 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
   const Phase merging = {split ? count : 0, [&](int t) {
     const int pieces = tasks[t].pieces;
     if (pieces < 2) return;
-    std::vector<float*> parts(pieces), shares(pieces);
-    for (int p = 0; p < pieces; p++) parts[p] = result(t + p), shares[p] = softmax(t + p);
-    merge(parts.data(), shares.data(), pieces, tasks[t].unit.count, a.value_dim);
+    for (int p = 1; p < pieces; p++) kernel.join(result(t + p), softmax(t + p), tasks[t].unit.count, a.value_dim, result(t), softmax(t));
     deliver(t);
   }};
   run_phases(threads(), {writing, attending, merging});

@@ -3,6 +3,9 @@
 
 namespace ISA {
 
+// A key at or before `key` from which lanes count as from the begin of its block.
+INLINE int aligned_key(int key) { return key / 16 * 16; }
+
 // Where the rows of keys [begin, begin + count) of one of the unit's heads lie; the last is repeated up to a multiple of 16.
 template <class T>
 static void find_rows(const Attention& a, const AttentionUnit& u, int head, const void* pages, int row, int begin, int count, const T** rows) {

@@ -7,14 +7,6 @@
 
 namespace ISA {
 
-#if defined(KERNELS_AVX512)
-constexpr int TOGETHER = 4;  // columns of lanes that go together
-#elif defined(KERNELS_AVX2) || defined(KERNELS_NEON)
-constexpr int TOGETHER = 2;
-#else
-constexpr int TOGETHER = 1;
-#endif
-
 // Scores of R keys: out[r][columns] = sum over i of rows[r][i] * queries[i], for C columns of lanes.
 template <int R, int C, class E>
 static void score_keys(const E* const* rows, const E* queries, int width, int steps, float* out) {
@@ -79,28 +71,23 @@ static void weigh(const E* const* rows, int n, int channels, const E* weights, i
   for (; d < channels; d++) weigh_channels<1, C>(rows, d, weights, width, n, factor, sums + d * width);
 }
 
-// Calls f with the number of columns that go together, as a constant, from each such column on.
-template <class F> INLINE void over_columns(int width, F&& f) {
-  int at = 0;
-  for (; at + TOGETHER * LANES <= width; at += TOGETHER * LANES) f(at, Const<TOGETHER>{});
-  if constexpr (TOGETHER > 2)
-    for (; at + 2 * LANES <= width; at += 2 * LANES) f(at, Const<2>{});
-  if constexpr (TOGETHER > 1)
-    for (; at < width; at += LANES) f(at, Const<1>{});
-}
-
-constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
-
 // Everything that one unit works with.
 struct State {
   int width;                     // vectors, rounded up to whole columns
   float *lowest, *highest;       // [width] positions that a vector sees
-  float *greatest, *total;       // [width] the softmax so far, with logits of base two
+  float *greatest, *total;       // [width] the segment's softmax so far, with logits of base two
   float *factor;                 // [width] what this block shrinks sums by
   const float *key_scales, *value_scales;  // [KEY_BLOCK] of this block's codes; null for floats
   float *scores;                 // [KEY_BLOCK][width]
-  float *sums;                   // [value_dim][width]
+  float *sums;                   // [value_dim][width] of the segment
 };
+
+// What `sum` makes of lanes.
+INLINE Floats sum_of(Floats (&lanes)[LANES]) {
+  for (int n = LANES / 2; n; n /= 2)
+    for (int l = 0; l < n; l++) lanes[l] = lanes[l] + lanes[n + l];
+  return lanes[0];
+}
 
 // Scores become weights; `greatest`, `total` and `factor` follow. A vector gets the same bits from a block that is
 // masked for others only, so that both ways compute alike.
@@ -128,17 +115,17 @@ static void soften(const Attention& a, State& s, int key, int count, int padded,
       }
     }
     const Floats factor = power_of_two(load(s.greatest + at) - most);
-    Floats total = load(s.total + at) * factor;
+    Floats lanes[LANES] = {};
     for (int j = 0; j < count; j++) {
       const Floats x = load(scores + j * s.width);
       Floats weight = power_of_two(fma(x, broadcast(to_logits[j]), negated(most)));
       if (masked) weight = where_greater(broadcast(MASKED), x, broadcast(0), weight);
-      total = total + weight;
+      lanes[j % LANES] = lanes[j % LANES] + weight;
       store(scores + j * s.width, s.value_scales ? weight * broadcast(s.value_scales[j]) : weight);
     }
     for (int j = count; j < padded; j++) store(scores + j * s.width, broadcast(0));
     store(s.greatest + at, most);
-    store(s.total + at, total);
+    store(s.total + at, load(s.total + at) * factor + sum_of(lanes));
     store(s.factor + at, factor);
   }
 }
@@ -228,7 +215,7 @@ static void transpose(const float* from, int64_t stride, int rows, int columns, 
   int r = 0;
   for (; r + 16 <= rows; r += 16) {
     int c = 0;
-    for (; c + 16 <= columns; c += 16) transpose_16(from + r * stride + c, stride, out + c * out_stride + r, out_stride);
+    for (; c + 16 <= columns; c += 16) transpose_16([&](int i) { return from + (r + i) * stride + c; }, out + c * out_stride + r, out_stride);
     for (; c < columns; c++)
       for (int i = r; i < r + 16; i++) out[c * out_stride + i] = from[i * stride + c];
   }
@@ -240,14 +227,18 @@ static void transpose(const float* from, int64_t stride, int rows, int columns, 
 static void transpose_queries(const Attention& a, const Vectors& v, int count, int width, bool pairs, float* room, float* queries) {
   const int elements = pairs ? a.dim / 2 : a.dim;
   memset(queries, 0, size_t(elements) * width * 4);
-  for (int r = 0; r < count; r++) {
-    const int64_t at = v.index[r] * a.dim;
-    const float* row = (const float*)a.q + at;
-    if (pairs == a.q_is_bf16) memcpy(room + r * elements, (const uint8_t*)a.q + at * (pairs ? 2 : 4), size_t(elements) * 4);
-    else if (pairs) narrow_bf16(row, a.dim, (uint16_t*)(room + r * elements));
-    else widen_bf16((const uint16_t*)a.q + at, a.dim, room + r * elements);
-  }
+  for (int r = 0; r < count; r++) copy_query(a, v.index[r], pairs, room + r * elements);
   transpose(room, elements, count, elements, queries, width);
+}
+
+// A segment's softmax and sums become part of those of the segments before, `greatest`, `total` and `sums`.
+static void join_segment(const State& s, int value_dim, float* greatest, float* total, float* sums) {
+  for (int at = 0; at < s.width; at += LANES) {
+    Floats most = load(greatest + at), all = load(total + at);
+    const Shares by = join_softmax(most, all, load(s.greatest + at), load(s.total + at));
+    store(greatest + at, most), store(total + at, all);
+    for (int64_t i = at; i < int64_t(value_dim) * s.width; i += s.width) store(sums + i, join_sums(load(sums + i), load(s.sums + i), by));
+  }
 }
 
 static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
@@ -259,28 +250,34 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
   s.factor = room.take<float>(width);
   s.scores = room.take<float>(KEY_BLOCK * width);
   s.sums = room.take<float>(int64_t(a.value_dim) * width);
-  float* queries = room.take<float>(int64_t(a.dim) * width);
-  memset(s.sums, 0, size_t(a.value_dim) * width * 4);
-  for (int r = 0; r < width; r++) s.greatest[r] *= LOG2_E;
-  transpose_queries(a, v, u.count, width, pairs, (float*)room.at, queries);
+  float *queries = room.take<float>(int64_t(a.dim) * width), *sums = room.take<float>(int64_t(a.value_dim) * width);
+  float *greatest = room.take<float>(width), *total = room.take<float>(width);
+  const size_t bytes = size_t(a.value_dim) * width * sizeof(float);
   const int begin = larger(u.key_begin, v.low), end = smaller(u.key_end, v.high + 1);
+  const bool joins = (u.sinks && a.sinks) || begin / SEGMENT != (end - 1) / SEGMENT;  // else the one segment is all
+  memset(s.sums, 0, bytes);
+  if (joins) {
+    memset(sums, 0, bytes);
+    start_with_sinks(a, u, width, greatest, total);
+  } else {
+    sums = s.sums, greatest = s.greatest, total = s.total;
+  }
+  transpose_queries(a, v, u.count, width, pairs, (float*)room.at, queries);
   for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
-    const int from = larger(key, u.key_begin), count = smaller(key + KEY_BLOCK, end) - from;
+    const int from = larger(key, aligned_key(u.key_begin)), count = smaller(key + KEY_BLOCK, end) - from;
     const bool masked = u.count < width || from < v.low_by_all || from + count - 1 > v.high_by_all;
 #if defined(__AVX512BF16__)
-    if (pairs) {
-      visit_pairs(a, u, s, (const uint32_t*)queries, from, count, masked, (uint32_t*)room.at);
-      continue;
-    }
+    if (pairs) visit_pairs(a, u, s, (const uint32_t*)queries, from, count, masked, (uint32_t*)room.at);
+    else
 #endif
     visit_floats(a, u, s, queries, from, count, masked, (float*)room.at);
+    if (!joins || ((key + KEY_BLOCK) % SEGMENT && key + KEY_BLOCK < end)) continue;
+    join_segment(s, a.value_dim, greatest, total, sums);
+    for (int r = 0; r < width; r++) s.greatest[r] = NEGATIVE, s.total[r] = 0;
+    memset(s.sums, 0, bytes);
   }
-  float* inverse = s.factor;
-  for (int r = 0; r < width; r++) inverse[r] = s.total[r] == 0 ? 0 : 1 / s.total[r];
-  for (int d = 0; d < a.value_dim; d++)
-    for (int at = 0; at < width; at += LANES) store(s.sums + d * width + at, load(s.sums + d * width + at) * load(inverse + at));
-  transpose(s.sums, width, a.value_dim, u.count, out, a.value_dim);
-  for (int r = 0; r < u.count; r++) softmax[2 * r] = LN_2 * s.greatest[r], softmax[2 * r + 1] = s.total[r];
+  transpose(sums, width, a.value_dim, u.count, out, a.value_dim);
+  for (int r = 0; r < u.count; r++) softmax[2 * r] = greatest[r], softmax[2 * r + 1] = total[r];
 }
 
 }  // namespace ISA

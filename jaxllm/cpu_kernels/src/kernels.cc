@@ -7,6 +7,7 @@
 #include "prepare.h"
 #include "product.h"
 #include "rotary.h"
+#include "weights.h"
 
 #define NAME_(isa) #isa
 #define NAME(isa) NAME_(isa)
@@ -14,6 +15,6 @@
 #define TABLE(isa) TABLE_(isa)
 
 const Kernels* TABLE(ISA)() {
-  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend};
+  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::normalise_row, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend, ISA::join, ISA::weights};
   return &table;
 }

@@ -72,10 +72,15 @@ struct Attention {
 
   // The first key that a position sees.
   MEMBER int lowest_key(int position) const { return window && position >= window ? position - window + 1 : 0; }
+  MEMBER int64_t scratch_bytes() const;
 };
 
 constexpr int MAX_VECTORS = 64;  // query vectors that attend to the same keys together
 constexpr int KEY_BLOCK = 64;    // keys that they visit at a time
+constexpr int SEGMENT = 256;     // keys whose softmax is computed by itself; see attention.h
+
+// What one unit works with, wherever its inputs come from.
+MEMBER inline int64_t Attention::scratch_bytes() const { return int64_t(sizeof(float)) * (MAX_VECTORS + KEY_BLOCK) * (2 * dim + 2 * value_dim + 96); }
 
 // Some query vectors of one run of tokens, over a range of keys: of one KV head and several tokens (vector `i` is query
 // head `i % group` of token `token + i / group`, where group = heads / kv_heads), or of one token and several KV heads.
@@ -86,7 +91,7 @@ struct AttentionUnit {
   int first, count;       // vectors
   int key_begin, key_end;
   bool sinks;             // this range starts with the sinks
-  bool decode;            // the run has one token
+  bool decode;            // the run has one token; its keys are of one segment
 
   MEMBER int head(int r, int group) const { return kv_head * group + (decode ? first + r : (first + r) % group); }
   MEMBER int token_of(int r, int group) const { return decode ? token : token + (first + r) / group; }
@@ -97,6 +102,9 @@ struct Kernels {
   bool has_bf16;  // bf16 products take `halves`, not `values`
   // Writes row `row` of the activations. `scratch` has room for `inputs` floats.
   void (*prepare)(const Row&, const Activations&, int row, float* scratch);
+  // The same by itself, [size] floats, or bits of bf16 where the row has those: `centred` less its mean first, and with `bias` after
+  // it, unless that is null. `scratch` has room for as many floats.
+  void (*normalise)(const Row&, bool centred, const float* bias, void* out, float* scratch);
   // Writes a block of 32 inputs, a panel's columns [count][PANEL_COLUMNS], to the activations' rows from `row` on.
   void (*prepare_panel)(const float* panel, int count, const Activations&, int row, int block);
   // Rows [row, row + count) of one panel by `groups` (1 or 2) groups of a matrix -> out [count][PANEL_COLUMNS].
@@ -107,9 +115,14 @@ struct Kernels {
   void (*rotate)(const HeadInput&, const void* x, int token, const float* norm, float* out);
   // Stores `count` channels, floats or bf16 bits, as a row of a page; zero for what is not finite.
   void (*keep)(const void* x, bool is_bf16, int count, void* row, PageFormat);
-  // out [count][value_dim] is normalised; `softmax` [count][2] gets the greatest logit and the sum of exponentials.
-  // What the `next` unit reads first is fetched ahead of it; null for none. `scratch` has attention_scratch_bytes.
+  // out [count][value_dim] gets the values' sums, `softmax` [count][2] the greatest logit, of base two, and the sum of weights, by
+  // which the sums are yet to be divided. What the `next` unit reads first is fetched ahead of it; null for none. `scratch` has
+  // Attention::scratch_bytes.
   void (*attend)(const Attention&, const AttentionUnit&, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch);
+  // Adds what `attend` made of a later segment, `more`, to what it made of all segments before that: `vectors` of `dim` channels.
+  void (*join)(const float* more, const float* more_softmax, int vectors, int dim, float* out, float* softmax);
+  // The sum of exp(x - most) over `count` numbers that are at least `threshold`; each goes to `out` unless that is null.
+  float (*weights)(const float* x, int count, float most, float threshold, float* out);
 };
 
 // What differs between processors of one ISA. AMD's read weights fastest in one stream: group by group while rows are few, and

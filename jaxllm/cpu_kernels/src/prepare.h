@@ -37,6 +37,25 @@ static void normalise(const float* x, const Row& row, float* out) {
   for (; i < row.size; i++) out[i] = x[i] * factor * (norm[i] + offset);
 }
 
+static void normalise_row(const Row& row, bool centred, const float* bias, void* out, float* scratch) {
+  float* const y = row.is_bf16 ? scratch : (float*)out;
+  const float* x = (const float*)row.x;
+  if (row.is_bf16) widen_bf16((const uint16_t*)row.x, row.size, y), x = y;
+  int i = 0;
+  if (centred) {
+    Floats lanes = broadcast(0);
+    for (; i + LANES <= row.size; i += LANES) lanes = lanes + load(x + i);
+    float total = sum(lanes);
+    for (; i < row.size; i++) total += x[i];
+    const float mean = total / float(row.size);
+    for (i = 0; i < row.size; i++) y[i] = x[i] - mean;
+    x = y;
+  }
+  normalise(x, row, y);
+  for (i = 0; bias && i < row.size; i++) y[i] += bias[i];
+  if (row.is_bf16) narrow_bf16(y, row.size, (uint16_t*)out);
+}
+
 // 32 inputs of row `m`, in the forms that are wanted.
 static void prepare_block(const float* x, const Activations& a, int m, int block) {
   const int64_t at = int64_t(m) * a.inputs + block * BLOCK;

@@ -64,10 +64,16 @@ static inline void narrow_bf16(const float* x, int count, uint16_t* out) {
 
 #if !defined(KERNELS_AVX512)
 
-// out[c * out_stride + r] = from[r * stride + c] of 16 rows by 16 columns.
-INLINE void transpose_16(const float* from, int64_t stride, float* out, int64_t out_stride) {
+// out[c * out_stride + r] = row(r)[c] of 16 rows by 16 columns.
+template <class ROW> INLINE void transpose_16(ROW&& row, float* out, int64_t out_stride) {
+#if defined(KERNELS_AVX2) || defined(KERNELS_NEON)
+  for (int r = 0; r < 16; r += 8)
+    for (int c = 0; c < 16; c += 8)
+      transpose_8([&](int i) { return row(r + i) + c; }, out + c * out_stride + r, out_stride);
+#else
   for (int c = 0; c < 16; c++)
-    for (int r = 0; r < 16; r++) out[c * out_stride + r] = from[r * stride + c];
+    for (int r = 0; r < 16; r++) out[c * out_stride + r] = row(r)[c];
+#endif
 }
 
 // The greatest |x| of 32; not finite where one of them is not.

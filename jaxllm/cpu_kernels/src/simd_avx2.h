@@ -38,7 +38,7 @@ INLINE Floats load_e4m3(const uint8_t* p) {
 }
 INLINE Floats load_u8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 INLINE Ints load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-INLINE float sum(Floats v) {
+INLINE float sum(Floats v) {  // in halves, as all have it
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
@@ -49,9 +49,24 @@ INLINE float top(Floats v) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 INLINE Floats counting() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
-// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 4 + i of w[i].
-INLINE Floats folded(const Floats (&v)[4]) { return _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3])); }
-INLINE Floats joined(Floats a, Floats b) { return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31); }
+// out[c * out_stride + r] = row(r)[c] of eight rows by eight columns.
+template <class ROW> INLINE void transpose_8(ROW&& row, float* out, int64_t out_stride) {
+  Floats a[8], b[8];
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++) {  // rows r and r + 4 beside each other: of the first four columns, and of the last
+    const __m256 x = load(row(r)), y = load(row(r + 4));
+    a[r] = _mm256_permute2f128_ps(x, y, 0x20), a[4 + r] = _mm256_permute2f128_ps(x, y, 0x31);
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 8; half += 4) {
+    b[0] = _mm256_unpacklo_ps(a[half], a[half + 1]), b[1] = _mm256_unpackhi_ps(a[half], a[half + 1]);
+    b[2] = _mm256_unpacklo_ps(a[half + 2], a[half + 3]), b[3] = _mm256_unpackhi_ps(a[half + 2], a[half + 3]);
+    store(out + half * out_stride, _mm256_shuffle_ps(b[0], b[2], 0x44));
+    store(out + (half + 1) * out_stride, _mm256_shuffle_ps(b[0], b[2], 0xee));
+    store(out + (half + 2) * out_stride, _mm256_shuffle_ps(b[1], b[3], 0x44));
+    store(out + (half + 3) * out_stride, _mm256_shuffle_ps(b[1], b[3], 0xee));
+  }
+}
 INLINE Floats rounded(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Floats power_of_two(__m256i n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
 INLINE Floats times_power_of_two(Floats x, Floats n) {  // in two steps: 2^128 is no float, but exp(88.7) is

@@ -40,29 +40,21 @@ INLINE Floats load_e4m3(const uint8_t* p) {
 }
 INLINE Floats load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 INLINE Ints load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
-INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+// Lanes are added in halves: the first eight to the last, and so on; see `total_of` in attention_tile.h.
+INLINE float sum(Floats v) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
 INLINE float top(Floats v) { return _mm512_reduce_max_ps(v); }
 INLINE Floats counting() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 8 + i of w[i]: lanes are added in pairs while vectors
-// are folded together.
-INLINE Floats joined(Floats a, Floats b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); }
-INLINE Floats folded(const Floats (&v)[8]) {
-  Floats a[4], b[2];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) a[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-    b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-  }
-  return joined(b[0], b[1]);
-}
 INLINE Floats parts_of(Floats a, Floats b, bool odd) { return odd ? _mm512_shuffle_f32x4(a, b, 0xdd) : _mm512_shuffle_f32x4(a, b, 0x88); }
-// out[c * out_stride + r] = from[r * stride + c] of 16 rows by 16 columns.
-INLINE void transpose_16(const float* from, int64_t stride, float* out, int64_t out_stride) {
+// out[c * out_stride + r] = row(r)[c] of 16 rows by 16 columns.
+template <class ROW> INLINE void transpose_16(ROW&& row, float* out, int64_t out_stride) {
   Floats a[16], b[16];
 #pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) a[r] = load(from + r * stride);
+  for (int r = 0; r < 16; r++) a[r] = load(row(r));
 #pragma GCC unroll 8
   for (int r = 0; r < 16; r += 2) b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]), b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
 #pragma GCC unroll 8
@@ -123,6 +115,8 @@ INLINE Ints dot(Ints acc, Bytes codes, Bytes x) { return _mm512_dpbusd_epi32(acc
 #ifdef __AVX512BF16__
 // Pairs of bf16: acc[i] += a[2i] b[2i] + a[2i + 1] b[2i + 1].
 INLINE Floats dot_bf16(Floats acc, Bytes a, Bytes b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+// The first `count` words, and zeros.
+INLINE Bytes load_words(const uint16_t* p, int count) { return _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << count) - 1), p); }
 INLINE void store_bf16(uint16_t* p, Floats v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
 // Words of two vectors in turns, a0 b0 a1 b1 ...: of their first halves, or of their second ones.
 template <bool SECOND> INLINE Bytes in_turns(Bytes a, Bytes b) {

@@ -56,21 +56,28 @@ INLINE Ints load_i8(const uint8_t* p) {
   const int16x8_t v = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
   return {vmovl_s16(vget_low_s16(v)), vmovl_s16(vget_high_s16(v))};
 }
-INLINE float sum(Floats v) { return vaddvq_f32(vaddq_f32(v.low, v.high)); }
+INLINE float sum(Floats v) {  // in halves, as all have it
+  const float32x4_t four = vaddq_f32(v.low, v.high);
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
 INLINE float top(Floats v) { return vmaxvq_f32(vmaxq_f32(v.low, v.high)); }
 INLINE Floats counting() {
   static const float lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
   return load(lanes);
 }
-// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 4 + i of w[i].
-INLINE Floats folded(const Floats (&v)[4]) {
-  float32x4_t s[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) s[i] = vaddq_f32(v[i].low, v[i].high);
-  const float32x4_t sums = vpaddq_f32(vpaddq_f32(s[0], s[1]), vpaddq_f32(s[2], s[3]));
-  return {sums, sums};
+// out[c * out_stride + r] = row(r)[c] of eight rows by eight columns.
+template <class ROW> INLINE void transpose_8(ROW&& row, float* out, int64_t out_stride) {
+  for (int r = 0; r < 8; r += 4)
+    for (int c = 0; c < 8; c += 4) {
+      const float32x4x2_t a = vtrnq_f32(vld1q_f32(row(r) + c), vld1q_f32(row(r + 1) + c)), b = vtrnq_f32(vld1q_f32(row(r + 2) + c), vld1q_f32(row(r + 3) + c));
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+        vst1q_f32(out + (c + i) * out_stride + r, vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i])));
+        vst1q_f32(out + (c + 2 + i) * out_stride + r, vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i])));
+      }
+    }
 }
-INLINE Floats joined(Floats a, Floats b) { return {a.low, b.low}; }
 INLINE float32x4_t power_of_two(int32x4_t n) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23)); }
 INLINE Floats rounded(Floats x) { return {vrndnq_f32(x.low), vrndnq_f32(x.high)}; }
 INLINE Floats times_power_of_two(Floats x, Floats n) {  // in two steps: 2^128 is no float, but exp(88.7) is

@@ -29,12 +29,13 @@ INLINE Floats load_bf16(const uint16_t* p) { Floats v; for (int i = 0; i < 16; i
 INLINE Floats load_e4m3(const uint8_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_e4m3(p[i]) / 256; return v; }  // 1/256 of it, as the others have it
 INLINE Floats load_u8(const uint8_t* p) { return widen(p); }
 INLINE Ints load_i8(const uint8_t* p) { Ints v; for (int i = 0; i < 16; i++) v[i] = int8_t(p[i]); return v; }
-INLINE float sum(Floats v) { float s = 0; for (int i = 0; i < 16; i++) s += v[i]; return s; }
+INLINE float sum(Floats v) {  // in halves, as all have it
+  for (int n = 8; n; n /= 2)
+    for (int i = 0; i < n; i++) v[i] += v[n + i];
+  return v[0];
+}
 INLINE float top(Floats v) { float s = v[0]; for (int i = 1; i < 16; i++) s = v[i] > s ? v[i] : s; return s; }
 INLINE Floats counting() { Floats v; for (int i = 0; i < 16; i++) v[i] = float(i); return v; }
-// Lane i of joined(folded(v), folded(w)) is the sum of v[i], and lane 8 + i of w[i].
-INLINE Floats folded(const Floats (&v)[8]) { Floats s{}; for (int i = 0; i < 8; i++) s[i] = sum(v[i]); return s; }
-INLINE Floats joined(Floats a, Floats b) { for (int i = 0; i < 8; i++) a[8 + i] = b[i]; return a; }
 INLINE Floats exponential(Floats v) { for (int i = 0; i < 16; i++) v[i] = expf(v[i]); return v; }
 INLINE Floats power_of_two(Floats v) { for (int i = 0; i < 16; i++) v[i] = exp2f(v[i]); return v; }
 

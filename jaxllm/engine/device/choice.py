@@ -39,7 +39,7 @@ def choose(model: Decoder, hidden: jax.Array, x: Fields, slots: Slots, variant: 
     if variant.sampled:
         asked = settings(slots, x["slot"]) | {"slot": x["slot"], "position": x["position"]}
         rows = SamplingRows(**{name: asked[name] for name in SamplingRows._fields})
-        tokens, logprobs = sample(model.logits(hidden), rows, slots, x.get("mask"))
+        tokens, logprobs = sample(model.logits(hidden), rows, slots, x.get("mask"), model.kernels.sums)
     else:
         found, logprobs = model.most_likely(hidden), None
         tokens = greedy(model.logits(hidden)) if found is None else found

@@ -8,6 +8,7 @@ request's seed and the token's position: so neither batch-mates nor preemption c
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.engine.device.slots import Slots
 from jaxllm.engine.masks import allowed
+from jaxllm.pallas_kernels.softmax import PLAIN, SoftmaxSums
 from jaxllm.requests.sampling import MAX_LOGPROBS
 
 GROUP = 64
@@ -25,6 +27,9 @@ TOP = 64
 """How many of the most likely tokens are found exactly."""
 DRAW_BLOCK = 256
 """Tokens whose probabilities are added up before choosing among them."""
+
+NO_WEIGHT = 87.0
+"""How far below the greatest logit others are so that they add nothing: exp(-87) is nearly the smallest float32."""
 
 NEGATIVE = float("-inf")
 
@@ -74,7 +79,11 @@ def greedy(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
 
 
 def sample(
-    logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots, mask: Int[Array, "R -(-V//32)"] | None = None
+    logits: Float[Array, "R V"],
+    rows: SamplingRows,
+    slots: Slots,
+    mask: Int[Array, "R -(-V//32)"] | None = None,
+    sums: SoftmaxSums = PLAIN,
 ) -> tuple[Int[Array, "R"], Logprobs]:
     """A token for each row, and its log-probabilities where asked for. What no row needs is skipped at run time.
 
@@ -85,9 +94,10 @@ def sample(
         adjusted = apply_mask(adjusted, mask)
     best = greedy(adjusted)
     random = rows.temperature > 0
-    drawn = lax.cond(jnp.any(random), _draw_tokens, lambda *_: best, adjusted, rows)
+    drawn = lax.cond(jnp.any(random), partial(_draw_tokens, sums), lambda *_: best, adjusted, rows)
     tokens = jnp.where(random, drawn, best)
-    logprobs = lax.cond(jnp.any(rows.logprobs > 0), _row_logprobs, _no_logprobs, logits, tokens, rows.asked_ids)
+    found = partial(_row_logprobs, sums)
+    logprobs = lax.cond(jnp.any(rows.logprobs > 0), found, _no_logprobs, logits, tokens, rows.asked_ids)
     return tokens, logprobs
 
 
@@ -137,11 +147,12 @@ def _bad_tokens(rows: SamplingRows, slots: Slots, vocab: int) -> Int[Array, "R W
     return jnp.where(spelled.all(-1), words[:, :, -1], vocab)
 
 
-def _draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
+def _draw_tokens(sums: SoftmaxSums, logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     truncated = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    scaled = lax.cond(jnp.any(truncated), truncate, lambda x, *_: x, scaled, rows.top_k, rows.top_p, rows.min_p)
-    return draw(scaled, uniform(rows.seed, rows.position))
+    cut = partial(truncate, sums=sums)
+    scaled = lax.cond(jnp.any(truncated), cut, lambda x, *_: x, scaled, rows.top_k, rows.top_p, rows.min_p)
+    return draw(scaled, uniform(rows.seed, rows.position), sums)
 
 
 def uniform(seed: Int[Array, "R 2"], position: Int[Array, "R"]) -> Float[Array, "R"]:
@@ -155,25 +166,27 @@ def uniform(seed: Int[Array, "R 2"], position: Int[Array, "R"]) -> Float[Array, 
 
 
 def truncate(
-    logits: Float[Array, "R V"], top_k: Int[Array, "R"], top_p: Float[Array, "R"], min_p: Float[Array, "R"]
+    logits: Float[Array, "R V"],
+    top_k: Int[Array, "R"],
+    top_p: Float[Array, "R"],
+    min_p: Float[Array, "R"],
+    sums: SoftmaxSums = PLAIN,
 ) -> Float[Array, "R V"]:
     """Logits with everything outside min_p, then top_k, then top_p of what is left, at minus infinity.
 
     Tokens as likely as the last one kept are kept.
     """
-    most = logits.max(-1, keepdims=True)
-    logits = jnp.where(logits >= most + jnp.log(min_p)[:, None], logits, NEGATIVE)
+    most = logits.max(-1)
+    logits = jnp.where(logits >= (most + jnp.log(min_p))[:, None], logits, NEGATIVE)
     values, _ = top_tokens(logits)
     count = jnp.where((top_k > 0) & (top_k < logits.shape[1]), top_k, logits.shape[1])
-    weights = jnp.exp(values - most)
-    total = jnp.exp(logits - most).sum(-1)
 
     # With top_k inside the values found, everything is decided by them.
     within = count <= values.shape[1]
     kth = jnp.take_along_axis(values, jnp.minimum(count, values.shape[1])[:, None] - 1, axis=1)
-    kept = jnp.where(within[:, None] & (values < kth), 0, weights)
-    mass = jnp.where(within, _mass_from(logits, kth, most), total)
-    reached = jnp.cumsum(kept, axis=1) >= (top_p * mass)[:, None]
+    least = jnp.where(within, kth[:, 0], NEGATIVE)
+    mass = sums.mass(logits, most, least)
+    reached = sums.running(values, most, least, 1) >= (top_p * mass)[:, None]
     last = jnp.where(reached.any(1), jnp.argmax(reached, axis=1), values.shape[1] - 1)
     nucleus = jnp.take_along_axis(values, last[:, None], axis=1)
     threshold = jnp.where((top_p < 1)[:, None], nucleus, jnp.where(within[:, None], kth, NEGATIVE))
@@ -184,24 +197,23 @@ def truncate(
     undecided = open_k | open_p
     threshold = lax.cond(
         jnp.any(undecided),
-        lambda: jnp.where(undecided[:, None], _bisect(logits, count, top_p, most), threshold),
+        lambda: jnp.where(undecided[:, None], _bisect(logits, count, top_p, most, sums), threshold),
         lambda: threshold,
     )
     return jnp.where(logits >= threshold, logits, NEGATIVE)
 
 
-def _mass_from(logits: Float[Array, "R V"], threshold: Float[Array, "R 1"], most: jax.Array) -> Float[Array, "R"]:
-    """The unnormalised probability of every token at or above `threshold`."""
-    return jnp.where(logits >= threshold, jnp.exp(logits - most), 0).sum(-1)
-
-
 def _bisect(
-    logits: Float[Array, "R V"], count: Int[Array, "R"], top_p: Float[Array, "R"], most: jax.Array
+    logits: Float[Array, "R V"],
+    count: Int[Array, "R"],
+    top_p: Float[Array, "R"],
+    most: Float[Array, "R"],
+    sums: SoftmaxSums,
 ) -> Float[Array, "R 1"]:
     """The threshold of top_k, then of top_p within it, bit by bit: 64 passes over the logits."""
     kth = _greatest(lambda t: (logits >= t).sum(-1) >= count, logits.shape[0])
-    needed = top_p * _mass_from(logits, kth, most)
-    nucleus = _greatest(lambda t: _mass_from(logits, jnp.maximum(t, kth), most) >= needed, logits.shape[0])
+    needed = top_p * sums.mass(logits, most, kth[:, 0])
+    nucleus = _greatest(lambda t: sums.mass(logits, most, jnp.maximum(t, kth)[:, 0]) >= needed, logits.shape[0])
     return jnp.where((top_p < 1)[:, None], jnp.maximum(nucleus, kth), kth)
 
 
@@ -245,20 +257,20 @@ def top_tokens(x: Float[Array, "R V"], count: int = TOP) -> tuple[Float[Array, "
     return values, jnp.take_along_axis(chosen, at // GROUP, axis=1) * GROUP + at % GROUP
 
 
-def draw(logits: Float[Array, "R V"], u: Float[Array, "R"]) -> Int[Array, "R"]:
+def draw(logits: Float[Array, "R V"], u: Float[Array, "R"], sums: SoftmaxSums = PLAIN) -> Int[Array, "R"]:
     """The token at which the cumulative distribution of `softmax(logits)` passes `u`."""
     num_rows, vocab = logits.shape
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(num_rows, -1, DRAW_BLOCK)
-    sums = blocks.sum(-1)
-    # Running sums are kept by themselves: GPUs would sum them once more inside of what follows, which spills registers.
-    ends = lax.optimization_barrier(jnp.cumsum(sums, axis=1))
+    most, all_of_them = logits.max(-1), jnp.full(num_rows, NEGATIVE)
+    least = (most - NO_WEIGHT)[:, None]
+    blocks = jnp.pad(logits, ((0, 0), (0, -vocab % DRAW_BLOCK)), constant_values=NEGATIVE)
+    blocks = blocks.reshape(num_rows, -1, DRAW_BLOCK)
+    ends = sums.running(logits, most, all_of_them, DRAW_BLOCK)
     target = u * ends[:, -1]
-    block = _first_past(ends, sums > 0, target)
+    block = _first_past(ends, blocks.max(-1) > least, target)
     start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    within = lax.optimization_barrier(jnp.cumsum(inside, axis=1))
-    token = _first_past(within, inside > 0, target - start)
+    within = sums.running(inside, most, all_of_them, 1)
+    token = _first_past(within, inside > least, target - start)
     return (block * DRAW_BLOCK + token).astype(jnp.int32)
 
 
@@ -272,9 +284,9 @@ def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Flo
     return jnp.where(past.any(1), jnp.argmax(past, axis=1), last)
 
 
-def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logprobs:
+def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN) -> Logprobs:
     """Log-probabilities of `tokens` and of the most likely ones."""
-    norm = jax.nn.logsumexp(logits, axis=-1)
+    norm = sums.log_sum_exp(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     top, ids = top_tokens(logits, MAX_LOGPROBS)
     rank = (logits > chosen).sum(-1) + 1
@@ -283,13 +295,15 @@ def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"]) -> Logp
     return Logprobs(chosen[:, 0] - norm, rank.astype(jnp.int32), top, jnp.pad(ids.astype(jnp.int32), pad))
 
 
-def _row_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]) -> Logprobs:
+def _row_logprobs(
+    sums: SoftmaxSums, logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]
+) -> Logprobs:
     """Log-probabilities of `tokens`, of the most likely ones, and of those that a row asks for.
 
     With asked [-1, …, -1, 7, 9] the first 18 are of the most likely tokens, and the last two of 7 and 9.
     """
-    found = token_logprobs(logits, tokens)
-    norm = jax.nn.logsumexp(logits, axis=-1)[:, None]
+    found = token_logprobs(logits, tokens, sums)
+    norm = sums.log_sum_exp(logits)[:, None]
     values = jnp.take_along_axis(logits, jnp.maximum(asked, 0), axis=1) - norm
     top, ids = jnp.where(asked >= 0, values, found.top), jnp.where(asked >= 0, asked, found.top_ids)
     return found._replace(top=top, top_ids=ids)

@@ -114,6 +114,8 @@ class StepFunctions:
         _, self._treedef = jax.tree.flatten(state)
         self._mesh = mesh
         self._sizes = sizes
+        # The C++ kernels give float32, which a decode does not round on its way to the head, and so nobody does.
+        self._hidden_dtype = jnp.float32 if model.kernels.native else sizes.dtype
         self._packing = WeightPacking(specs, joins=self.platform not in GRAPHED)
         self._weights = self._packing.abstract(mesh)
         self._weight_specs = tuple(a.sharding.spec for a in self._weights)
@@ -135,7 +137,7 @@ class StepFunctions:
         caches = tuple(tuple(self._cache(buffer) for buffer in layer) for layer in s.buffers)
         shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.pages_per_seq, s.vocab_size)
         slots = Slots(*(self._replicated(a.shape, a.dtype) for a in shapes))
-        hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), s.dtype)
+        hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), self._hidden_dtype)
         return DeviceState(caches, slots, hidden)
 
     def new_state(self) -> DeviceState:
@@ -234,7 +236,7 @@ class StepFunctions:
 
     def score_all(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, hidden, ints) -> ([R, V],)`: log-probabilities of the whole vocabulary."""
-        return self._scoring("score_all", rows, lambda logits, _: jax.nn.log_softmax(logits))
+        return self._scoring("score_all", rows, lambda logits, _, sums: logits - sums.log_sum_exp(logits)[:, None])
 
     def pool(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(hidden, ints) -> ([max_num_seqs, E],)` float32: the sums of the hidden states that belong together."""
@@ -285,7 +287,8 @@ class StepFunctions:
 
         def step(weights: Any, hidden: jax.Array, ints: jax.Array) -> Any:
             x = packing.unpack(ints)
-            return (score(self._model(weights).logits(hidden[x["hidden_row"]]), x["target"]),)
+            model = self._model(weights)
+            return (score(model.logits(hidden[x["hidden_row"]]), x["target"], model.kernels.sums),)
 
         return self._build(kind, step, self._ints(packing.size))
 

@@ -137,7 +137,7 @@ def workspace_bytes(c: DecoderConfig, options: BuildOptions, max_num_seqs: int, 
     width = max(c.intermediate_size, c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0)
     layer = tokens * (4 * c.hidden_size + 3 * width // tp + 2 * mixer) * 4
     logits = max(max_num_seqs, 2) * c.vocab_size * 4 * 4
-    return layer + logits + tokens * c.hidden_size * itemsize
+    return layer + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
 
 
 def cache_budget(config: EngineConfig, platform: Platform, weights: int, workspace: int) -> int:

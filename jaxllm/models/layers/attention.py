@@ -62,8 +62,8 @@ class Attention(nnx.Module):
         kv = Segment(num_kv_heads * head_dim, shards)
         self.qkv = ColumnLinear(size, Layout((Segment(num_heads * head_dim, tp), kv, kv), tp), options, bias)
         self.output = RowLinear(num_heads * head_dim, size, options, output_bias)
-        self.q_norm = _qk_norm(qk_norm, num_heads, head_dim, norm_eps, tp, tp)
-        self.k_norm = _qk_norm(qk_norm, num_kv_heads, head_dim, norm_eps, shards, tp)
+        self.q_norm = _qk_norm(qk_norm, num_heads, head_dim, norm_eps, tp, options)
+        self.k_norm = _qk_norm(qk_norm, num_kv_heads, head_dim, norm_eps, shards, options)
         self.heads, self.kv_heads = num_heads // tp, num_kv_heads // shards
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -108,9 +108,9 @@ class Attention(nnx.Module):
         return None if self.q_norm is None else (self.q_norm.traced, self.k_norm.traced)
 
 
-def _qk_norm(kind: QKNorm | None, heads: int, head_dim: int, eps: float, shards: int, tp: int) -> Any:
+def _qk_norm(kind: QKNorm | None, heads: int, head_dim: int, eps: float, shards: int, options: BuildOptions) -> Any:
     if kind is None:
         return None
     if kind == "layer_per_head":
-        return HeadLayerNorms(heads, head_dim, eps, shards, tp)
-    return (RMSNorm if kind == "rms" else LayerNorm)(head_dim, eps)
+        return HeadLayerNorms(heads, head_dim, eps, shards, options)
+    return (RMSNorm if kind == "rms" else LayerNorm)(head_dim, eps, options.kernels)

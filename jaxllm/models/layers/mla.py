@@ -82,10 +82,10 @@ class MLAttention(nnx.Module):
             self.q = ColumnLinear(size, query_rows, options)
         else:
             self.q_a = Linear(size, config.q_lora_rank, options, qkv_bias)
-            self.q_a_norm = RMSNorm(config.q_lora_rank, norm_eps)
+            self.q_a_norm = RMSNorm(config.q_lora_rank, norm_eps, options.kernels)
             self.q_b = ColumnLinear(config.q_lora_rank, query_rows, options)
         self.kv_a = Linear(size, config.latent_dim, options, qkv_bias)
-        self.kv_a_norm = RMSNorm(config.kv_lora_rank, norm_eps)
+        self.kv_a_norm = RMSNorm(config.kv_lora_rank, norm_eps, options.kernels)
         self.expanded = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b = ColumnLinear(config.kv_lora_rank, split_rows(num_heads * self.expanded, options.tp), options)
         self.output = RowLinear(num_heads * config.v_head_dim, size, options, output_bias)

@@ -1,0 +1,187 @@
+"""The same request, the same answer, to the bit, at the default dtype on a CPU with the C++ kernels.
+
+Log-probabilities of the two real models, alone and through other schedules. The kernels by themselves are looked at in
+`tests/cpu_kernels/test_same_bits.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams, cpu_kernels
+from jaxllm.engine.scheduler import Batch, Scheduler
+from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights
+
+pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
+
+FIELDS: dict[str, Any] = {
+    "max_model_len": 1024, "max_num_seqs": 17, "max_num_batched_tokens": 256, "kv_cache_memory": "128MiB",
+    "decode_buckets": (1,), "prefill_buckets": (64,), "enforce_eager": True,
+}  # fmt: skip
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"temperature": 0, "frequency_penalty": 0.5, "prompt_logprobs": 0},
+    {"temperature": 1.5, "min_p": 0.05, "logit_bias": {7: 3.0}},
+)
+EDGES = (1, 17, 65, 90, 258, 33, 7, 64)
+"""Tokens of prompts: about pages, blocks and segments of keys, and chunks."""
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    prompt_logprobs: list[dict[int, float] | None] | None
+
+
+def requests_of(count: int, vocab: int, longest: int = 600, output: int = 12) -> list[Request]:
+    dice = np.random.default_rng(17)
+    lengths = [*EDGES, *dice.integers(1, longest, max(0, count - len(EDGES))).tolist()][:count]
+    return [
+        Request(
+            dice.integers(3, vocab, min(length, longest)).tolist(),
+            SamplingParams(seed=i, max_tokens=output, ignore_eos=True, logprobs=4, **KINDS[i % len(KINDS)]),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def answers(llm: LLM, requests: list[Request], together: int) -> list[Answer]:
+    """Those of batches of so many."""
+    found = []
+    for begin in range(0, len(requests), together):
+        prompts, params = zip(*requests[begin : begin + together], strict=True)
+        found += [answer_of(output) for output in llm.generate(list(prompts), list(params), use_tqdm=False)]
+    return found
+
+
+def answer_of(output: Any) -> Answer:
+    def values(entries: Any) -> Any:
+        return None if entries is None else [e and {token: x.logprob for token, x in e.items()} for e in entries]
+
+    (choice,) = output.outputs
+    return Answer(choice.token_ids, values(choice.logprobs), values(output.prompt_logprobs))
+
+
+def check(found: list[Answer], alone: list[Answer]) -> None:
+    differ = [i for i, (one, other) in enumerate(zip(found, alone, strict=True)) if one != other]
+    assert not differ, f"{len(differ)} of {len(alone)} requests differ, the first of them number {differ[0]}"
+
+
+Schedule = Callable[[Scheduler], Batch]
+
+
+def in_chunks(size: int) -> Schedule:
+    """Steps of at most so many tokens, which no setting allows to be as few."""
+    plain = Scheduler.schedule
+
+    def schedule(scheduler: Scheduler) -> Batch:
+        before, scheduler.max_num_batched_tokens = scheduler.max_num_batched_tokens, size
+        try:
+            return plain(scheduler)
+        finally:
+            scheduler.max_num_batched_tokens = before
+
+    return schedule
+
+
+def preempting() -> Schedule:
+    """Every fifth step the newest request loses its pages."""
+    plain, steps = Scheduler.schedule, iter(range(10**9))
+
+    def schedule(scheduler: Scheduler) -> Batch:
+        if next(steps) % 5 == 4 and scheduler.running:
+            scheduler._preempt(scheduler.running[-1])
+        return plain(scheduler)
+
+    return schedule
+
+
+class Case(NamedTuple):
+    llm: LLM
+    """Without a prefix cache, one token a dispatch."""
+    other: LLM
+    """With one, and four tokens a dispatch."""
+    requests: list[Request]
+    alone: list[Answer]
+
+
+def start(model: str, **fields: Any) -> LLM:
+    return LLM(model, **FIELDS | fields)
+
+
+def start_case(model: str, requests: list[Request], **fields: Any) -> Iterator[Case]:
+    with (
+        start(model, enable_prefix_caching=False, decode_steps=1, **fields) as llm,
+        start(model, decode_steps=4, **fields) as other,
+    ):
+        yield Case(llm, other, requests, answers(llm, requests, 1))
+
+
+def check_schedules(case: Case, patch: pytest.MonkeyPatch) -> None:
+    llm, other, requests, alone = case
+    for together in (3, 17):
+        check(answers(llm, requests, together), alone)
+    with cpu_kernels.forced(threads=3):
+        check(answers(llm, requests, 1), alone)
+    for size in (1, 7, 64):
+        with patch.context() as changed:
+            changed.setattr(Scheduler, "schedule", in_chunks(size))
+            check(answers(llm, requests, 1 if size > 1 else 3), alone)
+    with patch.context() as changed:
+        changed.setattr(Scheduler, "schedule", preempting())
+        before = llm.stats().num_preemptions
+        check(answers(llm, requests, 4), alone)
+        assert llm.stats().num_preemptions > before
+    steps = other.stats().num_steps
+    check(answers(other, requests, 1), alone)
+    assert other.stats().num_steps - steps < sum(request.params.max_tokens for request in requests)
+    hits = other.stats().prefix_cache_hits
+    for together in (1, 5):
+        check(answers(other, requests, together), alone)
+    assert other.stats().prefix_cache_hits > hits
+
+
+REAL = ("smollm2-135m", "gemma3-270m")
+"""Grouped heads; and one head of keys for four of queries, sliding windows, and a vocabulary of 262,144."""
+
+
+@pytest.mark.parametrize("model", [REAL[0], pytest.param(REAL[1], marks=pytest.mark.slow)])
+def test_a_few_requests_of_a_real_model(model, monkeypatch):
+    for case in start_case(model, requests_of(len(EDGES), vocab=20_000)):
+        check_schedules(case, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", REAL)
+def test_two_hundred_requests_of_a_real_model(model, monkeypatch):
+    for case in start_case(model, requests_of(200, vocab=20_000, output=20), prefill_buckets=(16, 64)):
+        check_schedules(case, monkeypatch)
+
+
+def hybrid(directory: Path) -> str:
+    """The tiny LFM2, widened with zeros so that all of its weights fit into tiles."""
+    config = tiny_config("lfm2") | {"vocab_size": 144, "block_multiple_of": 32}
+    weights = tiny_weights("lfm2")
+    for name, weight in weights.items():
+        weights[name] = np.pad(weight, [(0, {141: 3, 88: 8}.get(n, 0)) for n in weight.shape])
+    return str(save_checkpoint(config, weights, directory))
+
+
+def test_layers_with_a_state(tmp_path, monkeypatch):
+    fields = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
+    for case in start_case(hybrid(tmp_path), requests_of(len(EDGES), vocab=140, longest=110), **fields):
+        check_schedules(case, monkeypatch)
