@@ -10,6 +10,7 @@ from cyclopts import App, CycloptsError
 from jaxllm.cli.bench import bench
 from jaxllm.cli.chat import chat
 from jaxllm.cli.compile import compile
+from jaxllm.cli.completion import completion
 from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
 from jaxllm.cli.models import models
@@ -40,7 +41,7 @@ app = App(
     help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help.",
     version=version,
 )
-for command in (serve, generate, chat, pull, convert, compile, models, plan, bench, profile):
+for command in (serve, generate, chat, pull, convert, compile, models, plan, bench, profile, completion):
     app.command(command)
 
 
