@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 	@echo
-	@echo "MODEL=gemma3-270m picks another model; ARGS='--port 9000' is passed on to the command."
+	@echo "MODEL=Qwen/Qwen3-0.6B picks another model; ARGS='--port 9000' is passed on to the command."
 
 # With this environment first in PATH, which tool servers look for their programs in.
 serve: $(VENV)/.installed ## Serve SmolLM2-135M-Instruct on http://127.0.0.1:8000

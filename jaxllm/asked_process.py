@@ -1,6 +1,6 @@
 """Work that may crash, hang or need too much memory, done by processes that are asked for it and replaced after that.
 
-`AskedProcesses` starts `python -m MODULE ARGUMENTS...`, whose `main` calls `answer_questions`. Questions and answers
+`AskedProcesses` runs a module as a program, which calls `answer_questions`. Questions and answers
 are bytes.
 """
 
@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
+
+from jaxllm import own_process
 
 Process = subprocess.Popen[bytes]
 
@@ -45,7 +47,7 @@ class AskedProcesses:
     """
 
     def __init__(self, module: str, *arguments: str, most: int = 1) -> None:
-        self._command = (sys.executable, "-m", module, *arguments)
+        self._module, self._arguments = module, arguments
         self._places = threading.Semaphore(most)
         self._threads = ThreadPoolExecutor(most, thread_name_prefix=module)  # each starts when it is first needed
         self._lock = threading.Lock()
@@ -107,7 +109,7 @@ class AskedProcesses:
             raise TimedOut
         if status < 0 or status == OUT_OF_MEMORY:
             raise Died
-        raise RuntimeError(f"`{' '.join(self._command[1:])}` ended with status {status}")
+        raise RuntimeError(f"`-m {' '.join((self._module, *self._arguments))}` ended with status {status}")
 
     def _answer(self, question: _Question, pieces: tuple[bytes, ...], seconds: float) -> tuple[bytes | None, int]:
         """The answer, or None and the exit status of the process that ended instead."""
@@ -136,7 +138,8 @@ class AskedProcesses:
                 process = self._idle.pop() if self._idle else None
             if process is None:
                 pipe = subprocess.PIPE
-                return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL), False
+                command = own_process.command(self._module, *self._arguments)
+                return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL), False
             if process.poll() is None:
                 return process, True
             _end(process)

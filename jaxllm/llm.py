@@ -118,7 +118,8 @@ class LLM:
                     param="max_tokens",
                 )
         # of each token all the candidates of its step are shown, as far as may be
-        count = min(2 * params.beam_width, self.info.max_logprobs)
+        most = self.info.max_logprobs
+        count = 2 * params.beam_width if most < 0 else min(2 * params.beam_width, most)
         shown = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens, logprobs=count)
         return self._run([(text, ids, shown) for text, ids in pairs], False, params)
 

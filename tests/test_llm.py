@@ -106,6 +106,33 @@ def test_logprobs_of_named_tokens_come_beside_the_most_likely_ones(llm):
         assert all(entry[token].logprob == of_named[token].logprob for token in of_named)
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1, "seed": 3}])
+@pytest.mark.parametrize("way", [{}, {"speculative_config": {"num_speculative_tokens": 2, "prompt_lookup_min": 1}}])
+def test_whole_vocabularies_of_generated_tokens(directory, fields, way):
+    prompt, plain = [5, 6, 7, 8], SamplingParams(max_tokens=4, ignore_eos=True, logprobs=20, **fields)
+    whole = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=-1, n=2, **fields)
+    with LLM(directory, **FIELDS, **way, max_logprobs=-1) as other:
+        asked, beside = other.generate([prompt, [9, 10]], [whole, plain], use_tqdm=False)
+        alone, its_own = other.generate([prompt, [9, 10]], [plain, plain], use_tqdm=False)
+        assert beside.outputs[0].token_ids == its_own.outputs[0].token_ids
+        assert asked.outputs[0].token_ids == alone.outputs[0].token_ids
+        for output in asked.outputs:
+            scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+            again = other.generate([[*prompt, *output.token_ids]], scored, use_tqdm=False)[0].prompt_logprobs
+            for token, entry, expected in zip(output.token_ids, output.logprobs, again[4:], strict=True):
+                assert next(iter(entry)) == token and entry.keys() == expected.keys() == set(range(VOCAB))
+                assert [entry[i].logprob for i in range(VOCAB)] == pytest.approx(
+                    [expected[i].logprob for i in range(VOCAB)], abs=1e-4
+                )
+        for entry, top in zip(asked.outputs[0].logprobs, alone.outputs[0].logprobs, strict=True):
+            assert all(entry[token].rank == value.rank for token, value in top.items())
+
+
+def test_whole_vocabularies_need_max_logprobs_of_minus_one(llm):
+    with pytest.raises(InvalidRequestError, match=r"^logprobs asks for the whole vocabulary; .* at most 20 \(max_logp"):
+        llm.generate([5], SamplingParams(logprobs=-1), use_tqdm=False)
+
+
 def test_steps_are_counted_by_their_tokens(llm):
     before = llm.stats()
     llm.generate([[9, 8, 7, 6, 5]], GREEDY, use_tqdm=False)

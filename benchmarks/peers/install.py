@@ -62,6 +62,7 @@ PEERS = (
         takes_dtype=True,
     ),
     Peer(name="openvino-genai", runner="run_openvino.py", install=("pip install openvino-genai",)),
+    Peer(name="ik_llama.cpp", runner="run_ik_llama_cpp.py", install=("pip install ik-llama-cpp-python numpy",)),
     Peer(
         name="llama.cpp",
         runner="run_llama_cpp.py",

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from cyclopts import Parameter
 
+from jaxllm.cli.chat_file import SavedChat, check_setting, load_chat, save_chat
+from jaxllm.cli.chat_input import prepare_terminal, read_message
 from jaxllm.cli.sampling import sampling_params, takes_sampling
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import CACHE_DIR, EngineConfig
-from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
 
 ChatHistory = list[dict[str, str]]
 
 HELP = """\
-/system TEXT  set the system prompt (nothing: remove it) and start over
-/clear        forget the conversation
-/help         this
-/exit         leave (Ctrl-D does too); Ctrl-C stops an answer"""
+/system TEXT     set the system prompt (nothing: remove it) and start over
+/set NAME VALUE  change how answers are sampled, as in /set temperature 0 (no value: back to the default; no name: show)
+/regenerate      another answer to the last message
+/save FILE       write the conversation and its settings into a file
+/load FILE       go on with a conversation from a file
+/clear           forget the conversation
+/help            this
+/exit            leave (Ctrl-D does too); Ctrl-C stops an answer
+A text of several lines is pasted, or written between two \"\"\"."""
 
 
 class Backend(Protocol):
     """Where answers come from."""
 
     name: str
+    sampling: dict[str, Any]
+    """The settings that were made."""
+    num_tokens: int
+    """Of the last answer, or of what there is of it."""
 
     def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         """Pieces of the next answer's text; closing the iterator stops it."""
@@ -90,22 +104,29 @@ class EngineBackend:
     """An engine in this process."""
 
     def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
-        from jaxllm.engine.front.async_llm import AsyncLLM
+        from jaxllm.engine.start.tokenizer import answers_chats
 
         if config.skip_tokenizer_init:
             raise ConfigError("--skip-tokenizer-init leaves nothing to read text with; chat needs the tokenizer")
+        if not answers_chats(config):  # before the model is loaded, which may take minutes
+            raise ConfigError(
+                f"{config.model} has no chat template: it is a base model, which continues text; "
+                f"use `jaxllm generate {config.model} TEXT`"
+            )
+        from jaxllm.engine.front.async_llm import AsyncLLM
+
         self.engine = AsyncLLM(config)
         self.name = config.model
-        self.params = sampling_params(sampling, self.engine.info.default_sampling)
-        assert self.engine.tokenizer is not None
-        if self.engine.tokenizer.chat_template is None:
-            self.engine.shutdown()
-            raise ConfigError(f"{config.model} has no chat template; try `jaxllm generate --raw`")
+        self.sampling = sampling
+        self.num_tokens = 0
 
     async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         from jaxllm.cli.generate import chat_tokens
 
-        async for _, delta in self.engine.stream(chat_tokens(self.engine, messages), self.params):
+        params = sampling_params(self.sampling, self.engine.info.default_sampling)
+        self.num_tokens = 0
+        async for _, delta in self.engine.stream(chat_tokens(self.engine, messages), params):
+            self.num_tokens += len(delta.token_ids)
             yield delta.text
 
     def shutdown(self) -> None:
@@ -117,10 +138,15 @@ class ServerBackend:
 
     def __init__(self, client: Any, name: str, sampling: dict[str, Any]):
         self.client, self.name, self.sampling = client, name, sampling
+        self.num_tokens = 0
 
     async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
-        body = {"model": self.name, "messages": messages, **self.sampling}
+        usage = {"stream_options": {"include_usage": True}}
+        body = {"model": self.name, "messages": messages, **usage, **self.sampling}
+        self.num_tokens = 0
         async for event in self.client.stream("/v1/chat/completions", body):
+            if event.get("usage"):
+                self.num_tokens = event["usage"]["completion_tokens"]
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
 
@@ -140,43 +166,77 @@ class Chat:
         """Read, answer, repeat, until /exit or the end of the input."""
         interactive = sys.stdin.isatty()
         if interactive:
-            _keep_history()
+            prepare_terminal()
             self.console.print(f"{self.backend.name}: /help for commands, Ctrl-D to leave", style="dim", markup=False)
         while True:
             try:
-                line = input("> " if interactive else "").strip()
+                line, may_be_command = read_message(*(("> ", ". ") if interactive else ("", "")))
             except EOFError:
                 print(end="\n" if interactive else "")
                 return
             except KeyboardInterrupt:
                 print()
                 continue
-            if line.startswith("/"):
-                if not self.command(line):
-                    return
+            if line in ("/exit", "/quit"):
+                return
+            if may_be_command and line.startswith("/"):
+                try:
+                    self.command(runner, line)
+                except (ConfigError, InvalidRequestError) as error:
+                    self._complain(error)
             elif line:
                 self.turn(runner, line)
 
-    def command(self, line: str) -> bool:
-        """Obey a /command; False means leave."""
+    def command(self, runner: asyncio.Runner, line: str) -> None:
+        """Obey a /command. Raises ConfigError or InvalidRequestError for what it cannot do."""
         name, _, text = line.partition(" ")
-        if name in ("/exit", "/quit"):
-            return False
-        if name == "/clear":
-            self.messages.clear()
-        elif name == "/system":
-            self.system = text.strip() or None
-            self.messages.clear()
-        elif name == "/help":
-            print(HELP)
-        else:
-            print(f"no command {name}; /help lists them")
-        return True
+        text = text.strip()
+        match name:
+            case "/clear":
+                self.messages.clear()
+            case "/system":
+                self.system = text or None
+                self.messages.clear()
+            case "/set":
+                self.set(*text.split(None, 1))
+            case "/regenerate":
+                self.regenerate(runner)
+            case "/save":
+                save_chat(_file(name, text), SavedChat(self.system, self.messages, self.backend.sampling))
+            case "/load":
+                self.system, self.messages, self.backend.sampling = load_chat(_file(name, text))
+                self._note(f"{len(self.messages)} messages")
+            case "/help":
+                print(HELP)
+            case _:
+                print(f"no command {name}; /help lists them")
+
+    def set(self, name: str = "", value: str | None = None) -> None:
+        """Change a setting, take it back, or show those that were made."""
+        settings = self.backend.sampling
+        if name:
+            changed = {key: kept for key, kept in settings.items() if key != name}
+            if value is not None:
+                changed[name] = _value(value)
+            check_setting(changed, name)
+            settings = self.backend.sampling = changed
+        shown = ", ".join(f"{key} {json.dumps(kept, ensure_ascii=False)}" for key, kept in settings.items())
+        self._note(shown or "all as the model recommends")
+
+    def regenerate(self, runner: asyncio.Runner) -> None:
+        """Answer the last message again. Raises ConfigError where nothing was answered."""
+        if not self.messages:
+            raise ConfigError("/regenerate: nothing was said yet")
+        answer, question = self.messages.pop(), self.messages.pop()
+        self.turn(runner, question["content"])
+        if not self.messages or self.messages[-1]["role"] == "user":  # refused or stopped before its first word
+            self.messages += [question, answer]
 
     def turn(self, runner: asyncio.Runner, text: str) -> None:
         """Answer `text`. An answer that Ctrl-C stops stays in the conversation as far as it got."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
+        began = time.perf_counter()
         try:
             runner.run(self._show(pieces))
         except KeyboardInterrupt:
@@ -184,11 +244,20 @@ class Chat:
         except EngineDeadError:
             raise
         except JaxLLMError as error:  # the context is full, say: the chat can go on after /clear
-            self.console.print(f"jaxllm: error: {error}", style="red", markup=False)
+            self._complain(error)
+        if pieces and self.console.is_terminal and self.backend.num_tokens:
+            rate = self.backend.num_tokens / (time.perf_counter() - began)
+            self._note(f"{self.backend.num_tokens} tokens, {rate:.1f} tokens/s")
         if pieces:
             self.messages.append({"role": "assistant", "content": "".join(pieces)})
         else:
             self.messages.pop()
+
+    def _complain(self, error: JaxLLMError) -> None:
+        self.console.print(f"jaxllm: error: {error}", style="red", markup=False)
+
+    def _note(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False)
 
     async def _show(self, pieces: list[str]) -> None:
         from jaxllm.cli.markdown import MarkdownStream
@@ -200,14 +269,15 @@ class Chat:
                 output.write(piece)
 
 
-def _keep_history() -> None:
-    """Arrow keys walk through earlier lines, those of earlier chats included."""
-    import atexit
-    import readline
+def _file(command: str, text: str) -> Path:
+    if not text:
+        raise ConfigError(f"{command} needs a file: {command} chat.json")
+    return Path(text).expanduser()
 
-    file = CACHE_DIR / "chat_history"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.exists():
-        readline.read_history_file(file)
-    readline.set_history_length(1000)
-    atexit.register(readline.write_history_file, file)
+
+def _value(text: str) -> Any:
+    """JSON where it is some, as 0.5, true and ["a"] are; else text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -37,12 +38,13 @@ def generate(
     chat: Annotated[bool, Switch] = False,
     json_output: Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)] = False,
 ) -> None:
-    """Complete one prompt, streamed, or several at once, printed in order.
+    """Complete one prompt, streamed, or several at once, printed in order: `jaxllm generate [MODEL] PROMPT`.
 
     A chat model sees each prompt as a user's message; any other continues it as text.
 
     Args:
-        prompts: What to complete; without it, each line of standard input is a prompt.
+        prompts: What to complete, after the model's name if that is given. Without one, each line of standard input is
+            a prompt.
         file: Take one prompt from each line of this file; - is standard input.
         raw: Continue the prompt as text, without the chat template.
         chat: Put the prompt into the chat template, and fail if the model has none.
@@ -56,6 +58,7 @@ def generate(
         if name in sampling and not json_output:
             raise ConfigError(f"--{name.replace('_', '-')} needs --json to be shown")
     sampling_params(sampling)  # refuse a bad value before the model loads
+    config, prompts = _with_model(config, prompts or [], file)
     texts = read_prompts(prompts, file)
 
     from jaxllm.engine.front.async_llm import AsyncLLM
@@ -66,6 +69,25 @@ def generate(
         asyncio.run(_complete(engine, texts, params, use_template(engine, raw, chat), json_output))
     finally:
         engine.shutdown()
+
+
+def _with_model(config: EngineConfig, arguments: list[str], file: Path | None) -> tuple[EngineConfig, list[str]]:
+    """The first argument chooses the model if it names one and a prompt follows, or a file holds the prompts.
+
+    Raises ConfigError where it may be meant either way.
+    """
+    from jaxllm.weights.source import is_local_model, names_model
+
+    first, *others = arguments or [""]
+    is_chosen = "model" in config.model_fields_set
+    if (others or file) and not is_chosen and names_model(first):
+        return config.model_copy(update={"model": first}), others
+    if is_local_model(first) and (others or not is_chosen):
+        raise ConfigError(
+            f"{first!r} names a model, and may be meant as a prompt: choose the model with --model "
+            f"{shlex.quote(first)}, or give this text as a prompt in a file with --file"
+        )
+    return config, arguments
 
 
 def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
@@ -140,9 +162,11 @@ def _print(output: RequestOutput, streamed: bool, as_json: bool, heading: str) -
 
 
 def _named(value: Any) -> Any:
-    """Keep a named tuple's names, which JSON would drop: Logprob(-0.5, 1, "a") -> {"logprob": -0.5, "rank": 1, …}."""
+    """Keep what JSON would drop of named tuples and bytes: Logprob(-0.5, 1, "a") -> {"logprob": -0.5, "rank": 1, …}."""
     if hasattr(value, "_asdict"):
-        return value._asdict()
+        value = value._asdict()
+    if isinstance(value, bytes):
+        return list(value)
     if isinstance(value, dict):
         return {key: _named(item) for key, item in value.items()}
     return [_named(item) for item in value] if isinstance(value, list) else value

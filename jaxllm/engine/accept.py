@@ -48,12 +48,18 @@ class Results:
         self._detokenizers.pop(request.request_id, None)
 
     def accept(
-        self, result: Result, logprobs: Logprobs | None, num_running: int, pending: Handle | None
+        self,
+        result: Result,
+        logprobs: Logprobs | None,
+        num_running: int,
+        pending: Handle | None,
+        vocabulary: np.ndarray | None = None,
     ) -> tuple[TokenDelta, int]:
         """What a step gave one request, and how many sampled rows that settles.
 
         `pending` is the step under way: where a grammar forces more tokens than there are running requests, the
-        request's rows are withdrawn from it, and are settled too.
+        request's rows are withdrawn from it, and are settled too. `vocabulary` has a row of log-probabilities for each
+        token, where the request wants them of all tokens.
         """
         request = result.request
         delta = TokenDelta(request_id=request.request_id, token_ids=[])
@@ -63,7 +69,9 @@ class Results:
             delta.first_scheduled_time = request.first_scheduled_time
         settled = len(result.tokens)
         self._take(request, result.tokens, delta)
-        if request.params.logprobs is not None and logprobs is not None:
+        if vocabulary is not None:
+            delta.vocabulary = vocabulary[: len(delta.token_ids)].astype("<f4").tobytes()
+        elif request.params.logprobs is not None and logprobs is not None:
             delta.logprobs = [
                 _row_logprobs(logprobs, row, token, request.params)
                 for row, token in enumerate(delta.token_ids, result.row)

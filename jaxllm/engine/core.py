@@ -250,7 +250,7 @@ class EngineCore:
                 continue  # it ended while this step was already under way
             self._settle(result)
             try:
-                deltas.append(self._accept(result, logprobs))
+                deltas.append(self._accept(result, logprobs, handle.vocabulary_of(result.request)))
             except Exception as error:
                 deltas.append(self._fail(result.request, error))
         return deltas
@@ -308,12 +308,13 @@ class EngineCore:
             for place in range(len(result.tokens) - 1):
                 self._accepted_by_position[place] += 1
 
-    def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
+    def _accept(self, result: Result, logprobs: Logprobs | None, vocabulary: np.ndarray | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
         if request.num_output == 0:
             self._count_prompt(request)
-        delta, settled = self._results.accept(result, logprobs, len(self._scheduler.running), self._pending)
+        running = len(self._scheduler.running)
+        delta, settled = self._results.accept(result, logprobs, running, self._pending, vocabulary)
         self._scheduler.accept(request, delta.token_ids, settled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:

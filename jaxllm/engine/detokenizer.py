@@ -8,9 +8,10 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from jaxllm.text.byte_pieces import REPLACEMENT
+
 PROMPT_TAIL = 8
 """Prompt tokens that are decoded first, so that the first generated token is spelled as it is after them."""
-REPLACEMENT = "\ufffd"
 INVALID_PREFIX = "Invalid prefix"
 """What the message of DecodeStream's error begins with; it has no type of its own."""
 

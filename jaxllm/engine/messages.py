@@ -37,7 +37,8 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     """What one turn of the loop added to one request.
 
     `text` holds back anything that may still become a stop string or an unfinished character. `logprobs` has one
-    entry a new token, each a list of (token id, Logprob) with the chosen token first. `prompt_logprobs` and
+    entry a new token, each a list of (token id, Logprob) with the chosen token first; those of the whole vocabulary
+    travel as `vocabulary`, float32 rows by token id, of which the front door makes `logprobs`. `prompt_logprobs` and
     `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last, and
     has the `num_preemptions`; of one that failed it has the `error`, and is `invalid` where the request itself is to
     blame. `pooled` are float32 values, little-endian, of a request with pooling.
@@ -47,6 +48,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     token_ids: list[int] = []
     text: str = ""
     logprobs: list[RankedLogprobs] | None = None
+    vocabulary: bytes | None = None
     prompt_logprobs: PromptScores | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -128,9 +130,9 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
     default_sampling: SamplingDefaults = SamplingDefaults()
-    max_logprobs: int = MAX_LOGPROBS
-    """Most that a request may ask for at a position."""
     """The checkpoint's generation_config."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Most that a request may ask for at a position; -1 for the whole vocabulary."""
 
 
 class EngineClient(Protocol):

@@ -55,8 +55,6 @@ class Request:
 
     status: Status = Status.WAITING
     num_inflight: int = 0
-    num_drafted: int = 0
-    """Tokens in flight that the device may refuse."""
     num_computed: int = 0
     num_admitted: int = 0
     """Where its first chunk since it was last admitted begins: behind the pages found in the prefix cache."""

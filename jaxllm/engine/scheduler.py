@@ -48,6 +48,8 @@ class Batch:
     """A decode tries as many drafted tokens with each request as its chunk may sample, less one."""
     masked: bool = False
     """The host has a say in some token that is sampled, once it has seen the one before: a grammar's, or a budget's."""
+    whole: bool = False
+    """Some token that is sampled comes with the log-probabilities of the whole vocabulary."""
 
     @property
     def num_tokens(self) -> int:
@@ -139,9 +141,6 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             if self._outgrown(request):
-                if request.num_drafted:
-                    index += 1  # it may be shorter than it seems: wait until the drafts are settled
-                    continue
                 request.rotary_len = request.num_total
                 self._preempt(request)
                 continue
@@ -160,7 +159,6 @@ class Scheduler:
 
     def settle(self, request: Request, num_drafted: int, num_taken: int) -> None:
         """Of the tokens that a step tried ahead with a request, the device has taken the first `num_taken`."""
-        request.num_drafted -= num_drafted
         request.num_inflight -= num_drafted - num_taken
         if request.status is Status.RUNNING:
             request.num_computed -= num_drafted - num_taken
@@ -189,6 +187,7 @@ class Scheduler:
         decoding = all(
             r.num_total - r.num_computed == 1
             and r.constraint is None
+            and not r.params.wants_vocabulary
             and (r.thinking is None or r.num_inflight + steps <= r.thinking.left)
             and r.pooling is None
             and r.num_total + steps <= self.max_model_len
@@ -208,7 +207,12 @@ class Scheduler:
         running = [r for r in self.running if r.num_total < r.max_total]
         missing = sum(self.pool.pages_for(r.num_computed + 1 + self.num_drafts) - len(r.pages) for r in running)
         decoding = all(
-            r.num_total - r.num_computed == 1 and r.constraint is None and r.pooling is None for r in running
+            r.num_total - r.num_computed == 1
+            and r.constraint is None
+            and not r.params.wants_vocabulary
+            and (r.thinking is None or r.num_inflight < r.thinking.left)
+            and r.pooling is None
+            for r in running
         )
         return decoding and missing <= self.pool.num_free
 
@@ -352,9 +356,9 @@ class Scheduler:
             self._place_states(chunk, start + length + further, self.states)
         request.num_computed += length + further
         request.num_inflight += num_sampled
-        request.num_drafted += further if batch.drafts else 0
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
+        batch.whole |= num_sampled > 0 and request.params.wants_vocabulary
         self._register_full_pages(request)
 
     def _place_states(self, chunk: Chunk, end: int, states: StateCache) -> None:

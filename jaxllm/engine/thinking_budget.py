@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from jaxllm.engine.detokenizer import REPLACEMENT
 from jaxllm.engine.markers import MARKER_TOKENS, MarkerSearch, closing_tokens
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.thinking_markers import ThinkingMarkers
+from jaxllm.text.byte_pieces import REPLACEMENT
 
 
 class Thinking:

@@ -9,11 +9,15 @@ import numpy as np
 
 
 class Logprob(NamedTuple):
-    """One token's log-probability (natural log), its 1-based rank in the vocabulary, and its text."""
+    """One token's log-probability (natural log), its 1-based rank in the vocabulary, its text and its bytes.
+
+    The text of a token that is a part of a character is U+FFFD; the bytes of tokens join to the text's UTF-8.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 RankedLogprobs = list[tuple[int, Logprob]]

@@ -47,7 +47,7 @@ class PromptScores(msgspec.Struct):
         logprobs = np.frombuffer(self.logprobs, np.float32).reshape(len(tokens), -1)
         if not self.ids:
             for token, row in zip(tokens.tolist(), logprobs, strict=True):
-                yield _of_vocabulary(token, row)
+                yield of_vocabulary(token, row)
             return
         ids = np.frombuffer(self.ids, np.int32).reshape(logprobs.shape)
         ranks = np.frombuffer(self.ranks, np.int32).reshape(logprobs.shape)
@@ -68,7 +68,8 @@ class ScoresInProgress:
         return PromptScores(*(a.tobytes() for a in (self.tokens, self.ids, self.ranks, self.logprobs)))
 
 
-def _of_vocabulary(token: int, row: np.ndarray) -> RankedLogprobs:
+def of_vocabulary(token: int, row: np.ndarray) -> RankedLogprobs:
+    """`token`, then all others, most likely first, of `[V]` log-probabilities by token id."""
     order = np.argsort(-row, kind="stable")
     ranked = [(i, Logprob(v, at)) for at, (i, v) in enumerate(zip(order.tolist(), row[order].tolist(), strict=True), 1)]
     itself = int(np.flatnonzero(order == token)[0])

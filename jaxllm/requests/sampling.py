@@ -33,7 +33,7 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "max_tokens": (1, INT32_MAX, f"an integer from 1 to {INT32_MAX}"),
     "min_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
     "max_thinking_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
-    "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
+    "logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
 }
 """What each may be, and how an error says it."""
@@ -72,7 +72,8 @@ class SamplingParams:
         stop: text that ends generation, one string or a list; left out unless include_stop_str_in_output.
         stop_token_ids: token ids that end generation; kept in token_ids, left out of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
-        logprobs: return the log-probabilities of this many most likely tokens, besides the chosen one's.
+        logprobs: return the log-probabilities of this many most likely tokens, besides the chosen one's; -1 returns the
+            whole vocabulary, where the engine's max_logprobs is -1.
         logprob_token_ids: return those of these tokens as well; together with logprobs at most 20.
         prompt_logprobs: the same for each prompt token; -1 returns the whole vocabulary.
         detokenize: False returns token ids only.
@@ -139,7 +140,10 @@ class SamplingParams:
         set_field(self, "top_k", max(self.top_k, 0))
 
         _check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _check(0 <= self.top_p <= 1, "top_p", self.top_p, "from 0 to 1")
+        if self.top_p == 0:  # the likeliest token alone
+            set_field(self, "top_p", 1.0)
+            set_field(self, "temperature", 0.0)
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -190,6 +194,11 @@ class SamplingParams:
             _check(count <= most, "logprobs", count, f"at most {most} with {asked} in logprob_token_ids")
             set_field(self, "logprobs", count)
         _check(not self.stop or self.detokenize, "stop", list(self.stop), "stop strings need detokenize=True")
+
+    @property
+    def wants_vocabulary(self) -> bool:
+        """True when each generated token comes with the log-probabilities of the whole vocabulary."""
+        return self.logprobs == -1
 
     @property
     def greedy(self) -> bool:

@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import Field, InvalidRequestError, one_line
+from jaxllm.errors import Field, InvalidRequestError, UnenforceableError, one_line
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
+from jaxllm.requests.plain_schema import plain
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -90,6 +91,8 @@ def grammar_text(outputs: StructuredOutputs) -> str:
     kind = outputs.kind
     try:
         grammar = _GRAMMARS[kind](outputs)
+    except UnenforceableError as error:
+        raise InvalidRequestError([Field(kind), f" cannot be enforced: {error}"]) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidRequestError([Field(kind), f" is malformed: {one_line(error)}"]) from None
     check_length(kind, len(grammar))
@@ -117,13 +120,13 @@ def check_length(kind: str, length: int) -> None:
 def _json_grammar(outputs: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
-    schema = json.loads(outputs.json or "")
+    schema = plain(json.loads(outputs.json or ""))
     narrow = closed(schema)
     if narrow is not schema:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(narrow), JSON_OPTIONS)
         if len(grammar) <= MAX_GRAMMAR_LENGTH and not LLMatcher.validate_grammar(grammar):
             return grammar
-    return LLMatcher.grammar_from_json_schema(outputs.json or "", JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), JSON_OPTIONS)
 
 
 def _json_object_grammar(outputs: StructuredOutputs) -> str:
@@ -188,7 +191,7 @@ def _structural_tag_grammar(outputs: StructuredOutputs) -> str:
         trigger = next((t for t in triggers if begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"the structure that begins with {begin!r} begins with none of the triggers {triggers!r}")
-        schema = {} if structure["schema"] is True else closed(structure["schema"])
+        schema = closed(plain(structure["schema"]))
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
     if not tags:
         raise ValueError("structures is empty")

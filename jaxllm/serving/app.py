@@ -102,7 +102,7 @@ def add_guards(app: Starlette, config: ServerConfig) -> None:
     app.add_middleware(
         OriginGuard,
         allowed_origins=origins,
-        allowed_hosts=comma_separated(config.allowed_hosts),
+        allowed_hosts=comma_separated(config.allowed_hosts) or (["*"] if config.uds is not None else []),
         has_key=bool(comma_separated(config.api_key)),
     )
     if origins:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.errors import Field, InvalidRequestError, UnenforceableError
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.compiled_grammars import compile_grammar
+from jaxllm.requests.plain_schema import plain
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes
 from jaxllm.serving.conversation import Conversation, Tool, ToolChoice
 from jaxllm.serving.parsing.grammar import tool_constraint
@@ -55,13 +56,17 @@ def _constraint(
         return tool_constraint(formats, tools, choice, parallel=parallel, after=after, special_tokens=special_tokens)
 
     if choice != "auto" or answer is None:
-        return _compiled_calls(calls(choice), tools)
+        return _compiled_calls(lambda: calls(choice), tools)
     if formats.has_channels:
         raise _needs_choice(answer)
     compiled(answer)
-    required = calls("required")
-    assert required is not None
-    return _compiled_calls(_either(required, answer), tools)
+
+    def either() -> StructuredOutputs:
+        required = calls("required")
+        assert required is not None
+        return _either(required, answer)
+
+    return _compiled_calls(either, tools)
 
 
 def compiled(constraint: StructuredOutputs | None, field: Field = CONSTRAINT) -> StructuredOutputs | None:
@@ -74,12 +79,12 @@ def compiled(constraint: StructuredOutputs | None, field: Field = CONSTRAINT) ->
     return constraint
 
 
-def _compiled_calls(calls: StructuredOutputs | None, tools: Sequence[Tool]) -> StructuredOutputs | None:
-    """The same constraint, known to be enforceable. Raises InvalidRequestError of the tool to blame."""
+def _compiled_calls(calls: Callable[[], StructuredOutputs | None], tools: Sequence[Tool]) -> StructuredOutputs | None:
+    """The constraint that `calls` makes, known to be enforceable. Raises InvalidRequestError of the tool to blame."""
     deadline = time.monotonic() + BLAME_SECONDS
     try:
-        return compiled(calls)
-    except InvalidRequestError as error:
+        return compiled(calls())
+    except (InvalidRequestError, UnenforceableError) as error:
         for tool in tools:
             if time.monotonic() < deadline:
                 _check_parameters(tool)
@@ -100,9 +105,7 @@ def _either(calls: StructuredOutputs, answer: StructuredOutputs) -> StructuredOu
     match answer.kind:
         case "json" | "json_object":
             schema = json.loads(answer.json) if answer.json is not None else {"type": "object"}
-            if isinstance(schema, bool):
-                schema = {} if schema else {"not": {}}
-            text = "%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})
+            text = "%json " + json.dumps({**closed(plain(schema)), "x-guidance": JSON_OPTIONS})
         case "choice":
             text = " | ".join(map(json.dumps, answer.choice or ()))
         case "regex":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
 
@@ -68,6 +69,10 @@ class GenerationSettings:
         """
         fields = {**defaults.fields(), **self.sampling}
         fields |= {"max_tokens": self.max_tokens, "logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        if self.beam_search is not None and self.logprobs == -1:
+            raise InvalidRequestError(
+                [Field("logprobs"), " is -1, the whole vocabulary, which beam search cannot give"]
+            )
         if self.beam_search is not None:  # the search ranks its own beams and returns n
             return SamplingParams(**fields | {"n": self.n} | derived)
         if self.num_generated > self.n and self.logprobs is None:

@@ -63,6 +63,7 @@ class Reply:
         model = lease.model
         self.generation = Generation(model, [prompt.prompt], settings, prefix, goes_on=goes_on)
         self.token_text = model.token_text
+        self.token_bytes = model.token_bytes
         self.system_fingerprint = model.system_fingerprint
         self.must_call = bool(prompt.conversation.tools) and prompt.conversation.tool_choice != "auto"
         """The answer is made of calls, whatever the model would rather say."""

@@ -94,10 +94,20 @@ class ServedModel:
             reason = "the most this server encodes" if may_be_cut else "and the context holds no more"
             raise ContextLengthError([source, f" has more than {most} tokens, {reason}"])
 
-    def token_text(self, token_id: int) -> str:
-        """One token's text for log-probabilities; its number when there is no tokenizer."""
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it answers chats; a base model only continues text."""
         tokenizer = self.engine.tokenizer
-        return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+        return self.chat_template is not None or (tokenizer is not None and tokenizer.chat_template is not None)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text; its number when there is no tokenizer."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes for log-probabilities; its number's when there is no tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return f"token_id:{token_id}".encode() if tokenizer is None else tokenizer.token_bytes(token_id)
 
     def formats(self, chat_template: str) -> OutputFormats:
         """How tool calls and reasoning look in answers to prompts of this template."""

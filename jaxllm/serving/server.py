@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
+from jaxllm import own_process
 from jaxllm.config import ServeConfig, ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.folders import unwritable
@@ -118,8 +118,7 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 def _exit_now(status: int) -> NoReturn:
     """Without waiting for anything, and with the engines' processes, which may not be able to see that we are gone."""
-    for process in multiprocessing.active_children():
-        process.kill()
+    own_process.kill_all()
     os._exit(status)
 
 

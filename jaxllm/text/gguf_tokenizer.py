@@ -20,7 +20,7 @@ from jaxllm.text.backend import rust_errors
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_header import GGUFHeader, read_header
 
-_REVISION = 1  # part of the cache key: raise it whenever this file builds something different
+_REVISION = 2  # part of the cache key: raise it whenever this file builds something different
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -176,9 +176,10 @@ def _merge(path: Path, merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(path: Path, metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """BPE over characters with byte fallback; a space is written ▁, and llama.cpp puts one before each text."""
-    # Gemma files spell tokens of several spaces with real ones.
-    tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
+    """BPE over characters with byte fallback; a space is written ▁, and llama.cpp puts one before each text.
+
+    Gemma's runs of spaces are written with real ones: they are found in the text as it is, and no merge makes them.
+    """
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if str(metadata.get("general.architecture")).startswith("gemma"):
         ranks = list(range(len(tokens)))  # Gemma's scores do not follow its merge order; the token order does

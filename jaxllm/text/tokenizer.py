@@ -14,10 +14,12 @@ from jaxllm.errors import CheckpointError, InvalidRequestError
 from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
 from jaxllm.text.backend import load_backend, rust_errors
+from jaxllm.text.byte_pieces import REPLACEMENT, piece_bytes
 from jaxllm.text.template_process import TemplateProcess
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
+from jaxllm.weights.gguf_parts import gguf_models
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
@@ -117,6 +119,15 @@ class Tokenizer:
         once = self.decode([token_id], skip_special_tokens=False)
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds in mid-text, which may be a part of a character.
+
+        Worked example: b"\xc3" and b"\xa9" of a tokenizer that spells "é" in the byte tokens <0xC3> and <0xA9>.
+        """
+        text = self.token_text(token_id)
+        part = piece_bytes(self.backend.id_to_token(token_id) or "") if REPLACEMENT in text else None
+        return text.encode() if part is None else part
+
     def apply_chat_template(
         self,
         messages: list[dict[str, Any]],
@@ -196,7 +207,7 @@ def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
 def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
     """The directory with the tokenizer's files, `path` itself or the one that a GGUF's are kept in. Raises as above."""
     if path.is_dir() and not (path / "tokenizer.json").exists():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = gguf_models(path)
         if len(ggufs) != 1:
             raise CheckpointError(f"{path}: holds no tokenizer.json")
         path = model_file(path, ggufs[0].name)
@@ -206,6 +217,12 @@ def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
 
     kept = cache_or_temporary(cache_dir or _CACHE_DIR, "tokenizers of GGUF files", "set XDG_CACHE_HOME")
     return cached_gguf_tokenizer(path, kept)
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether the tokenizer in this folder or .gguf file has a default chat template. Raises as load_tokenizer does."""
+    directory = tokenizer_directory(path)
+    return "default" in _templates(directory, _read(directory, "tokenizer_config.json", _CONFIG_FIELDS))
 
 
 def _from_directory(path: Path) -> Tokenizer:

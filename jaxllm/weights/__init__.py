@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, is_saved, model_file, pickles
+from jaxllm.weights.gguf_parts import gguf_models
 
 if TYPE_CHECKING:  # tokenizers read a model's folder too, in servers that need no JAX
     from jaxllm.weights.checkpoint import Checkpoint
@@ -63,10 +64,13 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def the_gguf_file(path: Path) -> Path:
-    """`path` itself if it is a file, else the one .gguf file of the directory; CheckpointError if it is not one."""
+    """`path` itself if it is a file, else the one GGUF of the directory, its first part if it is split.
+
+    Raises CheckpointError when there is not exactly one.
+    """
     if path.is_file():
         return path
-    files = sorted(path.glob("*.gguf"))
+    files = gguf_models(path)
     if len(files) != 1:
         held = ", ".join(file.name for file in files) or "none"
         if not files and (found := pickles(path)):

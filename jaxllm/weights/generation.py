@@ -8,6 +8,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.fields import NULL, FieldKinds, check_fields, either, many, real, whole
 from jaxllm.weights.folder import model_file, read_object
+from jaxllm.weights.gguf_parts import whole_name
 
 TOKEN_ID = whole(0, 2**31 - 1)
 EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
@@ -24,8 +25,8 @@ GENERATION_FIELDS: FieldKinds = EOS_FIELDS | SAMPLING_FIELDS
 
 
 def generation_config_of(path: Path) -> Path:
-    """Where a GGUF file's recommended sampling lies, if anywhere: `MODEL.generation_config.json` for `MODEL.gguf`."""
-    return path.with_suffix(".generation_config.json")
+    """Where a GGUF's sampling defaults lie, if anywhere: MODEL.generation_config.json for MODEL.gguf, split or not."""
+    return whole_name(path).with_suffix(".generation_config.json")
 
 
 def read_generation_config(folder: Path, name: str = "generation_config.json") -> dict[str, Any]:

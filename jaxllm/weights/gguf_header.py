@@ -25,7 +25,8 @@ _SCALARS = {
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _GENERAL_FIELDS = {
-    "general.architecture": TEXT, "general.alignment": whole(1, 2**30), "split.count": whole(0, 2**16),
+    "general.architecture": TEXT, "general.alignment": whole(1, 2**30), "split.count": whole(0, 2**16 - 1),
+    "split.no": whole(0, 2**16 - 1), "split.tensors.count": whole(0, 2**31 - 1),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import psutil
 
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.folder import model_file
+from jaxllm.weights.gguf_parts import part_files
 
 CHUNK = 2**20
 """Bytes read at once, into one buffer: it is the system that keeps them."""
@@ -18,12 +19,12 @@ CHUNK = 2**20
 
 @contextmanager
 def reading_ahead(path: Path) -> Iterator[None]:
-    """Read a checkpoint's file, or all files of its folder, in a thread that ends with the block.
+    """Read a checkpoint's file and its other parts, or all files of its folder, in a thread that ends with the block.
 
     It stops at half of the memory that is free, so that nothing in use is put out; what it cannot read, it leaves to
     the loader, which says so.
     """
-    files = [path] if path.is_file() else sorted(_files_of(path))
+    files = part_files(path) if path.is_file() else sorted(_files_of(path))
     left, ended = psutil.virtual_memory().available // 2, threading.Event()
 
     def read() -> None:

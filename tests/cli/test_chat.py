@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +15,11 @@ from rich.console import Console
 
 from jaxllm.cli.chat import Chat, ChatHistory
 from jaxllm.cli.markdown import MarkdownStream, finished_blocks
+from jaxllm.config import EngineConfig
+from jaxllm.engine.start.tokenizer import answers_chats
 from jaxllm.errors import EngineDeadError, InvalidRequestError
+from tests.cli.conftest import stub_module
+from tests.weights.models import real_model
 
 
 class Scripted:
@@ -22,6 +30,8 @@ class Scripted:
     def __init__(self, *answers: list[str | Exception]):
         self.answers = list(answers)
         self.seen: list[ChatHistory] = []
+        self.sampling: dict[str, Any] = {}
+        self.num_tokens = 0
 
     async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
         self.seen.append([dict(message) for message in messages])
@@ -35,6 +45,7 @@ class Scripted:
 
 
 def talk(backend: Scripted, lines: list[str], monkeypatch: pytest.MonkeyPatch, system: str | None = None) -> Chat:
+    monkeypatch.setenv("COLUMNS", "400")  # so that errors do not wrap
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
     chat = Chat(backend, system)
     with asyncio.Runner() as runner:
@@ -77,6 +88,108 @@ def test_help_and_unknown_commands_say_what_there_is(monkeypatch, capsys) -> Non
     assert "/clear" in out and "/system" in out and "no command /hlp; /help lists them" in out
 
 
+def test_a_text_of_several_lines_stands_between_marks(monkeypatch) -> None:
+    backend = Scripted(["1"], ["2"], ["3"])
+    talk(backend, ['"""one', "  two", '/help"""', '"""short"""', '"""', "/clear", "", "end"], monkeypatch)
+    said = [history[-1]["content"] for history in backend.seen]
+    assert said == ["one\n  two\n/help", "short", "/clear\n\nend"]
+
+
+def test_settings_are_changed_shown_and_taken_back(monkeypatch, capsys) -> None:
+    backend = Scripted(["1"])
+    lines = [
+        "/set temperature 0",
+        '/set stop ["x"]',
+        "/set",
+        "/set temperature",
+        "/set temperature -1",
+        "/set n 2",
+        "hi",
+    ]
+    talk(backend, lines, monkeypatch)
+    out = capsys.readouterr().out
+    assert 'temperature 0, stop ["x"]' in out
+    assert "temperature is -1; it must be 0 or more" in out and "no setting n; there are" in out
+    assert backend.sampling == {"stop": ["x"]}
+
+
+def test_settings_reach_the_engine(cli, echo, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/set max_tokens 1\nhi\n"))
+    cli("chat", "echo-model", "--temperature", "0")
+    assert [(p.temperature, p.max_tokens) for p in echo.instances[0].params] == [(0, 512), (0, 1)]
+
+
+def test_another_answer_to_the_same(monkeypatch, capsys) -> None:
+    backend = Scripted(["1"], ["2"], [InvalidRequestError("no")])
+    chat = talk(backend, ["/regenerate", "hi", "/regenerate", "/regenerate"], monkeypatch)
+    assert backend.seen == [[{"role": "user", "content": "hi"}]] * 3
+    assert [message["content"] for message in chat.messages] == ["hi", "2"]
+    assert "nothing was said yet" in capsys.readouterr().out
+
+
+def test_a_chat_is_saved_and_goes_on_later(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "chat.json"
+    talk(Scripted(["1"]), ["hi", "/set seed 7", f"/save {file}"], monkeypatch, system="Be brief")
+    backend = Scripted(["2"])
+    chat = talk(backend, [f"/load {file}", "more"], monkeypatch)
+    assert [message["content"] for message in backend.seen[0]] == ["Be brief", "hi", "1", "more"]
+    assert (chat.system, backend.sampling) == ("Be brief", {"seed": 7})
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "it must be an object with system, messages, settings"),
+        ('{"system": 1, "messages": [], "settings": {}}', "system must be text or null"),
+        ('{"system": null, "messages": [{"role": "x", "content": "a"}], "settings": {}}', "user or assistant"),
+        ('{"system": null, "messages": [], "settings": {"temperature": -1}}', "temperature is -1"),
+        ('{"system": null, "messages": [], "settings": {"x": 1}}', "no setting x"),
+    ],
+)
+def test_files_that_are_no_chats(monkeypatch, capsys, tmp_path, content: str, problem: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    chat = talk(Scripted(), [f"/load {tmp_path / 'x.json'}", "/load", f"/save {tmp_path}/none/x"], monkeypatch)
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert problem in out and "/load needs a file" in out and "cannot be written" in out
+    assert chat.messages == []
+
+
+def test_tokens_a_second_are_told_in_a_terminal(monkeypatch) -> None:
+    backend, screen = Scripted(["Hello"]), io.StringIO()
+    backend.num_tokens = 12
+    chat = Chat(backend)
+    chat.console = Console(file=screen, force_terminal=True, width=60, highlight=False)
+    with asyncio.Runner() as runner:
+        chat.turn(runner, "hi")
+    assert re.search(r"12 tokens, [\d.]+ tokens/s", screen.getvalue())
+
+
+PASTING = """
+from jaxllm.cli import chat_input
+chat_input.prepare_terminal()
+print(repr(chat_input.read_message("> ", ". ")), flush=True)
+"""
+
+
+def test_a_paste_of_several_lines_is_one_message(tmp_path) -> None:
+    """In a terminal of its own, which marks what is pasted as terminals do."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", PASTING], stdin=theirs, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        screen = b""
+        while b"> " not in screen:
+            screen += os.read(ours, 1024)
+        os.write(ours, b"\x1b[200~one\ntwo\x1b[201~\r")
+        while b"False)" not in screen and b"True)" not in screen:
+            screen += os.read(ours, 1024)
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert rb"('one\ntwo', False)" in screen
+
+
 @pytest.fixture
 def listens_to_ctrl_c():
     """Python's own handler, also where the tests were started in the background and SIGINT is ignored."""
@@ -115,7 +228,16 @@ def test_chat_drives_the_engine(cli, echo, monkeypatch) -> None:
 def test_chat_refuses_a_model_without_a_template(cli, echo) -> None:
     echo.chat_template = None
     result = cli("chat", "base")
-    assert (result.code, "base has no chat template" in result.err, echo.instances[0].is_shut_down) == (2, True, True)
+    assert (result.code, len(result.err.splitlines())) == (2, 1)
+    assert "base has no chat template" in result.err and "`jaxllm generate base TEXT`" in result.err
+    assert not echo.instances, "refused before anything is loaded"
+
+
+def test_a_real_base_model_is_refused_before_it_is_loaded(cli, monkeypatch) -> None:
+    stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=lambda config: pytest.fail("loaded"))
+    gemma = str(real_model("gemma3-270m"))
+    assert "has no chat template" in cli("chat", gemma).err
+    assert answers_chats(EngineConfig(model=str(real_model("smollm2-135m"))))
 
 
 def test_chat_drives_a_server(cli, server_url: str, monkeypatch) -> None:

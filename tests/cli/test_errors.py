@@ -23,7 +23,7 @@ FLAGS = [
     (["serve", "--kv-cache-memory", "lots"], "--kv-cache-memory is 'lots': it must be a number of bytes, such as 4GiB"),
     (["serve", "--kv-cache-memory", "0"], "--kv-cache-memory is '0': it must be greater than 0"),
     (["serve", "--enforce-eager=perhaps"], "perhaps"),
-    (["generate", "hi", "--top-p", "7"], "top_p is 7.0; it must be above 0 and at most 1"),
+    (["generate", "hi", "--top-p", "7"], "top_p is 7.0; it must be from 0 to 1"),
     (["generate", "hi", "--n", "two"], "--n"),
     (["generate", "hi", "--logit-bias.yes", "1"], "token ids to numbers"),
     (["generate", "hi", "--raw", "--chat"], "--raw and --chat exclude each other"),

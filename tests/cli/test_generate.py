@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm.config import EngineConfig
 from jaxllm.requests.sampling import SamplingDefaults
 
 
@@ -30,6 +31,35 @@ def test_chat_needs_a_template(cli, echo) -> None:
     result = cli("generate", "hello", "--chat", "--model", "base")
     assert (result.code, result.err) == (2, "jaxllm: error: --chat: base has no chat template\n")
     assert echo.instances[0].is_shut_down
+
+
+def test_the_first_argument_may_be_the_model(cli, echo, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, file = tmp_path / "saved", tmp_path / "x.gguf"
+    folder.mkdir()
+    file.touch()
+    for model in ("gemma3-270m", "saved", str(folder), str(file), "missing.gguf", "org/name"):
+        assert cli("generate", model, "hello there", "--raw").out == "HELLO THERE \n"
+        assert echo.instances[-1].config.model == model
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n")
+    assert cli("generate", "gemma3-270m", "--file", str(prompts), "--raw").out == "ONE \n"
+    assert echo.instances[-1].config.model == "gemma3-270m"
+
+
+@pytest.mark.parametrize("text", ["a/b c", "yes or no?", "x" * 5000, "~nobody-of-this-name/x", "\0"])
+def test_other_first_arguments_are_prompts(cli, echo, text: str) -> None:
+    assert cli("generate", text, "hello", "--raw").code == 0
+    assert echo.instances[-1].config.model == EngineConfig().model and len(echo.instances[-1].prompts) == 2
+
+
+def test_a_model_alone_may_be_a_prompt(cli, echo) -> None:
+    result = cli("generate", "gemma3-270m")
+    assert result.code == 2 and len(result.err.splitlines()) == 1
+    assert "'gemma3-270m' names a model" in result.err and "--model gemma3-270m" in result.err
+    assert not echo.instances
+    assert cli("generate", "--model", "base", "gemma3-270m", "--raw").out == "GEMMA3-270M \n"
+    assert cli("generate", "--model", "base", "gemma3-270m", "b").code == 2
 
 
 def test_several_prompts_are_printed_in_order(cli, echo) -> None:
@@ -64,7 +94,7 @@ def test_json_has_one_object_a_prompt(cli, echo) -> None:
 
 def test_json_names_the_parts_of_a_logprob(cli, echo) -> None:
     choice = json.loads(cli("generate", "a", "--raw", "--json", "--logprobs", "1").out)["outputs"][0]
-    assert choice["logprobs"] == [{"0": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]
+    assert choice["logprobs"] == [{"0": {"logprob": -0.5, "rank": 1, "decoded_token": "x", "token_bytes": [120]}}]
 
 
 def test_flags_win_over_the_models_recommendation_and_that_over_the_default(cli, echo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jaxllm import LLM
 from tests.reference import load_golden
@@ -10,7 +11,7 @@ from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config
 from tests.weights.models import real_model
 
 
-def llm_with_real_vocabulary(directory: Path, eos_token_id: int, **settings: int) -> LLM:
+def llm_with_real_vocabulary(directory: Path, eos_token_id: int, **settings: Any) -> LLM:
     """Random weights, as sure of what comes next as a real model is, with SmolLM2's tokenizer.
 
     Few pages, so that requests are preempted; small chunks, so that prompts are cut.

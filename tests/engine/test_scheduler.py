@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -12,6 +14,7 @@ from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Batch, Scheduler
 from jaxllm.engine.state_cache import StateCache
+from jaxllm.models.config import LengthRule
 from jaxllm.requests.sampling import SamplingParams
 from tests.engine.simulated_device import SimulatedRunner, alone
 
@@ -149,7 +152,7 @@ class Driver:
         assert 1 <= batch.num_steps <= min(scheduler.decode_steps, self.pool.page_size)
         assert batch.num_steps == 1 or (batch.decode_only and not scheduler.waiting and not batch.admitted)
         most = 1 + scheduler.num_drafts if batch.drafts else batch.num_steps
-        assert not batch.drafts or (batch.num_steps == 1 and batch.decode_only and not scheduler.waiting)
+        assert not batch.drafts or (batch.num_steps == 1 and batch.decode_only and not batch.admitted)
         for chunk in batch.chunks:
             request, end = chunk.request, chunk.start + chunk.length
             written = end + max(chunk.num_sampled, 1) - 1
@@ -195,19 +198,23 @@ class Driver:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(4, 14),
-        page_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
         caching=st.booleans(),
         stop=st.sampled_from([None, 0]),
-        decode_steps=st.integers(1, 4),
-        snapshots=st.sampled_from([None, 0, 1, 2, 4, 30]),
-        num_drafts=st.integers(0, 3),
+        ways=st.one_of(
+            st.fixed_dictionaries(
+                {
+                    "decode_steps": st.integers(1, 4),
+                    "snapshots": st.sampled_from([None, 0, 1, 2, 4, 30]),
+                    "page_size": st.sampled_from([1, 2, 4]),
+                }
+            ),
+            st.fixed_dictionaries({"num_drafts": st.integers(1, 3), "page_size": st.just(4)}),
+        ),
     )
-    def start(self, *, decode_steps: int, snapshots: int | None, num_drafts: int, page_size: int, **sizes) -> None:
-        drafts = min(num_drafts, page_size - 1) if decode_steps == 1 and snapshots is None else 0
-        others = {"decode_steps": decode_steps, "snapshots": snapshots, "page_size": page_size}
-        self.driver = Driver(num_drafts=drafts, **others, **sizes)
+    def start(self, *, ways: dict[str, int | None], **sizes) -> None:
+        self.driver = Driver(**ways, **sizes)
 
     @rule(
         shared=st.integers(0, len(PREFIX)),
@@ -273,6 +280,32 @@ def test_the_next_step_does_not_wait_for_the_last_token():
     starts = [[chunk.start for chunk in driver.step().chunks] for _ in range(4)]
     assert starts == [[0], [3], [4], [5]], "one more token of context each step"
     assert len(request.token_ids) == 3 + 3
+
+
+def test_no_drafts_are_tried_in_a_step_that_a_thinking_budget_has_a_say_in():
+    driver = Driver(num_pages=20, page_size=4, max_num_seqs=2, budget=64, num_drafts=3)
+    _, thinks = driver.add([1, 2, 0], max_tokens=30), driver.add([2, 1], max_tokens=30)
+    thinks.thinking = SimpleNamespace(left=4, over=False, forced=None, accept=lambda token: None)  # type: ignore[assignment]
+    batches = [driver.step() for _ in range(2)]
+    assert [chunk.num_sampled for chunk in batches[1].chunks] == [4, 3], "one is under way, and three more may follow"
+    thinks.thinking.left = 0
+    batch = driver.scheduler.schedule()
+    assert batch.masked and not batch.drafts and [chunk.num_sampled for chunk in batch.chunks] == [1, 1]
+
+
+def test_drafts_are_settled_before_a_request_is_counted_as_too_long():
+    """LongRoPE recomputes a request that outgrows its first context: it must not be done before it has."""
+    driver = Driver(num_pages=20, page_size=4, max_num_seqs=1, budget=64, num_drafts=3)
+    driver.scheduler.length_rule = LengthRule(original_length=12, all_or_none=True)
+    request = driver.add(PREFIX[:6], max_tokens=14)
+    lengths = []
+    while request.status is not Status.FINISHED:
+        driver.step()
+        lengths.append((request.rotary_len, len(request.token_ids)))
+    assert max(length for rotary, length in lengths if rotary <= 12) == 12
+    assert {rotary for rotary, _ in lengths} == {6, 13}
+    driver.finish()
+    driver.check_tokens()
 
 
 def test_a_request_stops_being_scheduled_when_the_tokens_in_flight_reach_its_length():

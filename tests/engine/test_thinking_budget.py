@@ -24,10 +24,18 @@ SPECIAL = ThinkingMarkers(open="<|im_start|>", close="<|im_end|>", opened=True)
 """Markers that are one token each."""
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["one step", "four steps a dispatch"])
+WAYS = {
+    "one step": {"decode_steps": 1},
+    "four steps a dispatch": {"decode_steps": 4},
+    "drafts": {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+}
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
 def llm(request, tmp_path_factory):
     """<think> is several tokens of it."""
-    with llm_with_real_vocabulary(tmp_path_factory.mktemp("llama"), eos_token_id=0, decode_steps=request.param) as llm:
+    way = WAYS[request.param]
+    with llm_with_real_vocabulary(tmp_path_factory.mktemp("llama"), eos_token_id=0, **way) as llm:
         yield llm
 
 

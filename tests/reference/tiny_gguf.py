@@ -120,11 +120,13 @@ def write_gguf(
     also_keys: Config | None = None,
     also_tensors: Tensors | None = None,
     types: Callable[[str], str] | None = None,
+    split: int = 0,
 ) -> Path:
     """Write the model as `path`, float32 where `types` says nothing else; returns it. `older`: as scripts of 2024 did.
 
     `also_keys` and `also_tensors` go into the file under the names they have. `types` gives the GGML type of each
-    tensor whose rows are whole blocks of it, by its name in the file; vectors stay float32.
+    tensor whose rows are whole blocks of it, by its name in the file; vectors stay float32. `split` makes parts of so
+    many tensors instead, and the first has none.
     """
     config = gguf_config(name)
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -133,7 +135,7 @@ def write_gguf(
     keys, tensors = architecture.keys(full), architecture.tensors(full, tensors)
     if older:
         keys, tensors = _OLDER[architecture.name](full, keys, tensors)
-    writer = gguf.GGUFWriter(path, architecture.name)
+    writer = gguf.GGUFWriter(path, architecture.name, split_max_tensors=split, small_first_shard=bool(split))
     for key, value in keys.items():
         if value is not None:
             _add(writer, f"{architecture.name}.{key}", value)

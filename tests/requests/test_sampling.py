@@ -12,22 +12,23 @@ from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_
 
 ACCEPTED: list[dict[str, Any]] = [
     {"n": 1}, {"n": 128}, {"temperature": 0}, {"temperature": 100.0}, {"top_k": -1}, {"top_k": 0}, {"top_k": 10**6},
-    {"top_p": 1.0}, {"top_p": 1e-9}, {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2},
+    {"top_p": 1.0}, {"top_p": 1e-9}, {"top_p": 0.0},
+    {"min_p": 0}, {"min_p": 1}, {"presence_penalty": -2}, {"frequency_penalty": 2},
     {"repetition_penalty": 1e-3}, {"logit_bias": {0: -100, 5: 100}}, {"logit_bias": None}, {"max_tokens": None},
     {"max_tokens": 1}, {"min_tokens": 16}, {"min_tokens": 99, "max_tokens": None}, {"stop": "x"}, {"stop": ["x"] * 64},
     {"stop": None}, {"stop_token_ids": None}, {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))}, {"logprobs": 0},
     {"logprobs": 20}, {"prompt_logprobs": -1}, {"prompt_logprobs": 20}, {"seed": 2**64 - 1}, {"seed": -(2**63)},
-    {"logprob_token_ids": range(20)}, {"logprob_token_ids": [5], "logprobs": 0},
+    {"logprob_token_ids": range(20)}, {"logprob_token_ids": [5], "logprobs": 0}, {"logprobs": -1},
 ]  # fmt: skip
 
 REFUSED: list[tuple[str, Any]] = [
     ("n", 0), ("n", 129), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -2),
-    ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1),
+    ("top_p", -0.1), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1), ("repetition_penalty", 0.0), ("repetition_penalty", math.inf),
     ("logit_bias", {-1: 0.0}), ("logit_bias", {1: 100.5}), ("logit_bias", {1: math.nan}),
     ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0)), ("max_tokens", 0), ("min_tokens", -1),
     ("min_tokens", 17), ("stop", ""), ("stop", ["x"] * (MAX_STOP_STRINGS + 1)), ("stop", [3]),
-    ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS + 1))), ("logprobs", -1), ("logprobs", 21),
+    ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS + 1))), ("logprobs", -2), ("logprobs", 21),
     ("prompt_logprobs", -2), ("prompt_logprobs", 21), ("seed", 2**64), ("seed", -(2**63) - 1),
     ("top_k", 64.0), ("max_tokens", "5"), ("seed", 0.5), ("top_k", 2**31), ("max_tokens", 2**31),
     ("repeat_last_n", 2**31), ("repeat_last_n", -2), ("min_tokens", 10**30), ("max_tokens", True), ("n", None),

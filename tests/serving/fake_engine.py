@@ -321,7 +321,9 @@ class FakeEngine(AsyncLLM):
                 error="the pages caught fire",
                 invalid=self.fail_invalid,
             )
-        if params.logprobs is not None:
+        if params.wants_vocabulary:
+            delta.logprobs = [[*token.candidates[:1], *((i, Logprob(-9.0, 2 + i)) for i in range(3))]]
+        elif params.logprobs is not None:
             delta.logprobs = [token.candidates]
         if answer.step == 0:
             delta.num_cached_tokens = CACHED

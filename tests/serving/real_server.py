@@ -57,8 +57,8 @@ def server_process(url: str) -> psutil.Process:
 
 
 def engine_process(server: psutil.Process) -> psutil.Process:
-    """The one of a server's processes that runs the engine: multiprocessing has spawned it, and no other."""
-    (engine,) = (child for child in server.children() if "--multiprocessing-fork" in child.cmdline())
+    """The one of a server's processes that runs the engine: the only one that is held by a pipe."""
+    (engine,) = (child for child in server.children() if "own_process import enter" in " ".join(child.cmdline()))
     return engine
 
 

@@ -25,6 +25,7 @@ def test_models(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, model="org/name", served_model_name="org/name, short")
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list"
+    assert all(m["has_chat_template"] for m in listed["data"])
     assert [(m["id"], m["object"], m["max_model_len"]) for m in listed["data"]] == [
         ("org/name", "model", CONTEXT),
         ("short", "model", CONTEXT),

@@ -94,3 +94,23 @@ def test_no_more_log_probabilities_than_max_logprobs(
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(f"{name} ")
     assert response.json()["error"]["message"].endswith("this engine gives at most 2 (max_logprobs)")
+
+
+CHAT = ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": -1})
+TEXT = ("/v1/completions", {"prompt": "Hi", "logprobs": -1})
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), [(*CHAT, "top_logprobs"), (*TEXT, "logprobs")])
+def test_whole_vocabularies_where_max_logprobs_allows_them(
+    make_client: Any, engine: FakeEngine, path: str, fields: dict[str, Any], name: str
+) -> None:
+    client = make_client(engine)
+    refused = client.post(path, json=fields | {"max_tokens": 1})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(f"{name} asks for the whole vocabulary; this engine gives at ")
+    engine.client.info = msgspec.structs.replace(engine.info, max_logprobs=-1)
+    found = client.post(path, json=fields | {"max_tokens": 1}).json()["choices"][0]["logprobs"]
+    top = found["content"][0]["top_logprobs"] if "content" in found else found["top_logprobs"][0]
+    assert len(top) == 4
+    searched = client.post("/v1/completions", json=TEXT[1] | {"use_beam_search": True, "n": 2, "max_tokens": 1})
+    assert searched.json()["error"]["message"].startswith("logprobs is -1, the whole vocabulary")

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError
 from jaxllm.text.template_process import TemplateProcess
+from jaxllm.text.tokenizer import Tokenizer as JaxLLMTokenizer
 from jaxllm.text.tokenizer import load_tokenizer
 from tests.weights.models import real_model
 
@@ -80,6 +81,28 @@ def test_gemma_bos_is_added_once(gemma3):
 def test_token_text_keeps_leading_spaces(real):
     for text in ("Hello world, again", "<|im_end|> x"):
         assert "".join(map(real.token_text, real.encode(text, add_special_tokens=False))) == text
+
+
+SPELLED_IN_BYTES = "Zoë says: 你好 𓀀𓂀 🤖👩‍👩‍👧‍👦, ½\n\tጀ end"
+
+
+def test_the_bytes_of_tokens_join_to_the_text(real):
+    """SmolLM2 is byte-level BPE, Gemma SentencePiece with byte tokens; both have some of these only as parts."""
+    parts = [real.token_bytes(token) for token in real.encode(SPELLED_IN_BYTES, add_special_tokens=False)]
+    assert b"".join(parts) == SPELLED_IN_BYTES.encode()
+    assert any(b"\xef\xbf\xbd" in real.token_text(token).encode() for token in real.encode(SPELLED_IN_BYTES))
+
+
+@pytest.mark.parametrize("wrap", [lambda decoder: decoder, lambda decoder: decoders.Sequence([decoder])])
+def test_bytes_of_a_tokenizer_json(wrap):
+    """Byte-level as Hugging Face writes it, where an added token may have letters that are bytes elsewhere."""
+    backend = Tokenizer(models.BPE({letter: place for place, letter in enumerate(BYTES)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = wrap(decoders.ByteLevel())
+    backend.add_tokens(["<é�>"])
+    tokenizer = JaxLLMTokenizer(backend, special_tokens={})
+    text = "é 世 <é�> �"
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
 
 def test_the_second_load_comes_from_the_cache(smollm2, cache, monkeypatch):

@@ -119,16 +119,6 @@ def test_wrong_magic_version_and_type(small, old, new, message):
         open_checkpoint(small)
 
 
-def test_part_of_a_split_file_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "a-00001-of-00002.gguf", "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(CheckpointError, match="one of 2 parts"):
-        open_checkpoint(tmp_path / "a-00001-of-00002.gguf")
-
-
 def test_a_missing_file():
     with pytest.raises(CheckpointError, match="no such file"):
         open_checkpoint(real_model("smollm2-135m").with_name("nope"))

@@ -3,7 +3,6 @@
 import { create } from "zustand";
 import { APIError } from "./api/http";
 import { listModels, listToolServers, loadingStage, samplingDefaults, type LoadingStage, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
-import { setDefaultModel } from "./chat/run";
 
 interface State {
   models: Model[];
@@ -20,7 +19,6 @@ export const useServer = create<State>()(() => ({ models: [], defaults: {}, tool
 export async function loadServer(): Promise<void> {
   try {
     const [models, defaults, toolServers] = await Promise.all([listModels(), samplingDefaults(), listToolServers()]);
-    setDefaultModel(models[0]?.id ?? "");
     useServer.setState({ models, defaults, toolServers, reachable: true, loading: null });
   } catch (error) {
     const loading = error instanceof APIError && error.status === 503 ? await loadingStage().catch(() => null) : null;
@@ -46,6 +44,11 @@ async function untilLoaded(): Promise<void> {
 /** Look again how the tool servers are; what was known stays where the server does not answer. */
 export async function refreshToolServers(): Promise<void> {
   await listToolServers().then((toolServers) => useServer.setState({ toolServers }), () => {});
+}
+
+/** Whether a model, by default the first one, only continues text. */
+export function isBase(models: Model[], name: string | null): boolean {
+  return (models.find((model) => model.id === name) ?? models[0])?.has_chat_template === false;
 }
 
 /** The context of a model, of the first one by default. */

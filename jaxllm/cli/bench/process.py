@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 import yaml
 
+from jaxllm import own_process
 from jaxllm.cli.settings import names_setting
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
@@ -33,7 +33,7 @@ def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[t
         settings, log = Path(directory, "config.yaml"), Path(directory, "stderr.log")
         settings.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
         environment = {name: value for name, value in os.environ.items() if not names_setting(name)}
-        command = [sys.executable, "-m", "jaxllm.cli.main", *arguments, "--config", str(settings)]
+        command = own_process.command("jaxllm.cli.main", *arguments, "--config", str(settings))
         with log.open("wb") as stderr:
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
         try:

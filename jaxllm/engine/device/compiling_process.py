@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
+
+from jaxllm import own_process
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ class CompilingProcess:
     """`python -m jaxllm.engine.start.ahead`, which saves what it compiles and says the name of each step."""
 
     def __init__(self, *arguments: str):
-        self._command = [sys.executable, "-m", MODULE, *arguments]
+        self._command = own_process.command(MODULE, *arguments)
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, on_saved: Callable[[str], None], on_end: Callable[[], None]) -> None:

@@ -47,6 +47,13 @@ class SampledRow(NamedTuple):
     row: int
 
 
+class Vocabularies(NamedTuple):
+    """Log-probabilities of whole vocabularies under way: row i of `result`, `[R, V]`, is of the token of `rows[i]`."""
+
+    rows: list[SampledRow]
+    result: Any
+
+
 class Result(NamedTuple):
     """The tokens that a step gave one request; the first of them is row `row` of what was sampled."""
 
@@ -73,6 +80,7 @@ class Handle:
     sampled: Sampled | None = None
     scores: list[Score] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
+    vocabularies: list[Vocabularies] = field(default_factory=list)
     waiting: list[SampledRow] = field(default_factory=list)
     num_steps: int = 1
     stride: int = 1
@@ -87,7 +95,8 @@ class Handle:
 
     def arrays(self) -> list[jax.Array]:
         """Everything the step hands to the host."""
-        return jax.tree.leaves((self.sampled, [s.result for s in self.scores], [p.result for p in self.pooled]))
+        scores, pooled = [s.result for s in self.scores], [p.result for p in self.pooled]
+        return jax.tree.leaves((self.sampled, scores, pooled, [v.result for v in self.vocabularies]))
 
     def withdraw(self, request: Request) -> int:
         """Don't sample for `request`; returns how many rows of it waited."""
@@ -113,6 +122,16 @@ class Handle:
             at = index * self.stride
             results.append(Result(row.request, at, tokens[at : at + 1 + taken], drafted, reserved))
         return results
+
+    def vocabulary_of(self, request: Request) -> np.ndarray | None:
+        """`[n, V]` log-probabilities of the whole vocabulary at each of the request's tokens, where it wants them."""
+        places = [
+            (found.result, index)
+            for found in self.vocabularies
+            for index, row in enumerate(found.rows)
+            if row.request is request
+        ]
+        return np.stack([np.asarray(result)[index] for result, index in places]) if places else None
 
     def logprobs(self) -> Logprobs | None:
         """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxllm.engine.device.device import Device
-from jaxllm.engine.device.handle import Pooled, PooledRow, Score
+from jaxllm.engine.device.handle import Pooled, PooledRow, SampledRow, Score, Vocabularies
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.packing import logits_packing, pool_packing, score_packing
 from jaxllm.engine.device.sizes import StepSizes
@@ -44,6 +44,19 @@ class Readout:
             x["target"][: len(targets)] = targets
             scores.append(Score(request, positions, targets, self._device.run(scoring_key(request, size), ints)))
         return scores
+
+    def vocabularies(self, rows: list[SampledRow]) -> list[Vocabularies]:
+        """Log-probabilities of the whole vocabulary for the rows whose requests want them."""
+        wanted = [row for row in rows if row.request.params.wants_vocabulary]
+        size = self._device.most_rows
+        packing = score_packing(size)
+        found = []
+        for start in range(0, len(wanted), size):
+            part = wanted[start : start + size]
+            ints = np.zeros(packing.size, np.int32)
+            packing.views(ints)["hidden_row"][: len(part)] = [row.row for row in part]
+            found.append(Vocabularies(part, self._device.run(Key("score_all", size), ints)))
+        return found
 
     def pool(self, chunks: list[tuple[Chunk, int]]) -> list[Pooled]:
         """What the requests that pool want of these chunks, each of which begins at a row of the hidden states."""

@@ -48,6 +48,8 @@ class Runner:
             keys.append(Key("head", size, MASKED))
         if request.params.prompt_logprobs is not None:
             keys.append(scoring_key(request, size))
+        if request.params.wants_vocabulary:
+            keys.append(Key("score_all", size))
         if request.pooling is not None:
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
         return self._device.missing(keys)
@@ -69,7 +71,7 @@ class Runner:
         """Enqueue the step for `batch` without waiting for anything."""
         for request in batch.admitted:
             self._admit(request)
-        if not batch.decode_only or batch.masked:
+        if not batch.decode_only or batch.masked or batch.whole:
             handle = self._prefill(batch)
         else:
             handle = self._verify(batch) if self._sizes.drafts is not None else self._decode(batch)
@@ -134,11 +136,13 @@ class Runner:
             if chunk.request.pooling is not None:
                 pooling.append((chunk, row))
             elif chunk.num_sampled:
+                assert chunk.num_sampled == 1, "a step whose backbone runs by itself gives one token"
                 rows.append(SampledRow(chunk.request, row + chunk.length - 1))
             if chunk.request.params.prompt_logprobs is not None:
                 scores += self._readout.score(chunk, row)
             row += chunk.length
-        handle = Handle(scores=scores, pooled=self._readout.pool(pooling))
+        whole = self._readout.vocabularies(rows) if batch.whole else []
+        handle = Handle(scores=scores, pooled=self._readout.pool(pooling), vocabularies=whole)
         if batch.masked:
             handle.waiting = rows
         elif rows:

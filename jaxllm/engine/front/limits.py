@@ -48,13 +48,8 @@ def check_request(
     for name in ("stop", "bad_words", "structured_outputs"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
-    if params.prompt_logprobs == -1 and len(ids) * info.vocab_size > MAX_ENTRIES:
-        raise InvalidRequestError(
-            f"prompt_logprobs is -1, the whole vocabulary of {info.vocab_size}, and prompt has {len(ids)} tokens; "
-            f"accepted are prompts of up to {MAX_ENTRIES // info.vocab_size} tokens, or from 0 to {MAX_LOGPROBS}",
-            param="prompt_logprobs",
-        )
     _check_logprobs(info.max_logprobs, params)
+    _check_vocabularies(info, len(ids), params)
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)
     check_thinking(params, tokenizer, ids)
@@ -63,6 +58,10 @@ def check_request(
 
 
 def _check_logprobs(most: int, params: SamplingParams) -> None:
+    if params.wants_vocabulary and most >= 0:
+        problem = f" asks for the whole vocabulary; this engine gives at most {most} (max_logprobs)"
+        raise InvalidRequestError([Field("logprobs"), problem])
+    most = MAX_LOGPROBS if most < 0 else most
     counts = {
         "logprobs": params.logprobs or 0,
         "prompt_logprobs": params.prompt_logprobs or 0,
@@ -73,6 +72,26 @@ def _check_logprobs(most: int, params: SamplingParams) -> None:
             asked = "the whole vocabulary" if count < 0 else count
             problem = f" asks for {asked}; this engine gives at most {most} (max_logprobs)"
             raise InvalidRequestError([Field(name), problem])
+
+
+def _check_vocabularies(info: EngineInfo, num_prompt: int, params: SamplingParams) -> None:
+    """Refuse more log-probabilities of whole vocabularies than a response may hold."""
+    longest = MAX_ENTRIES // info.vocab_size
+    if params.prompt_logprobs == -1 and num_prompt > longest:
+        raise InvalidRequestError(
+            f"prompt_logprobs is -1, the whole vocabulary of {info.vocab_size}, and prompt has {num_prompt} tokens; "
+            f"accepted are prompts of up to {longest} tokens, or from 0 to {MAX_LOGPROBS}",
+            param="prompt_logprobs",
+        )
+    room = info.max_model_len - num_prompt
+    generated = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.wants_vocabulary and generated * params.n > longest:
+        number = f"up to {generated} tokens" + (f" {params.n} times" if params.n > 1 else "")
+        problem = (
+            f" asks for the whole vocabulary of {info.vocab_size}, and {number} may be generated; accepted is a "
+            f"max_tokens of up to {longest // params.n}, or from 0 to {MAX_LOGPROBS}"
+        )
+        raise InvalidRequestError([Field("logprobs"), problem])
 
 
 def check_pooling(info: EngineInfo, prompts: Sequence[Sequence[int]], pooling: PoolingParams) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import queue
 import threading
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from jaxllm.engine.front.engine_process import (
 )
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError
+from jaxllm.own_process import PipedProcess
 from jaxllm.progress import tell
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,8 @@ class ProcessClient:
         given_up: threading.Event | None = None,
     ):
         """`main` runs in the process; benchmarks of the front door alone give another one. `given_up` ends the wait."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=main, args=(theirs, config, log_level), name="jaxllm-engine", daemon=True
-        )
-        self._process.start()
-        theirs.close()
+        self._process = PipedProcess(main, config, log_level)
+        self._pipe = self._process.pipe
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._stats = EngineStats()
         self._gone: str | None = None
@@ -143,8 +138,8 @@ class ProcessClient:
     def _dead(self) -> EngineDeadError:
         """What to raise now that nothing more will come."""
         self._end(1.0 if self._gone is None else 0)
-        exit_code = self._process.exitcode
-        self._gone = self._gone or self._killed or f"the engine process is gone (exit code {exit_code})"
+        code = self._process.exit_code
+        self._gone = self._gone or self._killed or f"the engine process is gone (exit code {code})"
         return EngineDeadError(self._gone)
 
     def _write(self) -> None:
@@ -172,12 +167,12 @@ class ProcessClient:
         """Wait `patience` seconds for the process to end, then kill it; end our threads."""
         with self._ending:
             try:
-                self._process.join(patience)
+                self._process.wait(patience)
             finally:
-                if self._process.is_alive():
+                if self._process.exit_code is None:
                     if patience:
                         logger.warning("the engine process did not stop within %g seconds and was killed", patience)
                     self._process.kill()
-                    self._process.join(KILL_SECONDS)
+                    self._process.wait(KILL_SECONDS)
                 self._ended.set()
                 self._outbox.put(None)

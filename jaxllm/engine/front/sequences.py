@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError, JaxLLMError
 from jaxllm.requests.outputs import (
     CompletionOutput,
+    Logprob,
     PooledOutput,
     RankedLogprobs,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
 )
+from jaxllm.requests.prompt_scores import of_vocabulary
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -70,14 +73,27 @@ def pooled_output(delta: TokenDelta) -> PooledOutput:
     return PooledOutput.from_bytes(delta.pooled, delta.num_cached_tokens)
 
 
+def rank_vocabulary(delta: TokenDelta) -> None:
+    """Make a delta's log-probabilities of those of the whole vocabulary, where it brings these."""
+    if delta.vocabulary is not None:
+        rows = np.frombuffer(delta.vocabulary, "<f4").reshape(len(delta.token_ids), -1)
+        delta.logprobs = [of_vocabulary(token, row) for token, row in zip(delta.token_ids, rows, strict=True)]
+        delta.vocabulary = None
+
+
 def name_tokens(delta: TokenDelta, tokenizer: Tokenizer) -> None:
-    """Give the log-probabilities of a delta their tokens' texts."""
+    """Give the log-probabilities of a delta their tokens' texts and bytes."""
     if delta.logprobs is not None:
         delta.logprobs = [_named(entries, tokenizer) for entries in delta.logprobs]
 
 
 def _named(entries: RankedLogprobs, tokenizer: Tokenizer) -> RankedLogprobs:
-    return [(token, logprob._replace(decoded_token=tokenizer.token_text(token))) for token, logprob in entries]
+    return [(token, _with_name(token, logprob, tokenizer)) for token, logprob in entries]
+
+
+def _with_name(token: int, logprob: Logprob, tokenizer: Tokenizer) -> Logprob:
+    raw = tokenizer.token_bytes(token)
+    return logprob._replace(decoded_token=raw.decode(errors="replace"), token_bytes=raw)
 
 
 class Collector:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxllm.engine.front.budget_checks import with_markers
-from jaxllm.engine.front.sequences import name_tokens, split_request
+from jaxllm.engine.front.sequences import name_tokens, rank_vocabulary, split_request
 from jaxllm.engine.messages import EngineClient, EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, JaxLLMError, QueueFullError
 from jaxllm.text.tokenizer import Tokenizer
@@ -304,8 +304,9 @@ class Stream:
             gains += self.inbox.popleft()
         if failure is not None and not gains:
             raise failure
-        if tokenizer is not None:
-            for _, delta in gains:
+        for _, delta in gains:
+            rank_vocabulary(delta)
+            if tokenizer is not None:
                 name_tokens(delta, tokenizer)
         return gains
 

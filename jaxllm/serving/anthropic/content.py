@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.serving.conversation import check_pieces
+from jaxllm.serving.http.cache_control import CacheControl
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
 from jaxllm.serving.shown import shown
 
@@ -25,14 +26,6 @@ def _readable(value: Any) -> Any:
     if isinstance(kind, str) and kind in UNREADABLE_BLOCKS:
         raise refuse(f"blocks of type {kind!r} are not supported by this server", "type")
     return value
-
-
-class CacheControl(RequestModel):
-    """Accepted, without effect: prefixes are cached by themselves, for as long as there is room."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class TextBlockParam(RequestModel):

@@ -21,8 +21,8 @@ class OriginGuard:
     Without an API key a server trusts whoever reaches it, so a page in a browser on its machine must not. A page has
     an Origin header that the browser writes: it is let in when it is of this server or in `allowed_origins`. By DNS
     rebinding a page's own name can lead here: `allowed_hosts` are the names under which the server is called, besides
-    IP addresses and localhost; "*" allows any. With an API key, which no foreign page knows, any name is allowed unless
-    `allowed_hosts` says otherwise.
+    IP addresses and localhost; "*" allows any, as a Unix socket does, which no name in DNS leads to. With an API key,
+    which no foreign page knows, any name is allowed unless `allowed_hosts` says otherwise.
     """
 
     def __init__(self, app: ASGIApp, *, allowed_origins: list[str], allowed_hosts: list[str], has_key: bool):

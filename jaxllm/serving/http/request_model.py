@@ -23,6 +23,9 @@ MAX_LABEL_LENGTH = 256
 Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*[!-~])?$")
 """A name of the caller's own, of printable ASCII: what a header may hold."""
 
+SAID_BY_PRESENCE = {"prediction", "web_search_options"}
+"""Fields of which an empty object asks for something."""
+
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
 """With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
 
@@ -44,6 +47,11 @@ def refusing(field: str | None = None) -> Iterator[None]:
 def are_integers(values: list[Any]) -> bool:
     """Whether all of them are, without looking at each where that is known."""
     return isinstance(values, Integers) or all(type(value) is int for value in values)
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether a field that is not supported asks nothing: SDKs send whole objects with empty values in them."""
+    return value in (None, "", []) or (value == {} and name not in SAID_BY_PRESENCE)
 
 
 def _fail_fast(schema: Any) -> None:
@@ -70,8 +78,8 @@ def _unless_known(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 class RequestModel(BaseModel):
     """A JSON object of which every field is honoured or refused: unknown names, wrong types and infinities are errors.
 
-    null means absent. `unsupported` lists names that other servers know; they are refused as such. Where
-    `ignored_fields` holds a list, unknown and unsupported fields are left out and noted there instead.
+    null means absent. `unsupported` lists names that other servers know; they are refused as such, unless their value
+    is empty. Where `ignored_fields` holds a list, unknown and unsupported fields are left out and noted there instead.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -95,7 +103,10 @@ class RequestModel(BaseModel):
         known, ignored = cls.field_names(), ignored_fields.get()
         present = {name: value for name, value in data.items() if value is not None}
         for name in data:
-            if name in known or (name in cls.unsupported and name not in present):
+            if name in known:
+                continue
+            if name in cls.unsupported and _says_nothing(name, present.get(name)):
+                present.pop(name, None)
                 continue
             if ignored is None:
                 raise refuse(cls._problem(name), name)

@@ -32,7 +32,7 @@ from jaxllm.serving.openai.chat_response import (
     ToolCallDelta,
 )
 from jaxllm.serving.openai.chat_tools import execute, tools_for
-from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, numbered, prompt_logprobs
+from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
@@ -120,9 +120,13 @@ def _choice(reply: Reply, body: ChatRequest, answer: Answer) -> ChatChoice:
 def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLogprobs | None:
     if body.logprobs_count is None:
         return None
-    if body.return_tokens_as_token_ids:
-        steps = numbered(steps)
-    return chat_logprobs(steps, body.logprobs_count, reply.token_text, body.logprob_token_ids or ())
+    return chat_logprobs(
+        steps,
+        body.logprobs_count,
+        reply.token_bytes,
+        body.logprob_token_ids or (),
+        by_number=body.return_tokens_as_token_ids,
+    )
 
 
 class ChatWriter(ChunkWriter[TokenDelta]):

@@ -13,7 +13,7 @@ from jaxllm.serving.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
-from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
+from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest, TokenLimit
 from jaxllm.serving.openai.tools import ToolFields
 
 MAX_METADATA = 16
@@ -51,12 +51,12 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """The conversation so far."""
     logprobs: bool = False
     """Return log-probabilities of the generated tokens."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
     """Log-probabilities of this many likeliest tokens at each position; needs logprobs."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenLimit = None
     """The older name of max_completion_tokens."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Upper bound on generated tokens; by default what is left of the context."""
+    max_completion_tokens: TokenLimit = None
+    """Upper bound on generated tokens; by default, and with -1, what is left of the context."""
     add_special_tokens: bool = False
     """Add the tokenizer's own special tokens to the rendered prompt, whose template usually has them already."""
     echo: bool = False
@@ -82,9 +82,9 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     @model_validator(mode="after")
     def _chat_fields(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
-        if self.logprob_token_ids is not None and not self.logprobs:
+        if self.logprob_token_ids and not self.logprobs:
             raise refuse("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
         self._check_mcp()
         self._check_budget()

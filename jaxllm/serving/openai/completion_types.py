@@ -12,7 +12,7 @@ from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import are_integers, refuse
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
-from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest
+from jaxllm.serving.openai.sampling import NO_LIMIT, UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.openai.usage import CompletionUsage
 
@@ -27,10 +27,10 @@ class CompletionRequest(GenerationRequest):
     """One prompt as text or token ids, or a list of either."""
     echo: bool = False
     """Begin each choice with its prompt."""
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
     """Log-probabilities of this many most likely tokens besides the chosen one's; with echo, of the prompt's too."""
-    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=0)
-    """Upper bound on generated tokens; 0 only together with echo, to score a prompt."""
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=NO_LIMIT)
+    """Upper bound on generated tokens; 0 only together with echo, to score a prompt; -1 is what the context leaves."""
     add_special_tokens: bool = True
     """Add the tokenizer's special tokens, such as the one that begins a sequence, to text prompts."""
 
@@ -52,7 +52,7 @@ class CompletionRequest(GenerationRequest):
     def _completion_fields(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise refuse("max_tokens is 0; it must be 1 or more, or 0 together with echo", "max_tokens")
-        if self.logprob_token_ids is not None and self.logprobs is None:
+        if self.logprob_token_ids and self.logprobs is None:
             raise refuse("logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids")
         choices = len(self.prompts) * self.num_generated
         if choices > MAX_CHOICES:
@@ -64,9 +64,10 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def generation_settings(self) -> GenerationSettings:
+        unbounded = self.max_tokens == NO_LIMIT
         return self.settings(
-            max_tokens=max(self.max_tokens, 1) if "max_tokens" in self.model_fields_set else None,
-            default_max_tokens=DEFAULT_MAX_TOKENS,
+            max_tokens=max(self.max_tokens, 1) if "max_tokens" in self.model_fields_set and not unbounded else None,
+            default_max_tokens=None if unbounded else DEFAULT_MAX_TOKENS,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs_count,
         )
@@ -85,7 +86,7 @@ class CompletionRequest(GenerationRequest):
         echoed = self.logprobs if self.echo else None
         if self.prompt_logprobs is None or echoed is None:
             return echoed if self.prompt_logprobs is None else self.prompt_logprobs
-        return -1 if self.prompt_logprobs == -1 else max(self.prompt_logprobs, echoed)
+        return -1 if -1 in (self.prompt_logprobs, echoed) else max(self.prompt_logprobs, echoed)
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

@@ -112,7 +112,7 @@ class ChoiceShaper:
         prompt, special = self.prompt(index), model.special_token_ids
         return CompletionLogprobsBuilder(
             count + len(self._body.logprob_token_ids or ()),
-            model.token_text,
+            model.token_bytes,
             by_number=self._body.return_tokens_as_token_ids,
             special=special,
             hidden=special if prompt.params.skip_special_tokens else (),

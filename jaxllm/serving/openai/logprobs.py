@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.generation import Step
+from jaxllm.text.byte_pieces import escaped
 
 TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -54,14 +56,31 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-def chat_logprobs(steps: Sequence[Step], count: int, token_text: TokenText, asked: Sequence[int] = ()) -> ChatLogprobs:
-    """`count` is the request's top_logprobs: 0 gives the chosen tokens only. `asked` are listed as well."""
+def chat_logprobs(
+    steps: Sequence[Step],
+    count: int,
+    token_bytes: TokenBytes,
+    asked: Sequence[int] = (),
+    *,
+    by_number: bool = False,
+) -> ChatLogprobs:
+    """`count` is the request's top_logprobs: 0 gives the chosen tokens only, -1 all. `asked` are listed as well.
+
+    With `by_number` tokens are named by their ids. A part of a character is named by its bytes, as OpenAI does.
+    """
+
+    def entry(token: int, logprob: float) -> tuple[str, float, list[int]]:
+        raw = token_bytes(token)
+        name = token_number(token) if by_number else escaped(raw) or raw.decode()
+        return name, _finite(logprob), list(raw)
+
     content = []
     for step in steps:
         ranked = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)
-        best = [entry for place, entry in enumerate(ranked) if place < count or entry[0] in asked]
-        top = [TopLogprob(*_token(token, value, token_text)) for token, value in best]
-        content.append(ChatTokenLogprob(*_token(*step[0], token_text), top))
+        best = [entry for place, entry in enumerate(ranked) if count < 0 or place < count or entry[0] in asked]
+        top = [TopLogprob(*entry(token, value.logprob)) for token, value in best]
+        chosen, value = step[0]
+        content.append(ChatTokenLogprob(*entry(chosen, value.logprob), top))
     return ChatLogprobs(content)
 
 
@@ -69,8 +88,8 @@ class CompletionLogprobsBuilder:
     """Builds one choice's logprobs piece by piece, counting the text offset through them.
 
     Attributes:
-        count: how many of the likeliest tokens are listed besides the chosen one.
-        token_text: the text of a token.
+        count: how many of the likeliest tokens are listed besides the chosen one; -1 for all.
+        token_bytes: the bytes of a token; they count as text where they complete a character.
         by_number: name tokens by their ids.
         special: ids of the special tokens.
         hidden: those that are left out of generated text, and take up none of it.
@@ -81,7 +100,7 @@ class CompletionLogprobsBuilder:
     def __init__(
         self,
         count: int,
-        token_text: TokenText,
+        token_bytes: TokenBytes,
         *,
         by_number: bool = False,
         special: Container[int] = (),
@@ -90,7 +109,7 @@ class CompletionLogprobsBuilder:
         echoed: str = "",
     ):
         self._count = count
-        self._token_text = token_text
+        self._token_bytes = token_bytes
         self._by_number = by_number
         self._special = special
         self._hidden = hidden
@@ -98,33 +117,38 @@ class CompletionLogprobsBuilder:
         self._echoed = echoed
         self._position = 0
         self._offset = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def build(self, steps: Sequence[Step | None]) -> CompletionLogprobs:
         """A None step is a prompt's first token, which nothing predicts."""
         out = CompletionLogprobs([], [], [], [])
         for step in steps:
             token = self._prompt_ids[self._position] if step is None else step[0][0]
-            text = self._token_text(token) if step is None else _text(*step[0], self._token_text)
-            out.tokens.append(self._name(token, text))
+            raw = self._token_bytes(token)
+            out.tokens.append(self._name(token, raw))
             out.token_logprobs.append(None if step is None else _finite(step[0][1].logprob))
             out.top_logprobs.append(None if step is None else self._top(step))
             out.text_offset.append(self._offset)
-            self._offset += len(text) if self._is_shown(token, text) else 0
+            self._offset += len(self._decoder.decode(raw)) if self._is_shown(token, raw) else 0
             self._position += 1
         return out
 
-    def _is_shown(self, token: int, text: str) -> bool:
+    def _is_shown(self, token: int, raw: bytes) -> bool:
         if self._position < len(self._prompt_ids):
-            return token not in self._special or self._echoed.startswith(text, self._offset)
+            return token not in self._special or self._echoed.startswith(raw.decode(errors="replace"), self._offset)
         return token not in self._hidden
 
-    def _name(self, token: int, text: str) -> str:
-        return token_number(token) if self._by_number else text
+    def _name(self, token: int, raw: bytes) -> str:
+        if self._by_number:
+            return token_number(token)
+        part = escaped(raw)
+        return raw.decode() if part is None else f"bytes:{part}"
 
     def _top(self, step: Step) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token, value in step[: self._count + 1]:  # two tokens may have the same text: the more likely one stays
-            name = self._name(token, _text(token, value, self._token_text))
+        listed = step if self._count < 0 else step[: self._count + 1]
+        for token, value in listed:  # two tokens may have the same text: the more likely one stays
+            name = self._name(token, self._token_bytes(token))
             top[name] = max(top.get(name, _LOWEST), _finite(value.logprob))
         return top
 
@@ -134,8 +158,7 @@ def prompt_logprobs(scores: PromptScores, token_text: TokenText) -> PromptLogpro
     found: list[Any] = []
     for step in scores.steps():
         entries = step and {
-            token: PromptLogprob(_finite(value.logprob), value.rank, _text(token, value, token_text))
-            for token, value in step
+            token: PromptLogprob(_finite(value.logprob), value.rank, token_text(token)) for token, value in step
         }
         found.append(msgspec.Raw(_encode(entries)))
     return found
@@ -144,20 +167,6 @@ def prompt_logprobs(scores: PromptScores, token_text: TokenText) -> PromptLogpro
 def token_number(token: int) -> str:
     """How return_tokens_as_token_ids names a token."""
     return f"token_id:{token}"
-
-
-def numbered(steps: Sequence[Step]) -> list[Step]:
-    """The same steps with tokens named by their ids."""
-    return [[(token, value._replace(decoded_token=token_number(token))) for token, value in step] for step in steps]
-
-
-def _token(token: int, value: Logprob, token_text: TokenText) -> tuple[str, float, list[int]]:
-    text = _text(token, value, token_text)
-    return text, _finite(value.logprob), list(text.encode())
-
-
-def _text(token: int, value: Logprob, token_text: TokenText) -> str:
-    return value.decoded_token if value.decoded_token is not None else token_text(token)
 
 
 def _finite(logprob: float) -> float:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.serving import conversation
 from jaxllm.serving.conversation import Rendering, check_pieces, thinking_variables
+from jaxllm.serving.http.cache_control import CacheControl
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
 from jaxllm.serving.openai.tools import HistoryToolCall
 
@@ -17,24 +18,31 @@ class TextPart(RequestModel):
     type: Literal["text"]
     text: str
     """Parts of one message are joined by newlines."""
+    cache_control: CacheControl | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class RefusalPart(RequestModel):
     type: Literal["refusal"]
     refusal: str
     """Shown to the model as text."""
+    cache_control: CacheControl | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class ChatMessageParam(RequestModel):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"annotations", "audio", "function_call"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({
+        "annotations", "audio", "function_call", "images", "phase", "provider_specific_fields", "reasoning_details",
+        "thinking_blocks",
+    })  # fmt: skip
 
     role: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
     """system, or developer, which renders as it; user, assistant, tool, or another that the template names."""
     content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
-    """Text, or a list of parts; an assistant's message with tool_calls may have none."""
+    """Text, or a list of parts; an assistant's message may have none."""
     name: str | None = None
     """Of the one who speaks, for templates that show it."""
-    tool_calls: list[HistoryToolCall] | None = Field(default=None, min_length=1)
+    tool_calls: list[HistoryToolCall] | None = None
     """Calls that the assistant made; each must be answered by a tool message."""
     tool_call_id: str | None = None
     """Of a tool message: the call it answers."""
@@ -46,19 +54,22 @@ class ChatMessageParam(RequestModel):
     """Another name of reasoning_content."""
     mcp_calls: list[dict[str, Any]] | None = None
     """Accepted, without effect: an answer that the server ran tools for has it, and may be sent back as it came."""
+    parsed: Any = None
+    """Accepted, without effect: what the openai package has read the content as."""
+    cache_control: CacheControl | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
 
     @model_validator(mode="after")
     def _fields_of_role(self) -> ChatMessageParam:
         assistant = self.role == "assistant"
         for name in ("tool_calls", "refusal", "reasoning_content", "reasoning", "mcp_calls"):
-            if getattr(self, name) is not None and not assistant:
+            if getattr(self, name) not in (None, [], "") and not assistant:
                 raise refuse(f"{name} belongs to messages of role 'assistant', not {self.role!r}", name)
         if (self.tool_call_id is not None) != (self.role == "tool"):
             problem = "is missing" if self.role == "tool" else f"does not belong to role {self.role!r}"
             raise refuse(f"tool_call_id {problem}; messages of role 'tool' have it, no others", "tool_call_id")
-        empty = self.content is None and self.tool_calls is None and self.refusal is None
-        if empty:
-            raise refuse("content is required, except in an assistant's message with tool_calls", "content")
+        if self.content is None and not assistant:
+            raise refuse("content is required, except in an assistant's message", "content")
         return self
 
     def message(self) -> conversation.Message:

@@ -23,6 +23,8 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    has_chat_template: bool
+    """Without one it only continues text, and answers no chats."""
     num_parameters: int
     """As published."""
 
@@ -54,5 +56,6 @@ def _model(state: ServerState, name: str) -> Model:
         created=state.created,
         root=model.config.model,
         max_model_len=info.max_model_len,
+        has_chat_template=model.has_chat_template,
         num_parameters=info.num_parameters,
     )

@@ -33,6 +33,8 @@ UNSUPPORTED_SAMPLING = frozenset({
 
 LABELS = {"conversation_id": "X-Conversation-Id", "resource_id": "X-Resource-Id"}
 
+NO_LIMIT = -1
+
 _NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
@@ -51,6 +53,14 @@ def _at_most(limit: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def _bounded(value: Any) -> Any:
+    return None if type(value) is int and value == NO_LIMIT else value
+
+
+TokenLimit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_bounded)]
+"""Of the tokens to generate; llama.cpp's -1 sets none."""
 
 
 def _token_ids(value: Any) -> Any:
@@ -79,7 +89,7 @@ class SamplingFields(RequestModel):
     temperature: float | None = None
     """0 always takes the likeliest token; higher values are more random. By default the model's own, else 1."""
     top_p: float | None = None
-    """Choose among the likeliest tokens that together have this probability; above 0, at most 1."""
+    """Choose among the likeliest tokens that together have this probability, from 0 to 1; 0 takes the likeliest."""
     top_k: int | None = None
     """Choose among this many likeliest tokens; 0 or -1 among all."""
     min_p: float | None = None
@@ -154,7 +164,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """End the search when enough beams have ended, even if an open one could still become better."""
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: the tokenizers library writes no such spaces."""
-    logprob_token_ids: Annotated[list[int] | None, _at_most(MAX_LOGPROBS)] = Field(default=None, min_length=1)
+    logprob_token_ids: Annotated[list[int] | None, _at_most(MAX_LOGPROBS)] = None
     """With logprobs: tokens whose log-probabilities come at each generated position, beside the likeliest ones'."""
     prompt_logprobs: int | None = None
     """Log-probabilities of this many most likely tokens at each prompt position; -1 is the whole vocabulary."""
@@ -185,7 +195,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
 
     @model_validator(mode="after")
     def _stream_fields(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.asks and not self.stream:
             raise refuse("stream_options needs stream to be true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise refuse("prompt_logprobs is not available in a stream", "prompt_logprobs")

@@ -11,6 +11,7 @@ from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving import conversation
 from jaxllm.serving.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Tool, parse_arguments
+from jaxllm.serving.http.cache_control import CacheControl
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
 from jaxllm.serving.shown import shown
 
@@ -35,6 +36,8 @@ class ChatTool(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
     """The function."""
+    cache_control: CacheControl | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class FunctionName(RequestModel):
@@ -145,6 +148,8 @@ class FunctionCall(RequestModel):
     """Of the function."""
     arguments: str
     """JSON text of an object."""
+    parsed_arguments: Any = None
+    """Accepted, without effect: what the openai package has read the arguments as."""
 
     @field_validator("arguments")
     @classmethod

@@ -17,6 +17,11 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
     """Send the usage so far with every chunk."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for anything."""
+        return self.include_usage or self.continuous_usage_stats
+
 
 def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
     """What a stream tells besides: what was asked for, and the usage where the server always sends it."""

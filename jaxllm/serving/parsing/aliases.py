@@ -29,6 +29,7 @@ REASONING_ALIASES = {
     "glm47": "think",
     "granite_thinking_parser": "think",
     "holo2": "think",
+    "hy_v3": "think",
     "kimi_k2": "think",
     "ling3": "think",
     "mimo": "think",
@@ -46,7 +47,6 @@ REASONING_ALIASES = {
 UNREAD = {
     "beam": "",
     "hf": "auto",
-    "hy_v3": "glm45",
     "hy_v4": "",
     "inkling": "",
     "k2_horizon": "",
@@ -55,7 +55,6 @@ UNREAD = {
     "muse": "",
     "muse_glimmer": "",
     "musespark1x": "",
-    "step3": "",
     "step5": "",
 }
 """Formats of vLLM's that we do not read, and the nearest that we do; "" where none is near."""

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from jaxllm.requests.closed_schema import closed
+from jaxllm.requests.plain_schema import plain
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.serving.parsing.output_format import Layout, OutputFormats, Tags
@@ -284,10 +285,9 @@ def _choices(schema: dict[str, Any]) -> str:
 
 
 def _json_rule(schema: Any, strict: bool) -> str:
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
     options = {"whitespace_pattern": r"[ \n\t]{1,32}", "lenient": not strict}
-    return "%json " + json.dumps({**closed(schema), "x-guidance": options})
+    schema = plain(schema) if isinstance(schema, bool) else schema
+    return "%json " + json.dumps(closed(plain({**schema, "x-guidance": options})))
 
 
 def _parameters(tool: Tool, any_object: bool) -> dict[str, Any]:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from jaxllm.serving.parsing.calls import closing, fenced_calls, tool_name
-from jaxllm.serving.parsing.source import Scan, Source, any_left, expect, literal, one_of, skip_space, text_until
+from jaxllm.serving.parsing.source import (
+    Scan,
+    Source,
+    any_left,
+    expect,
+    literal,
+    next_of,
+    one_of,
+    peek,
+    skip_space,
+    text_until,
+)
 from jaxllm.serving.parsing.values import parameter_types, properties_of, raw_value
 from jaxllm.serving.parsing.writer import CallWriter
+
+STEP_CALLS, STEP_CALLS_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
+STEP_CALL, STEP_CALL_END, STEP_SEPARATOR = "<｜tool_call_begin｜>", "<｜tool_call_end｜>", "<｜tool_sep｜>"
 
 _STATED: dict[str, set[str]] = {'string="true">': {"string"}, 'string="false">': set()}
 """What a parameter's tag may say of its value: text as it is, or JSON."""
@@ -27,6 +41,33 @@ def invoked_calls(source: Source, writer: CallWriter, *, prefix: str, end: str, 
         if tag != opening and not ((yield from any_left(source)) and (yield from literal(source, opening))):
             break
     yield from closing(source, writer, end)
+
+
+def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
+    """STEP_CALL, and in it one <steptml:invoke>, one call after the other, and the end of the section.
+
+    `inside` is behind the first STEP_CALL. The call's type, function, and separators may be missing.
+    """
+    if not inside:
+        yield from skip_space(source)
+        yield from expect(source, STEP_CALL)
+    while True:
+        yield from skip_space(source)
+        if (yield from peek(source)) == "f":
+            yield from expect(source, f"function{STEP_SEPARATOR}")
+        yield from skip_space(source)
+        yield from expect(source, '<steptml:invoke name="')
+        if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END)) != STEP_CALL_END:
+            yield from closing(source, writer, STEP_CALL_END)
+        yield from skip_space(source)
+        more = (STEP_SEPARATOR, STEP_CALL)
+        if not ((yield from any_left(source)) and (tag := (yield from next_of(source, more)))):
+            break
+        source.take(len(tag))
+        if tag == STEP_SEPARATOR:
+            yield from skip_space(source)
+            yield from expect(source, STEP_CALL)
+    yield from closing(source, writer, STEP_CALLS_END)
 
 
 def _invocation(source: Source, writer: CallWriter, prefix: str, end: str) -> Scan[str]:

@@ -6,7 +6,16 @@ from functools import partial
 
 from jaxllm.serving.parsing.calls import json_calls, named_objects, sectioned_calls
 from jaxllm.serving.parsing.elements import CALLS, CALLS_END, INVOKE, INVOKE_END, MARK, element_calls
-from jaxllm.serving.parsing.invocations import invoked_calls
+from jaxllm.serving.parsing.invocations import (
+    STEP_CALL,
+    STEP_CALL_END,
+    STEP_CALLS,
+    STEP_CALLS_END,
+    STEP_SEPARATOR,
+    invoked_calls,
+    step_calls,
+)
+from jaxllm.serving.parsing.notations import keyed_calls
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, Tags, ToolFormat
 from jaxllm.serving.parsing.pythonic import listed_calls, python_lines
 from jaxllm.serving.parsing.xtml import ARGUMENT, ARGUMENT_END, CALL, CALL_END, SEP, TOOLS, TOOLS_END, xtml_calls
@@ -28,7 +37,42 @@ def _json_between(name: str, open: str, close: str) -> ToolFormat:
     return ToolFormat(name, (syntax,), layout, ((open,),), tuple(filter(None, (open, close))))
 
 
+def _keyed(name: str, prefix: str, separator: str, detect: tuple[str, ...], between: str = "") -> ToolFormat:
+    """Names and raw arguments between tags whose names begin with `prefix`, in a section."""
+    scan = partial(keyed_calls, prefix=prefix, separator=separator)
+    open, close = f"<{prefix}tool_calls>", f"</{prefix}tool_calls>"
+    call, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
+    arguments = Tags((f"<{prefix}arg_key>{{key}}</{prefix}arg_key>", f"<{prefix}arg_value>"), f"</{prefix}arg_value>")
+    layout = Layout(
+        f"{call}{{name}}{separator}", end, start=open, between=between, stop=close, marked=open, arguments=arguments
+    )
+    parts = (f"{end}{prefix}{part}>" for part in ("arg_key", "arg_value") for end in ("<", "</"))
+    markers = (open, close, call, end, *filter(None, (separator,)), *parts)
+    syntaxes = CallSyntax(scan, open, ends_reasoning=True), CallSyntax(partial(scan, inside=True), call)
+    return ToolFormat(name, syntaxes, layout, (detect,), markers)
+
+
 MORE_FORMATS: tuple[ToolFormat, ...] = (
+    _keyed("hy_v3", "", "<tool_sep>", ("<tool_calls>", "<tool_sep>"), between="\n"),
+    _keyed("k2_horizon", "ifm|", "", ("<ifm|tool_calls>",), between="\n"),
+    ToolFormat(
+        "step3",
+        (
+            CallSyntax(step_calls, STEP_CALLS, ends_reasoning=True),
+            CallSyntax(partial(step_calls, inside=True), STEP_CALL),
+        ),
+        Layout(
+            f'{STEP_CALL}function{STEP_SEPARATOR}<steptml:invoke name="{{name}}">\n',
+            f"</steptml:invoke>{STEP_CALL_END}",
+            start=STEP_CALLS,
+            between="\n",
+            stop=STEP_CALLS_END,
+            marked=STEP_CALLS,
+            arguments=Tags(('<steptml:parameter name="{key}">',), "</steptml:parameter>"),
+        ),
+        (("<steptml:",), (STEP_CALLS,)),
+        (STEP_CALLS, STEP_CALLS_END, STEP_CALL, STEP_CALL_END, STEP_SEPARATOR),
+    ),
     ToolFormat(
         "lfm2",
         (CallSyntax(partial(listed_calls, end="<|tool_call_end|>"), "<|tool_call_start|>", ends_reasoning=True),),

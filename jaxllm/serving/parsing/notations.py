@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.serving.parsing.calls import closing, named_arguments, tool_name
+from jaxllm.serving.parsing.calls import closing, json_calls, named_arguments, tool_name
 from jaxllm.serving.parsing.json_text import MAX_DEPTH, quoted_text
 from jaxllm.serving.parsing.source import (
     Emit,
@@ -40,14 +40,54 @@ def keyed_call(source: Source, writer: CallWriter) -> Scan[None]:
     yield from skip_space(source)
     name = yield from tool_name(source, writer)
     writer.begin(name)
-    yield from skip_space(source)
-    while (yield from one_of(source, ("<arg_key>", "</tool_call>"))) == "<arg_key>":
-        key = (yield from text_until(source, "</arg_key>")).strip()
+    yield from _keyed_arguments(source, writer, name, "")
+
+
+def keyed_calls(
+    source: Source, writer: CallWriter, *, prefix: str = "", separator: str = "", inside: bool = False
+) -> Scan[None]:
+    """<tool_call>name, `separator`, arguments as keyed_call's, or a call as JSON, one after the other; </tool_calls>.
+
+    `prefix` begins the tags' names. `inside` is behind the first <tool_call>.
+    """
+    opening, close = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
+    if not inside:
         yield from skip_space(source)
-        yield from expect(source, "<arg_value>")
+        yield from expect(source, opening)
+    while True:
+        yield from skip_space(source)
+        if (yield from peek(source)) == "{":
+            yield from json_calls(source, writer, close=close)
+        else:
+            name = yield from tool_name(source, writer)
+            writer.begin(name)
+            yield from skip_space(source)
+            if separator:
+                yield from literal(source, separator)
+            yield from _keyed_arguments(source, writer, name, prefix)
+        yield from skip_space(source)
+        if not ((yield from any_left(source)) and (yield from literal(source, opening))):
+            break
+    yield from closing(source, writer, f"</{prefix}tool_calls>")
+
+
+def _keyed_arguments(source: Source, writer: CallWriter, name: str, prefix: str) -> Scan[None]:
+    """Keys and raw values between tags, up to and with </tool_call>. A value's type may be between the two."""
+    key_tag, value_tag = f"<{prefix}arg_key>", f"<{prefix}arg_value>"
+    type_tag, end = f"<{prefix}arg_type>", f"</{prefix}arg_value>"
+    yield from skip_space(source)
+    while (yield from one_of(source, (key_tag, f"</{prefix}tool_call>"))) == key_tag:
+        key = (yield from text_until(source, f"</{prefix}arg_key>")).strip()
+        yield from skip_space(source)
+        types = parameter_types(writer, name, key)
+        if (yield from one_of(source, (value_tag, type_tag))) == type_tag:
+            stated = (yield from text_until(source, f"</{prefix}arg_type>")).strip().lower()
+            types = types or value_types({"type": stated}, {})
+            yield from skip_space(source)
+            yield from expect(source, value_tag)
         writer.key(key)
-        yield from raw_value(source, parameter_types(writer, name, key), ("</arg_value>",), writer.write)
-        yield from expect(source, "</arg_value>")
+        yield from raw_value(source, types, (end,), writer.write)
+        yield from expect(source, end)
         writer.claim()
         yield from skip_space(source)
     writer.end()

@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.conversation import parse_arguments
 from jaxllm.serving.generation import Step
-from jaxllm.serving.openai.logprobs import TokenText, chat_logprobs
+from jaxllm.serving.openai.logprobs import TokenBytes, chat_logprobs
 from jaxllm.serving.parsing.events import Content, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.events import (
@@ -85,7 +85,7 @@ class AnswerWriter:
         *,
         summarizes: bool,
         logprobs_count: int | None,
-        token_text: TokenText,
+        token_bytes: TokenBytes,
         find_tool: Callable[[str], OfferedTool | None],
     ):
         self.calls: list[OutputMcpCall] = []
@@ -94,7 +94,7 @@ class AnswerWriter:
         self._output = output
         self._summarizes = summarizes
         self._logprobs_count = logprobs_count
-        self._token_text = token_text
+        self._token_bytes = token_bytes
         self._find_tool = find_tool
         self._open: Written | None = None
         self._texts: list[str] = []
@@ -270,7 +270,7 @@ class AnswerWriter:
         steps, self._steps = self._steps, []
         if self._logprobs_count is None:
             return []
-        return _logprobs(steps, self._logprobs_count, self._token_text)
+        return _logprobs(steps, self._logprobs_count, self._token_bytes)
 
 
 def _is_object(arguments: str) -> bool:
@@ -281,7 +281,7 @@ def _is_object(arguments: str) -> bool:
     return True
 
 
-def _logprobs(steps: Sequence[Step], count: int, token_text: TokenText) -> list[TokenLogprob]:
+def _logprobs(steps: Sequence[Step], count: int, token_bytes: TokenBytes) -> list[TokenLogprob]:
     return [
         TokenLogprob(
             token.token,
@@ -289,5 +289,5 @@ def _logprobs(steps: Sequence[Step], count: int, token_text: TokenText) -> list[
             token.bytes,
             [OutputTopLogprob(top.token, top.logprob, top.bytes) for top in token.top_logprobs],
         )
-        for token in chat_logprobs(steps, count, token_text).content
+        for token in chat_logprobs(steps, count, token_bytes).content
     ]

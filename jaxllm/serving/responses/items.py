@@ -138,7 +138,7 @@ class MessageItem(InputItem):
 class FunctionCallItem(FunctionCall, InputItem):
     """A call that the model made earlier."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset({"async", "caller", "namespace"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"async", "async_", "caller", "namespace"})
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)

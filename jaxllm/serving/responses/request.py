@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.conversation import MAX_TOOLS
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.sampling import SamplingFields
+from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
 from jaxllm.serving.openai.tools import FunctionDefinition
 from jaxllm.serving.responses.any_item import AnyItem, NewItem
@@ -226,8 +226,8 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
     include: list[Includable] = Field(default_factory=list)
     """message.output_text.logprobs adds log-probabilities. reasoning.encrypted_content adds nothing: a reasoning item
     has its text in the clear, which is what a client has to send back."""
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    """Upper bound on generated tokens, reasoning included; by default what is left of the context."""
+    max_output_tokens: TokenLimit = None
+    """Upper bound on generated tokens, reasoning included; by default, and with -1, what is left of the context."""
     max_tool_calls: int | None = Field(default=None, ge=0)
     """Most calls that this server makes of servers' tools, all together; mcp_max_calls is the default and the most."""
     store: bool = True

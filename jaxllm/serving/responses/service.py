@@ -56,7 +56,7 @@ class Responses:
             _response(body, replies),
             summarizes=body.summarizes,
             logprobs_count=body.logprobs_count,
-            token_text=replies.model.token_text,
+            token_bytes=replies.model.token_bytes,
             find_tool=toolbox.find,
         )
         loop = ToolLoop(

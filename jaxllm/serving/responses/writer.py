@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.openai.logprobs import TokenText
+from jaxllm.serving.openai.logprobs import TokenBytes
 from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.answer_writer import AnswerWriter, OutputItems
 from jaxllm.serving.responses.events import (
@@ -57,7 +57,7 @@ class EventWriter:
         *,
         summarizes: bool,
         logprobs_count: int | None,
-        token_text: TokenText,
+        token_bytes: TokenBytes,
         find_tool: Callable[[str], OfferedTool | None],
     ):
         self.response = response
@@ -68,7 +68,7 @@ class EventWriter:
             self._items,
             summarizes=summarizes,
             logprobs_count=logprobs_count,
-            token_text=token_text,
+            token_bytes=token_bytes,
             find_tool=find_tool,
         )
         self._events = 0

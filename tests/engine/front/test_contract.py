@@ -131,6 +131,7 @@ def test_log_probabilities(engine: AsyncLLM) -> None:
     for step in steps:
         assert 2 <= len(step) <= 3 and len({token for token, _ in step}) == len(step)
         assert all(isinstance(entry.decoded_token, str) and entry.logprob <= 0 for _, entry in step)
+        assert all(entry.token_bytes.decode(errors="replace") == entry.decoded_token for _, entry in step)
         ranks = [entry.rank for _, entry in step[1:]]
         assert ranks == sorted(ranks)
     assert deltas[0].prompt_logprobs is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from jaxllm.engine.front.limits import check_request
@@ -28,3 +29,20 @@ def test_whole_vocabularies_are_for_short_prompts():
     with pytest.raises(InvalidRequestError, match=rf"up to {longest} tokens, or from 0 to 20") as error:
         check_request(INFO, None, [1] * (longest + 1), SamplingParams(prompt_logprobs=-1))
     assert error.value.param == "prompt_logprobs"
+
+
+def test_whole_vocabularies_are_for_short_answers():
+    info, longest = msgspec.structs.replace(INFO, max_logprobs=-1), MAX_ENTRIES // VOCAB
+    check_request(info, None, [1], SamplingParams(logprobs=-1, max_tokens=longest))
+    check_request(info, None, [1] * (4096 - longest), SamplingParams(logprobs=-1, max_tokens=None))
+    check_request(info, None, [1], SamplingParams(logprobs=20, max_tokens=None))
+    for params in (
+        SamplingParams(logprobs=-1, max_tokens=longest + 1),
+        SamplingParams(logprobs=-1, max_tokens=None),
+        SamplingParams(logprobs=-1, max_tokens=longest, n=2),
+    ):
+        with pytest.raises(
+            InvalidRequestError, match=rf"max_tokens of up to {longest // params.n}, or from 0"
+        ) as error:
+            check_request(info, None, [1], params)
+        assert error.value.param == "logprobs"

@@ -173,17 +173,16 @@ def test_an_end_does_not_wait_for_a_start() -> None:
 
 def test_a_process_that_loads_ends_with_the_one_that_started_it() -> None:
     program = (
-        "import multiprocessing, threading, time\n"
+        "import psutil, threading, time\n"
         "from jaxllm.config import EngineConfig\n"
         "from jaxllm.engine.front.process_client import ProcessClient\n"
         "from tests.engine.front import stand_in\n"
         "start = lambda: ProcessClient(EngineConfig(), main=stand_in.never_ready)\n"
-        "if __name__ == '__main__':\n"
-        "    threading.Thread(target=start, daemon=True).start()\n"
-        "    while not multiprocessing.active_children():\n"
-        "        time.sleep(0.01)\n"
-        "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
-        "    time.sleep(600)\n"
+        "threading.Thread(target=start, daemon=True).start()\n"
+        "while not psutil.Process().children():\n"
+        "    time.sleep(0.01)\n"
+        "print(psutil.Process().children()[0].pid, flush=True)\n"
+        "time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:

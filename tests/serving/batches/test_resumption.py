@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from jaxllm.engine.messages import EngineRequest
 from jaxllm.serving.batches.journal import Journal
 from tests.serving import fake_engine
 from tests.serving.batches.running import CHAT, Running, chat, questions
@@ -114,7 +115,11 @@ def test_a_signal_in_the_middle_records_no_answer_cut_short(start: Callable[...,
 
 
 class Poisoned(FakeEngine):
-    """Ends when it is asked question 13."""
+    """Ends when it is asked question 13, which it never answers, however long its end takes."""
+
+    def pause(self, request: EngineRequest, step: int) -> float:
+        asked = bytes(token for token in request.prompt_token_ids if token < 256)
+        return 1000.0 if b"Question 13[" in asked else super().pause(request, step)
 
     def run(self, requests: Any, **arguments: Any) -> Any:
         stream = super().run(requests, **arguments)

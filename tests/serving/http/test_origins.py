@@ -54,6 +54,8 @@ def test_a_key_is_what_lets_in_where_there_is_one(make_client: Any, engine: Fake
         ("evil.example", {"allowed_hosts": "gpu7.example"}, 421),
         ("evil.example", {"allowed_hosts": "*"}, 200),
         ("gpu7.example", {"api_key": "sesame"}, 200),
+        ("jaxllm.sock", {"uds": "/tmp/jaxllm.sock"}, 200),
+        ("jaxllm.sock", {"uds": "/tmp/jaxllm.sock", "allowed_hosts": "gpu7.example"}, 421),
         ("gpu7.example", {"api_key": "sesame", "allowed_hosts": "gpu8.example"}, 421),
     ],
 )

@@ -124,6 +124,23 @@ def test_top_logprobs_are_the_best_whether_or_not_chosen(client: TestClient, cou
     assert [(e["token"], e["logprob"]) for e in content[0]["top_logprobs"]] == expected
 
 
+@pytest.mark.parametrize("numbered", [False, True])
+def test_parts_of_a_character_have_their_own_bytes(client: TestClient, engine: FakeEngine, numbered: bool) -> None:
+    """OpenAI names such a token by its bytes."""
+    engine.reply = "né🤖"
+    asked = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": numbered}
+    choice = post(client, **asked).json()["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "né🤖"
+    assert choice["message"]["content"] == "né🤖"
+    names = [f"token_id:{byte}" for byte in "né🤖".encode()]
+    escapes = ["n", r"\xc3", r"\xa9", r"\xf0", r"\x9f", r"\xa4", r"\x96"]
+    assert [entry["token"] for entry in content] == (names if numbered else escapes)
+    streamed = events(client, stream=True, **asked)
+    entries = [e for c in streamed for e in (c["choices"][0].get("logprobs") or {}).get("content") or []]
+    assert entries == content
+
+
 @pytest.mark.covers("GenerationRequest", "prompt_logprobs")
 def test_prompt_logprobs(client: TestClient) -> None:
     entries = post(client, prompt_logprobs=1).json()["prompt_logprobs"]

@@ -91,6 +91,17 @@ def test_special_tokens_that_are_not_shown_take_no_room(client: TestClient, engi
         assert choice["logprobs"]["text_offset"] == offsets
 
 
+def test_parts_of_a_character_are_named_by_their_bytes(client: TestClient, engine: FakeEngine) -> None:
+    """As OpenAI does; a character begins where its first byte is, and counts once."""
+    engine.reply = "né!🤖x"
+    choice = post(client, prompt="ü", logprobs=0, echo=True).json()["choices"][0]
+    parts = [r"bytes:\xc3", r"bytes:\xbc", "n", r"bytes:\xc3", r"bytes:\xa9", "!"]
+    assert choice["logprobs"]["tokens"][1:7] == parts
+    assert choice["logprobs"]["text_offset"][1:] == [0, 0, 1, 2, 2, 3, 4, 4, 4, 4, 5]
+    assert choice["text"] == "üné!🤖x"
+    assert r"bytes:\xc3" in choice["logprobs"]["top_logprobs"][4]
+
+
 def test_logprobs_zero_returns_the_chosen_token_only(client: TestClient) -> None:
     logprobs = post(client, logprobs=0, max_tokens=3).json()["choices"][0]["logprobs"]
     assert logprobs == {

@@ -27,6 +27,9 @@ TEMPLATES = {
     "Apertus": ("'<|tools_prefix|>' '<|tools_suffix|>' '<|inner_prefix|>'", "apertus", "apertus"),
     "dots": ("<dots_function_call><invoke name=", "dots", None),
     "PLaMo 3": ("<|plamo:begin_tool_requests:plamo|> <|plamo:begin_think:plamo|>", "plamo3", "plamo3"),
+    "Hy 3": ("<tool_calls><tool_call>' + name + '<tool_sep>' <arg_key> <think></think>", "hy_v3", "think"),
+    "K2 Horizon": ("<ifm|tool_calls><ifm|tool_call>", "k2_horizon", None),
+    "Step 3": ("<｜tool_calls_begin｜> function <｜tool_sep｜> <steptml:invoke name=", "step3", None),
     "LongCat": ("<longcat_tool_call> <longcat_think>", "longcat", "longcat"),
     "InternLM 2.5": ("<|action_start|><|plugin|>", "internlm", None),
     "Granite 20B function calling": ("<function_call> {", "granite-20b-fc", None),
@@ -168,6 +171,7 @@ def test_vllms_names_are_taken_or_refused_as_what_they_are(field: str, name: str
         formats = detect_formats(None, **{field: name})
     except ConfigError as error:
         assert name in UNREAD
+        assert name not in (TOOL_ALIASES if field == "tool_call_parser" else REASONING_ALIASES)
         assert f"{field} is {name!r}, a format of vLLM's that jaxllm does not read; it must be one of" in str(error)
         assert not UNREAD[name] or str(error).endswith(f"; the nearest is {UNREAD[name]}")
     else:

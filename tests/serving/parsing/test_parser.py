@@ -173,6 +173,48 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             "]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
             [PARIS_CALL],
         ),
+        (
+            "hy_v3",
+            "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+            "</tool_call>\n<tool_call>get_time<tool_sep></tool_call>\n</tool_calls>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        ("hy_v3", "<tool_call>get_time</tool_call>", [("get_time", "{}")]),
+        (
+            "k2_horizon",
+            "<ifm|tool_calls><ifm|tool_call>get_weather<ifm|arg_key>city</ifm|arg_key><ifm|arg_value>Paris"
+            "</ifm|arg_value></ifm|tool_call>\n<ifm|tool_call>get_time</ifm|tool_call></ifm|tool_calls>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "k2_horizon",
+            "<ifm|tool_calls><ifm|tool_call>get_weather\n<ifm|arg_key>city</ifm|arg_key>\n<ifm|arg_type>string"
+            "</ifm|arg_type>\n<ifm|arg_value>Paris</ifm|arg_value>\n<ifm|arg_key>id</ifm|arg_key><ifm|arg_type>String"
+            "</ifm|arg_type><ifm|arg_value>7</ifm|arg_value></ifm|tool_call></ifm|tool_calls>",
+            [("get_weather", '{"city": "Paris", "id": "7"}')],
+        ),
+        (
+            "k2_horizon",
+            f"<ifm|tool_calls><ifm|tool_call>{JSON_CALL}</ifm|tool_call>\n<ifm|tool_call>{JSON_CALL}</ifm|tool_call>"
+            "</ifm|tool_calls>",
+            [PARIS_CALL] * 2,
+        ),
+        (
+            "step3",
+            '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+            '<steptml:parameter name="city">Paris</steptml:parameter></steptml:invoke><｜tool_call_end｜>\n'
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_time"></steptml:invoke>'
+            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "step3",
+            '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="get_weather">\n'
+            '<steptml:parameter name="city">Paris</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>'
+            '<｜tool_sep｜><｜tool_call_begin｜><steptml:invoke name="get_time"/>'
+            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
         ("gigachat3", f"function call<|role_sep|>\n{JSON_CALL}", [PARIS_CALL]),
         ("longcat", f"<longcat_tool_call>{JSON_CALL}</longcat_tool_call>", [PARIS_CALL]),
         (

@@ -70,6 +70,14 @@ def test_log_probabilities_when_included(post: Callable[..., Any]) -> None:
     assert post(input="hi").json()["output"][0]["content"][0]["logprobs"] == []
 
 
+def test_parts_of_a_character_have_their_own_bytes(sdk: Callable[..., Any]) -> None:
+    client, _ = sdk(reply="é🤖")
+    asked: list[Any] = ["message.output_text.logprobs"]
+    content = client.responses.create(model="fake", input="hi", include=asked).output[0].content[0]
+    assert bytes(byte for entry in content.logprobs for byte in entry.bytes).decode() == content.text == "é🤖"
+    assert [entry.token for entry in content.logprobs][:2] == [r"\xc3", r"\xa9"]
+
+
 def test_a_schema_constrains_the_text(sdk: Callable[..., Any]) -> None:
     class City(BaseModel):
         name: str

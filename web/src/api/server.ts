@@ -5,6 +5,8 @@ import { getJSON, postJSON, reach, request } from "./http";
 export interface Model {
   id: string;
   max_model_len: number;
+  /** False: a base model, which continues text and answers no chats. */
+  has_chat_template: boolean;
   num_parameters: number;
 }
 

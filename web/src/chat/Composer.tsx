@@ -3,6 +3,7 @@ import { Attachments, Sender } from "@ant-design/x";
 import { App, Button, Tag } from "antd";
 import { useEffect, useRef, useState } from "react";
 import { useT } from "../i18n";
+import { isBase, useServer } from "../serverState";
 import type { Settings } from "../settings/fields";
 import type { TextFile } from "../store/messages";
 import type { TreeNode } from "../store/tree";
@@ -26,6 +27,7 @@ interface Props {
 
 export function Composer({ id, draft, onDraft, settings, onSettings, running, shown, onSend }: Props) {
   const t = useT();
+  const base = useServer((state) => isBase(state.models, settings.model));
   const box = useRef<HTMLDivElement>(null);
   const [files, setFiles] = useState<TextFile[]>([]);
   const add = useAddFile(setFiles);
@@ -58,7 +60,7 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
   return (
     <div className="composer" ref={box}>
       <Sender
-        value={draft} onChange={onDraft} placeholder={t("messageHint")}
+        value={draft} onChange={onDraft} placeholder={t(base ? "textHint" : "messageHint")}
         autoSize={{ minRows: 1, maxRows: 10 }} onPaste={paste} onPasteFile={(pasted) => Array.from(pasted).forEach(add)} onKeyDown={press} suffix={false}
         header={files.length > 0 && (
           <div className="files">

@@ -2,9 +2,11 @@
 
 import { create } from "zustand";
 import { streamChat } from "../api/chat";
+import { streamCompletion } from "../api/completions";
 import { APIError } from "../api/http";
 import { streamResponse } from "../api/responses";
 import { translate } from "../i18n";
+import { isBase, useServer } from "../serverState";
 import { usesTools } from "../settings/fields";
 import { change, changeMessage, changeTree, newId, titleOf, useConversations } from "../store/conversations";
 import { decide, ended, grow, newAnswer, pendingCalls, type AssistantMessage, type Message, type StreamEvent, type TextFile } from "../store/messages";
@@ -13,13 +15,6 @@ import { append, branch, lineage, path, ROOT } from "../store/tree";
 
 /** Conversation -> what stops its answer. */
 export const useRuns = create<Record<string, AbortController>>()(() => ({}));
-
-/** The model that answers where a conversation names none. */
-let defaultModel = "";
-
-export function setDefaultModel(model: string): void {
-  defaultModel = model;
-}
 
 export function stop(id: string): void {
   useRuns.getState()[id]?.abort();
@@ -76,7 +71,7 @@ export function approve(id: string, messageId: string, callId: string, yes: bool
 
 function answer(id: string, parent: string): void {
   const messageId = newId();
-  const model = conversation(id).settings.model ?? defaultModel;
+  const model = conversation(id).settings.model ?? useServer.getState().models[0]?.id ?? "";
   changeTree(id, (tree) => append(tree, parent, messageId, newAnswer(model, Date.now())));
   void run(id, messageId);
 }
@@ -115,6 +110,7 @@ function events(id: string, messageId: string, signal: AbortSignal): AsyncGenera
   const history: Message[] = lineage(tree, messageId).map((at) => at.message);
   const last = history.at(-1);
   if (last?.role === "assistant" && last.parts.length === 0) history.pop();
+  if (isBase(useServer.getState().models, settings.model)) return streamCompletion(settings, history, signal);
   const approves = last?.role === "assistant" && last.parts.at(-1)?.kind === "call";
   return approves || (usesTools(settings) && history.at(-1)?.role === "user") ? streamResponse(settings, history, signal) : streamChat(settings, history, signal);
 }

@@ -84,14 +84,17 @@ export function lostWithTools(settings: Settings): string[] {
   return lost;
 }
 
+/** Fields of a chat that have no meaning where a text is continued. */
+const OF_CHATS = ["reasoning_effort", "max_thinking_tokens", "chat_template_kwargs"];
+
 /** The fields of a request, for `api`. */
-export function requestFields(settings: Settings, api: "chat" | "responses"): Record<string, unknown> {
+export function requestFields(settings: Settings, api: "chat" | "responses" | "completion"): Record<string, unknown> {
   const body: Record<string, unknown> = {};
   if (settings.model !== null) body.model = settings.model;
   for (const field of FIELDS) {
     const value = settings.values[field.name];
-    const name = api === "chat" ? field.name : field.response === undefined ? field.name : field.response;
-    if (value === undefined || name === null) continue;
+    const name = api !== "responses" ? field.name : field.response === undefined ? field.name : field.response;
+    if (value === undefined || name === null || (api === "completion" && OF_CHATS.includes(name))) continue;
     const [outer, inner] = name.split(".") as [string, string | undefined];
     body[outer] = inner ? { [inner]: value } : value;
   }

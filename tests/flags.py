@@ -1,0 +1,5 @@
+"""Says the optimization level that Python runs it with."""
+
+import sys
+
+print(sys.flags.optimize)

@@ -1,0 +1,74 @@
+"""Processes of ours run a module of ours, and nothing of the program that started them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxllm.asked_process import AskedProcesses
+from jaxllm.own_process import PipedProcess, command
+from tests.reference.tiny import write_checkpoint
+
+PROGRAM = """
+print("the program runs")
+from jaxllm import LLM, SamplingParams
+
+llm = LLM(
+    {model!r}, engine_process=True, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=96,
+    max_num_seqs=2, max_num_batched_tokens=32, kv_cache_memory="16MiB",
+)
+[output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+print(len(output.outputs[0].token_ids), "tokens")
+"""
+WORKER = """
+from jaxllm.asked_process import answer_questions
+
+answer_questions(lambda asked: asked[::-1], 2**30)
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "standard input"])
+def test_a_program_without_a_main_guard_has_an_engine_process(tmp_path: Path, way: str) -> None:
+    program = PROGRAM.format(model=str(write_checkpoint("llama_gqa", tmp_path)))
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    arguments, given = ([str(script)], None) if way == "file" else (["-"], program)
+    ended = subprocess.run([sys.executable, *arguments], input=given, capture_output=True, text=True, timeout=300)
+    assert ended.stdout.splitlines() == ["the program runs", "4 tokens"], ended.stderr
+
+
+def test_a_file_of_the_working_directory_is_not_taken_for_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "struct.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    pool = AskedProcesses("tests.asked_worker")
+    try:
+        assert pool.ask(b"reverse abc", seconds=60) == b"cba"
+    finally:
+        pool.close()
+
+
+def test_a_process_finds_what_the_program_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_of_a_test.py").write_text(WORKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = AskedProcesses("worker_of_a_test")
+    try:
+        assert pool.ask(b"abc", seconds=60) == b"cba"
+    finally:
+        pool.close()
+
+
+def test_a_process_has_the_flags_of_the_program() -> None:
+    program = "import subprocess; from jaxllm.own_process import command; subprocess.run(command('tests.flags'))"
+    said = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True)
+    assert said.stdout == "2\n", said.stderr
+
+
+def test_a_function_of_the_program_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "__module__", "__main__")
+    with pytest.raises(ValueError, match="command must be a function of a module"):
+        PipedProcess(command)  # type: ignore[arg-type]
