@@ -10,7 +10,7 @@ from cyclopts import App, CycloptsError
 from jaxllm.cli.bench import bench
 from jaxllm.cli.chat import chat
 from jaxllm.cli.compile import compile
-from jaxllm.cli.completion import completion
+from jaxllm.cli.completion import completion_of
 from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
 from jaxllm.cli.models import models
@@ -41,8 +41,9 @@ app = App(
     help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help.",
     version=version,
 )
-for command in (serve, generate, chat, pull, convert, compile, models, plan, bench, profile, completion):
+for command in (serve, generate, chat, pull, convert, compile, models, plan, bench, profile):
     app.command(command)
+app.command(completion_of(app))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
