@@ -164,9 +164,7 @@ class EngineConfig(BaseModel):
     override_generation_config: Object | None = None
     """Defaults of requests, as {"temperature": 0.5}; they win over generation_config."""
     max_logprobs: Annotated[int, Field(ge=-1, le=20)] = 20
-    """Most log-probabilities at a position that a request may ask for; -1 allows up to 20, or -1: the whole vocabulary.
-
-    A prompt's tokens may have whole vocabularies with 20 too."""
+    """Most log-probabilities a request may ask for at a token; -1: the whole vocabulary, as prompts may always have."""
     seed: int = 0
     """Where unseeded requests and dummy weights take their randomness from."""
     skip_tokenizer_init: bool = False

@@ -51,6 +51,8 @@ def commands_of(text: str) -> Iterator[tuple[str, ...]]:
             continue
         pending = ""
         command: list[str] = []
+        if ">" in words:
+            words = words[: words.index(">")]
         for word in [*words, "&&"]:
             if word == "&&":
                 if command:

@@ -10,6 +10,7 @@ from cyclopts import App, CycloptsError
 from jaxllm.cli.bench import bench
 from jaxllm.cli.chat import chat
 from jaxllm.cli.compile import compile
+from jaxllm.cli.completion import completion_of
 from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
 from jaxllm.cli.models import models
@@ -42,6 +43,7 @@ app = App(
 )
 for command in (serve, generate, chat, pull, convert, compile, models, plan, bench, profile):
     app.command(command)
+app.command(completion_of(app))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,14 +19,15 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.cli.documentation import documentation
 from jaxllm.cli.yaml_file import read_yaml
-from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, did_you_mean, sections
+from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, did_you_mean, parse_bytes, sections
 from jaxllm.errors import ConfigError
 
 Config = TypeVar("Config", bound=EngineConfig)
 
 ENV_PREFIX = "JAXLLM_"
 
-_METAVARS = {dict: "PAIRS", frozenset: "NUMBERS"}
+_METAVARS = {str: "TEXT", int: "NUMBER", float: "NUMBER", Path: "PATH", frozenset: "NUMBERS", dict: "JSON"}
+"""What a value is called in --help, by the type of its setting; objects are given as JSON."""
 
 COMMAND_GROUP = Group("Command", sort_key=0)
 CONFIG_FLAG = Parameter(help="YAML file whose keys are the settings below.", group=COMMAND_GROUP)
@@ -139,7 +140,9 @@ def _from_text(text: str, field: FieldInfo) -> Any:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+    """Literal["a", "b"] | None -> ("a", "b"); nothing where other values are accepted too."""
+    types = [kind for kind in _members(annotation) if kind is not type(None)]
+    return get_args(types[0]) if len(types) == 1 and get_origin(types[0]) is Literal else ()
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -151,9 +154,21 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     text = f"{field.description}{accepted}"
     if types == [bool]:
         return _keyword(name, field.default, bool | None, Parameter(help=text, group=_SETTINGS_GROUPS[name]))
-    metavar = "CHOICE" if choices else _METAVARS.get(types[0], types[0].__name__.upper())
+    kind = get_origin(types[0]) or types[0]
+    metavar = "CHOICE" if choices else "SIZE" if _is_size(field) else _METAVARS.get(kind, "JSON")
     default = None if field.default is None else str(field.default)
     return _keyword(name, default, str | None, Parameter(help=text, group=_SETTINGS_GROUPS[name], metavar=metavar))
+
+
+def _is_size(field: FieldInfo) -> bool:
+    """Whether values are numbers of bytes, as 4GiB."""
+    return any(getattr(one, "func", None) is parse_bytes for one in _metadata(field.annotation, field.metadata))
+
+
+def _metadata(annotation: Any, outer: list[Any]) -> list[Any]:
+    """What an Annotated, alone or in a union with None, says besides its type."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return [*outer, *(one for member in members if get_origin(member) is Annotated for one in get_args(member)[1:])]
 
 
 def _keyword(name: str, default: Any, annotation: Any, parameter: Parameter) -> inspect.Parameter:

@@ -148,7 +148,18 @@ def test_serve_measures_a_running_server(cli, server_url: str, tmp_path: Path) -
 
 
 def test_serve_says_what_the_server_refused(cli, server_url: str) -> None:
-    result = cli("bench", "serve", "--url", server_url, "--num-prompts", "2", "--input-len", "8", "--output-len", "5")
+    result = cli(
+        "bench",
+        "serve",
+        "--base-url",
+        f"{server_url}/v1",
+        "--num-prompts",
+        "2",
+        "--input-len",
+        "8",
+        "--output-len",
+        "5",
+    )
     assert result.code == 2
     assert "2 of 2 requests failed; the first: the server answered 400" in result.err
     assert "ids go from 0 to 299" in result.err

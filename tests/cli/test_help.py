@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -55,6 +56,23 @@ def test_help_is_grouped(cli) -> None:
 
 def test_help_lists_the_accepted_values(cli) -> None:
     assert "One of: 8, 16, 32, 64, 128." in cli("serve", "--help").out
+
+
+def test_help_says_in_words_what_a_value_is(cli) -> None:
+    """And not how our code spells its type."""
+    out = cli("serve", "--help").out
+    words = set(re.findall(r"--[a-z-]+\s+(?:│\n│\s+)?([A-Z]{2,})\b", out))
+    assert words == {"TEXT", "NUMBER", "NUMBERS", "SIZE", "PATH", "CHOICE", "JSON"}
+    assert "One of: q4_0, q4_1," in " ".join(re.sub("[│]", " ", out).split())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_flags(cli, shell: str) -> None:
+    script = cli("completion", shell).out
+    assert "max-model-len" in script and "perplexity" in script
+    if program := shutil.which(shell):
+        checked = subprocess.run([program, "-n"], input=script, text=True, capture_output=True, timeout=30)
+        assert checked.returncode == 0, checked.stderr
 
 
 def test_help_lists_the_commands(cli) -> None:

@@ -31,7 +31,7 @@ Concurrency = Annotated[
 def serve(
     config: ServeConfig,
     *,
-    url: Annotated[str | None, Parameter(group=LOAD_GROUP)] = None,
+    url: Annotated[str | None, Parameter(name=("--url", "--base-url"), group=LOAD_GROUP)] = None,
     num_prompts: Count = 100,
     input_len: Count = 128,
     output_len: Count = 128,
@@ -47,7 +47,7 @@ def serve(
     Starts a server with the settings below, or drives the running one at --url.
 
     Args:
-        url: A running server (http://127.0.0.1:8000); the settings below then only say which model and API key to use.
+        url: A running server, as http://127.0.0.1:8000; the settings below then only name the model and the API key.
         num_prompts: Requests in all.
         input_len: Tokens in each prompt, drawn at random.
         output_len: Tokens generated for each prompt, whatever the model says.
@@ -61,6 +61,8 @@ def serve(
     refused = sorted(config.model_fields_set - {"model", "api_key", "seed"})
     if url is not None and refused:
         raise ConfigError(f"{refused[0]} cannot be set with --url: that server has its own settings")
+    if url is not None:
+        url = url.rstrip("/").removesuffix("/v1")
     from jaxllm.cli.bench.process import server
 
     with nullcontext(url) if url is not None else server(config, ready_timeout) as address:
