@@ -32,7 +32,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
 from jaxllm.cpu_kernels.huge_pages import zeros
-from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
+from jaxllm.cpu_kernels.library import available, forced, isa, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
     RowNorm,
@@ -66,7 +66,6 @@ __all__ = [
     "linear",
     "linears",
     "mlp",
-    "physical_cores",
     "reason",
     "repack",
     "runnable_isas",
