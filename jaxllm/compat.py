@@ -255,6 +255,12 @@ def share_device_memory(share: float) -> None:
         os.environ[_MEMORY_SHARES[0]] = f"{min(share + _SPARE_SHARE, 1):.2f}"
 
 
+def keep_to_cores(count: int) -> None:
+    """Let XLA's pools have `count` threads, where no variable says how many; as above, before its backend starts."""
+    if "NPROC" not in os.environ and not xla_bridge.backends_are_initialized():
+        os.environ["NPROC"] = str(count)
+
+
 def device_memory(device: jax.Device) -> tuple[int, int] | None:
     """(bytes this process may use, all bytes it could have asked for) of `device`; None if it does not say (CPU)."""
     stats = device.memory_stats()

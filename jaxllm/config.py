@@ -297,7 +297,7 @@ class ServerConfig(BaseModel):
     """End every stream of chat and text completions with its usage, as if stream_options asked for it."""
 
     mcp_config: Path | None = None
-    """A file of MCP tool servers to start with this one (default ./mcp.json if there is one; off for none)."""
+    """A file of MCP tool servers to start with this one (default: none, also where ./mcp.json exists)."""
     mcp_inject: bool = True
     """Offer the MCP servers' tools to chats and responses that bring no tools of their own."""
     mcp_result_limit: Annotated[int, Field(ge=100)] = 20_000

@@ -35,7 +35,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
 from jaxllm.cpu_kernels.huge_pages import zeros
-from jaxllm.cpu_kernels.library import available, forced, isa, physical_cores, reason, runnable_isas, set_threads
+from jaxllm.cpu_kernels.library import available, forced, isa, reason, runnable_isas, set_threads
 from jaxllm.cpu_kernels.norms import normalise
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
@@ -73,7 +73,6 @@ __all__ = [
     "log_sum_exp",
     "mlp",
     "normalise",
-    "physical_cores",
     "reason",
     "repack",
     "runnable_isas",

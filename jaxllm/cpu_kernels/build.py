@@ -15,9 +15,13 @@ from filelock import FileLock
 from jaxllm.config import CACHE_DIR
 from jaxllm.cpu_kernels.compiler import LIBRARY, compile_library, find_compiler, output_of, sources_version
 from jaxllm.folders import cache_or_temporary
+from jaxllm.machine import cores, memory
 from jaxllm.progress import progress_bar
 
 logger = logging.getLogger(__name__)
+
+COMPILER_BYTES = 2**29
+"""What a compiler may need for one of the files."""
 
 PACKAGED = Path(__file__).parent / "packaged"
 """Where a wheel has it (`hatch_build.py` at the root of the checkout)."""
@@ -63,5 +67,10 @@ def _compile(compiler: str, machine: str, path: Path) -> None:
     logger.warning("compiling the CPU kernels with %s, once for this version; it takes a minute or two", compiler)
     begin = time.perf_counter()
     with progress_bar("Compiling the CPU kernels") as on_progress:
-        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress)
+        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, _at_once())
     logger.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begin)
+
+
+def _at_once() -> int:
+    """Compilers that run at a time: one a core, each with the memory that it needs."""
+    return max(1, min(cores().usable, memory().available // COMPILER_BYTES))

@@ -69,11 +69,16 @@ def sources_version(machine: str) -> str:
 
 
 def compile_library(
-    compiler: str, machine: str, headers: Path, library: Path, on_progress: Callable[[int, int], None] | None = None
+    compiler: str,
+    machine: str,
+    headers: Path,
+    library: Path,
+    on_progress: Callable[[int, int], None] | None = None,
+    at_once: int | None = None,
 ) -> None:
     """Make the shared library `library` for every ISA of `machine`, with the FFI's headers of a jaxlib.
 
-    `on_progress` is called with (files compiled, files in all).
+    `on_progress` is called with (files compiled, files in all). `at_once`: compilers at a time; None: one a core.
 
     Raises:
         BuildError: the compiler failed.
@@ -86,7 +91,7 @@ def compile_library(
         ]
         common = [compiler, *FLAGS, "-I", str(headers)]
         commands = [[*common, *flags, "-c", str(source), "-o", f"{work}/{name}"] for source, name, flags in jobs]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(at_once or os.cpu_count()) as pool:
             running = [pool.submit(output_of, command) for command in commands]
             for done, compiled in enumerate(as_completed(running)):
                 compiled.result()

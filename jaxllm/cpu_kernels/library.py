@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import psutil
 
 from jaxllm.compat import check_cpu_targets_at_once
 from jaxllm.config import CPU_ISA_VARIABLE
 from jaxllm.cpu_kernels.build import compiled_path, packaged_path
 from jaxllm.cpu_kernels.compiler import ISAS, BuildError
+from jaxllm.machine import physical_cores
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _loading = threading.Lock()
 def load() -> Loaded:
     """Load the library, compiled now if need be, and register its FFI targets with JAX; once a process.
 
-    `$JAXLLM_CPU_ISA` forces an instruction set. Threads: one a physical core that this process may use.
+    `$JAXLLM_CPU_ISA` forces an instruction set. Threads: one a physical core that this process may keep busy.
     """
     if not _loaded:
         with _loading:
@@ -136,12 +136,6 @@ def runnable_isas() -> list[str]:
 def _runnable(lib: ctypes.CDLL) -> list[str]:
     isas = [*reversed(ISAS.get(platform.machine(), {})), "portable"]
     return [isa for isa in isas if lib.jaxllm_runs_isa(isa.encode())]
-
-
-def physical_cores() -> int:
-    """Physical cores among those that this process may run on."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def set_threads(count: int) -> None:

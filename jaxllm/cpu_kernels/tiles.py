@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from jaxllm.cpu_kernels.huge_pages import Room
-from jaxllm.cpu_kernels.library import library, physical_cores
+from jaxllm.cpu_kernels.library import library
+from jaxllm.machine import physical_cores
 
 GROUP = 16
 """Output rows in a tile."""

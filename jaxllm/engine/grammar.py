@@ -7,7 +7,6 @@ They fill their masks together, on threads, while the device runs the step that 
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Sequence
@@ -21,12 +20,13 @@ from tokenizers import Tokenizer
 from jaxllm.engine.markers import MarkerSearch
 from jaxllm.engine.masks import ALL, forbid
 from jaxllm.errors import InvalidRequestError, one_line
+from jaxllm.machine import cores
 from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
 from jaxllm.requests.structured_outputs import StructuredOutputs, new_matcher
 from jaxllm.threads import call_with_stack
 
-THREADS = min(4, os.cpu_count() or 1)
+THREADS = min(4, cores().usable)
 BUILD_STACK_BYTES = 2 * COMPILE_STACK_BYTES
 """For a matcher: a grammar that another process has compiled in half of it does not overflow it."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,10 @@ from jaxllm.config import did_you_mean
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.mcp.settings import LABEL, ServerSettings, Transport
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_PATH = Path("mcp.json")
+"""What others call such a file; here it has to be named."""
 OFF = Path("off")
 """Given instead of a file: no servers, whatever lies here."""
 
@@ -57,12 +61,13 @@ class Entry(BaseModel):
 
 
 def find_settings(path: Path | None) -> tuple[Path | None, list[ServerSettings]]:
-    """The file that is meant, and its servers: `path`, or ./mcp.json if that exists; OFF means none.
+    """The file that is meant, and its servers; None and OFF mean none.
 
+    A ./mcp.json that nobody has named starts nothing: a folder of somebody else's would run its programs here.
     Raises ConfigError: see `read_settings`.
     """
     if path is None and DEFAULT_PATH.is_file():
-        path = DEFAULT_PATH
+        logger.warning("mcp.json in this folder is not used; start its tool servers with --mcp-config mcp.json")
     if path is None or path == OFF:
         return None, []
     return path, read_settings(path)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -63,9 +64,10 @@ def serve(config: ServeConfig) -> None:
             raise ConfigError(f"data_dir is {str(config.data_dir)!r}, where nothing can be written: {reason}")
         read_chat_template(config)
         detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names before loading
-        tool_servers, _ = find_settings(config.mcp_config)
-        if tool_servers is not None:
-            logger.info("tool servers from %s", tool_servers)
+        tool_servers, named = find_settings(config.mcp_config)
+        for one in named:
+            place = one.command or urlsplit(one.url or "").hostname  # no more of it: arguments and paths may be secret
+            logger.info("tool server %s from %s: %s", one.label, tool_servers, place)
         process = config.engine_process is None or config.engine_process
         engines: list[AsyncLLM] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from jaxllm.config import ServerConfig, comma_separated
 from jaxllm.errors import ConfigError
+from jaxllm.machine import cores
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.requests.compiled_grammars import end_compiling
@@ -51,7 +51,7 @@ class ServerState:
         self.tool_servers = ToolServers(find_settings(config.mcp_config)[1], result_limit=config.mcp_result_limit)
         """Begun and ended with the application."""
         self.created = int(time.time())
-        self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="jaxllm-tokenize")
+        self._workers = ThreadPoolExecutor(min(4, cores().usable), thread_name_prefix="jaxllm-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-bodies")
         self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
 

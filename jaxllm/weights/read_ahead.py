@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from jaxllm.errors import CheckpointError
+from jaxllm.machine import memory
 from jaxllm.weights.folder import model_file
 from jaxllm.weights.gguf_parts import part_files
 
@@ -25,7 +24,7 @@ def reading_ahead(path: Path) -> Iterator[None]:
     the loader, which says so.
     """
     files = part_files(path) if path.is_file() else sorted(_files_of(path))
-    left, ended = psutil.virtual_memory().available // 2, threading.Event()
+    left, ended = memory().available // 2, threading.Event()
 
     def read() -> None:
         buffer, budget = bytearray(CHUNK), left

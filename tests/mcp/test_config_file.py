@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,13 +144,18 @@ def test_no_value_that_may_be_secret_is_said(write: Write) -> None:
         assert "12345678" not in str(raised.value)
 
 
-def test_where_the_file_is_looked_for(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_nobody_has_named_starts_nothing(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_settings(None) == (None, [])
     with pytest.raises(ConfigError, match=r"mcp_config is 'other\.json': no such file or directory"):
         find_settings(Path("other.json"))
     here = write(only(command="x"))
-    assert find_settings(None) == (Path("mcp.json"), [ServerSettings("a", "stdio", command="x")])
+    with caplog.at_level(logging.WARNING):
+        assert find_settings(None) == (None, [])
+    assert "mcp.json in this folder is not used; start its tool servers with --mcp-config mcp.json" in caplog.text
+    assert find_settings(Path("mcp.json")) == (Path("mcp.json"), [ServerSettings("a", "stdio", command="x")])
     assert find_settings(Path("off")) == (None, [])
     elsewhere = here.rename(tmp_path / "other.json")
     assert find_settings(elsewhere)[0] == elsewhere

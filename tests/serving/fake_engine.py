@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -393,6 +394,7 @@ if __name__ == "__main__":
     from jaxllm.serving.listener import bind
 
     port, delay, timeout = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-    settings = ServeConfig(model="fake", port=port, shutdown_timeout=timeout)
+    tool_servers = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    settings = ServeConfig(model="fake", port=port, shutdown_timeout=timeout, mcp_config=tool_servers)
     serve_engine(settings, FakeEngine(delay=delay), bind(settings.host, settings.port))
     print("stopped", flush=True)

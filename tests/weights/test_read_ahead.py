@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm.machine import Memory
 from jaxllm.weights import read_ahead
 from jaxllm.weights.read_ahead import reading_ahead
 
@@ -61,8 +62,7 @@ def test_all_files_of_a_folder_are_cached(tmp_path: Path) -> None:
 
 def test_it_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [make_uncached(tmp_path / name) for name in ("1", "2")]
-    free = type("Memory", (), {"available": 2 * SIZE})()
-    monkeypatch.setattr(read_ahead.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(read_ahead, "memory", lambda: Memory(4 * SIZE, 2 * SIZE))
     with reading_ahead(tmp_path):
         wait_until_done()
     assert cached_pages(paths[0]) == SIZE // mmap.PAGESIZE

@@ -12,7 +12,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxllm import compat, cpu_kernels
+from jaxllm import compat, cpu_kernels, machine
 from jaxllm.config import EngineConfig, format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core import EngineCore
@@ -26,10 +26,11 @@ from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.host_memory import check_host_memory
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.options import wants_cpu_kernels
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
-from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.platform import Platform, prepare_backend
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.engine.state_cache import StateCache
 from jaxllm.errors import CheckpointError, ConfigError
@@ -78,7 +79,7 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
     tokenizer = resolve_tokenizer(config)
     clock.lap("tokenizer")
     check_free_memory(config.tensor_parallel_size, config.gpu_memory_utilization)
-    compat.share_device_memory(config.gpu_memory_utilization)
+    prepare_backend(config.gpu_memory_utilization)
     tell("Looking at the devices and the kernels")
     mesh = build_mesh(config.tensor_parallel_size)
     platform = Platform.of(mesh.devices.flat[0])
@@ -88,6 +89,9 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
     blueprint = make_blueprint(config, checkpoint, platform)
     if platform.memory is not None:
         logger.info(device_line(mesh, platform.memory, blueprint.plan.planned_bytes))
+    for line in machine.limits():
+        logger.info(line)
+    check_host_memory(blueprint.plan, platform)
     for line in blueprint.plan.summary().splitlines():
         logger.info(line)
     for note in blueprint.plan.notes:

@@ -13,7 +13,7 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from jaxllm import compat, cpu_kernels
+from jaxllm import compat, cpu_kernels, machine
 from jaxllm.engine.device.executables import COMPILER_OPTIONS
 from jaxllm.engine.device.saved import fingerprint
 from jaxllm.engine.start.plan import Blueprint
@@ -73,5 +73,5 @@ def _processor() -> str:
         lines = CPU_INFO.read_text(errors="replace").splitlines()
         told = ("model name", "flags", "Features", "CPU part")
         features = "\n".join(dict.fromkeys(line for line in lines if line.startswith(told)))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = machine.allowed_cores()
     return f"{platform.machine()}, {fingerprint(features)}, {cores} cores, NPROC {os.environ.get('NPROC', '')}"

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import psutil
 
-from jaxllm import compat
+from jaxllm import compat, machine
 from jaxllm.sharding.devices import find_devices
+
+
+def prepare_backend(utilization: float) -> None:
+    """Before JAX's backend starts: how much of an accelerator's memory it takes, and how many of the host's cores."""
+    compat.share_device_memory(utilization)
+    cores = machine.cores()
+    if cores.limit is not None:
+        compat.keep_to_cores(cores.usable)
 
 
 @dataclass(frozen=True)
@@ -24,11 +31,13 @@ class Platform:
     """What one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
     device: str = ""
     """What its maker calls it."""
+    host_memory: int | None = None
+    """What this process may use of the host in all; None: not known."""
 
     @classmethod
     def current(cls, utilization: float) -> Platform:
         """JAX's platform in this process, of whose memory an accelerator's share is asked for if it has not started."""
-        compat.share_device_memory(utilization)
+        prepare_backend(utilization)
         return cls.of(find_devices()[0])
 
     @classmethod
@@ -36,5 +45,7 @@ class Platform:
         """The machine that a mesh's device is one of."""
         memory = compat.device_memory(device)
         limit, total = memory or (None, None)
-        host = psutil.virtual_memory().available
-        return cls(device.platform, device.client.device_count(), limit, host, total, device.device_kind)
+        host = machine.memory()
+        return cls(
+            device.platform, device.client.device_count(), limit, host.available, total, device.device_kind, host.total
+        )

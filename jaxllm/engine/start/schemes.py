@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import EngineConfig, format_bytes
-from jaxllm.cpu_kernels.library import physical_cores
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.machine import physical_cores
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Weight
 from jaxllm.sharding.devices import find_devices

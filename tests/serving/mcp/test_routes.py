@@ -131,7 +131,7 @@ def program(tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str]
 
     def start() -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serving.fake_engine", "0", "0", "1"],
+            [sys.executable, "-m", "tests.serving.fake_engine", "0", "0", "1", "mcp.json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

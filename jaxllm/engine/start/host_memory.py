@@ -1,0 +1,36 @@
+"""Whether a plan fits into the memory that this process may use of the host."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxllm.config import format_bytes
+from jaxllm.engine.start.plan import EnginePlan
+from jaxllm.engine.start.platform import Platform
+from jaxllm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PROCESS_BYTES = 600 * 2**20
+"""What Python, JAX, compiled steps and the tokenizer of a process take besides weights and caches, at least."""
+
+
+def check_host_memory(plan: EnginePlan, platform: Platform) -> None:
+    """Raises ConfigError where the plan needs more than this process may ever use of the host, on a CPU.
+
+    The system would end the process without a word. What is in use now may be given back until then: a warning.
+    """
+    if platform.memory_limit is not None or platform.host_memory is None:
+        return
+    needed = PROCESS_BYTES + plan.planned_bytes
+    room = f"{format_bytes(PROCESS_BYTES)} for the program itself, {format_bytes(plan.weight_bytes)} of weights, "
+    room += f"{format_bytes(plan.kv_bytes)} of KV cache and {format_bytes(plan.workspace_bytes)} to compute in"
+    if needed > platform.host_memory:
+        raise ConfigError(
+            f"{plan.model} needs {format_bytes(needed)} of memory ({room}), and this process may have "
+            f"{format_bytes(platform.host_memory)}; raise the container's limit, lower kv_cache_memory, max_model_len "
+            "or max_num_seqs, or quantize the weights (isq)"
+        )
+    if needed > platform.free_host_memory:
+        free = format_bytes(platform.free_host_memory)
+        logger.warning("%s of memory are free, and %s will be needed: %s", free, format_bytes(needed), room)

@@ -1,0 +1,141 @@
+"""What this process may use of the machine it runs on: memory and cores, under the limits of control groups too.
+
+A container is a control group with limits (https://docs.kernel.org/admin-guide/cgroup-v2.html, and cgroup-v1/memory for
+the older kind). Groups lie in one another, and the smallest limit among a process's group and all that hold it counts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_UNLIMITED = 2**60
+"""Version 1 writes a number near 2**63 where there is no limit."""
+_ROOT = Path("/")
+
+
+class Memory(NamedTuple):
+    """Bytes that this process may use in all, and those of them that are free."""
+
+    total: int
+    available: int
+    limit: Path | None = None
+    """The file whose limit makes `total` less than what the machine has."""
+
+
+class Cores(NamedTuple):
+    """Logical cores that this process may keep busy."""
+
+    usable: int
+    limit: Path | None = None
+    """The file whose quota makes `usable` less than the cores that it may run on."""
+
+
+def memory(root: Path = _ROOT) -> Memory:
+    """The machine's memory, or that of the tightest control group. `root` is for tests: where /proc and /sys lie."""
+    host = psutil.virtual_memory()
+    found = Memory(host.total, host.available)
+    for group, version in _groups(root, "memory"):
+        names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        statistics = _statistics(group / "memory.stat")
+        used = _number(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or 0
+        prefix = "" if version == 2 else "total_"
+        used -= statistics.get(f"{prefix}inactive_file", 0) + statistics.get(f"{prefix}active_file", 0)
+        limits = [(_number(group / name), group / name) for name in names]
+        limits.append((statistics.get("hierarchical_memory_limit"), group / "memory.stat"))
+        for limit, file in limits:
+            if limit is None or limit >= _UNLIMITED:
+                continue
+            free = max(0, min(found.available, limit - max(used, 0)))
+            smaller = limit < found.total
+            found = Memory(min(limit, found.total), free, file if smaller else found.limit)
+    return found
+
+
+def cores(root: Path = _ROOT) -> Cores:
+    """The cores that this process may run on (its affinity, which a cpuset narrows), or its quota of them if less.
+
+    A quota is rounded up, as Go's and Java's run times do: 1.5 cores are two threads, which get all of the quota, where
+    one would leave a third of it unused. `root` is as in `memory`.
+    """
+    found = Cores(allowed_cores())
+    for group, version in _groups(root, "cpu"):
+        if version == 2:
+            file = group / "cpu.max"
+            quota, _, period = _text(file).partition(" ")
+        else:
+            file = group / "cpu.cfs_quota_us"
+            quota, period = _text(file), _text(group / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            count = max(1, math.ceil(int(quota) / int(period)))
+            found = Cores(count, file) if count < found.usable else found
+    return found
+
+
+def limits(root: Path = _ROOT) -> list[str]:
+    """For the log: what control groups allow and where they say so, a line for each; `root` is as in `memory`."""
+    of_memory, of_cores, lines = memory(root), cores(root), []
+    if of_memory.limit is not None:
+        sizes = f"{of_memory.total / 2**20:,.0f} MiB of memory, {of_memory.available / 2**20:,.0f} MiB of them free"
+        lines.append(f"{of_memory.limit} allows {sizes}")
+    if of_cores.limit is not None:
+        lines.append(f"{of_cores.limit} allows {of_cores.usable} of {allowed_cores()} cores")
+    return lines
+
+
+def allowed_cores() -> int:
+    """The logical cores that this process may run on, however long it may run on them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may keep busy: a second thread of a core gains arithmetic nothing."""
+    usable = cores().usable
+    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's control group and of those that hold it, innermost first, each with its version."""
+    paths = {}
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        # 36 35 0:31 /docker/ab /sys/fs/cgroup/memory rw,nosuid shared:9 - cgroup cgroup rw,memory
+        fields, _, kind = line.partition(" - ")
+        system, *_, options = kind.split()
+        _, _, _, mounted, place, *_ = fields.split()
+        if system == "cgroup2" and "" in paths:
+            path, version = paths[""], 2
+        elif system == "cgroup" and controller in options.split(",") and controller in paths:
+            path, version = paths[controller], 1
+        else:
+            continue
+        top = root / place.lstrip("/")
+        group = top
+        if Path(path).is_relative_to(mounted):
+            group = top / Path(path).relative_to(mounted)
+        yield from ((folder, version) for folder in (group, *group.parents) if folder.is_relative_to(top))
+
+
+def _text(file: Path) -> str:
+    """Empty where there is no such file: another system, or a kernel without that controller."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file)
+    return int(text) if text.isdecimal() else None
+
+
+def _statistics(file: Path) -> dict[str, int]:
+    rows = (line.split() for line in _text(file).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
