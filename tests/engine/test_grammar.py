@@ -125,6 +125,24 @@ def test_an_answer_that_does_not_open_with_the_marker_is_constrained_from_its_fi
     assert "<|im_end|>" not in text or text.endswith(("[yes]", "[no]"))
 
 
+OPENS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{% if enable_thinking is false %}</think>\n{% endif %}"
+)
+
+
+def test_a_chat_is_constrained_behind_the_reasoning_that_its_prompt_opens(llm):
+    asked = params(structured_outputs=StructuredOutputs(choice=("[yes]", "[no]")), max_tokens=32)
+    hello = [{"role": "user", "content": "Is it so?"}]
+
+    def answer(**variables) -> str:
+        outputs = llm.chat(hello, asked, False, chat_template=OPENS, chat_template_kwargs=variables)
+        return outputs[0].outputs[0].text
+
+    thought, closing, text = answer().partition("</think>")
+    assert thought and closing and text.strip() in ("[yes]", "[no]")
+    assert answer(enable_thinking=False) in ("[yes]", "[no]")
+
+
 @pytest.mark.parametrize("known", REASONING_FORMATS, ids=lambda known: known.name)
 def test_a_model_that_does_not_reason_is_constrained_whatever_the_marks(llm, known):
     """Most marks are several tokens of this vocabulary."""
