@@ -178,6 +178,23 @@ def test_reasoning_may_come_first_whole(llm, known):
     assert constraint.complete
 
 
+def test_what_follows_the_closing_mark_in_its_last_token_is_constrained_too(llm):
+    """In this vocabulary `">` is one token, so that a mark that ends with `"` may end inside one."""
+    backend = llm.tokenizer.backend
+    token = backend.token_to_id('">')
+    for choices, allowed in (((">yes", ">no"), True), (("yes", "no"), False)):
+        constraint = Grammars(backend, 49152, [0, 2]).build(StructuredOutputs(choice=choices, after='"'))
+        assert not constraint.active
+        if not allowed:
+            with pytest.raises(InvalidRequestError, match=r"begins the answer with '>', which the constraint does not"):
+                constraint.accept(token)
+            continue
+        constraint.accept(token)
+        for rest in backend.encode("no", add_special_tokens=False).ids:
+            constraint.accept(rest)
+        assert constraint.complete
+
+
 def test_an_answer_cannot_end_inside_its_reasoning(llm):
     """A model that would rather stop there thinks on, up to max_tokens, and says so."""
     outputs = StructuredOutputs(choice=("[yes]", "[no]"), after="<|im_start|>")
