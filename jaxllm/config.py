@@ -294,7 +294,7 @@ class ServerConfig(BaseModel):
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
     enable_force_include_usage: bool = False
-    """End every stream of chat and text completions with its usage, as if stream_options asked for it."""
+    """Send the usage at the end of every stream of chat and text completions, and what it is so far in every chunk."""
 
     mcp_config: Path | None = None
     """A file of MCP tool servers to start with this one (default: none, also where ./mcp.json exists)."""

@@ -18,6 +18,8 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.text.reasoned_answers import constrained_answer, told_to_think
+from jaxllm.text.reasoning import template_reasoning
 from jaxllm.text.tokenizer import Tokenizer
 
 Item = tuple[str | None, list[int], SamplingParams]
@@ -83,6 +85,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered through the model's chat template.
 
+        Where that shows how the model marks its reasoning, a constraint on the answer begins behind the reasoning, and
+        without max_thinking_tokens half of max_tokens is left for it.
+
         Raises:
             InvalidRequestError: the model has no chat template, or it refuses the messages.
         """
@@ -91,6 +96,8 @@ class LLM:
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params(sampling_params, len(conversations))
         requests: list[Item] = []
+        reasoning = template_reasoning(chat_template or tokenizer.chat_template)
+        thinks = told_to_think(chat_template_kwargs or {})
         for conversation, p in zip(conversations, params, strict=True):
             text = tokenizer.apply_chat_template(
                 conversation,
@@ -99,7 +106,10 @@ class LLM:
                 chat_template=chat_template,
                 **(chat_template_kwargs or {}),
             )
-            requests.append((text, tokenizer.encode_chat(text), p))
+            continued = conversation[-1].get("content") if continue_final_message else ""
+            continued = continued if isinstance(continued, str) else ""
+            asked = constrained_answer(p, reasoning, text, continued=continued, thinks=thinks)
+            requests.append((text, tokenizer.encode_chat(text), asked))
         return self._run(requests, use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:

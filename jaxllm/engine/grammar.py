@@ -43,9 +43,15 @@ class Constraint:
     """
 
     def __init__(
-        self, matcher: LLMatcher, outputs: StructuredOutputs, tokenizer: Tokenizer, opening: LLMatcher | None = None
+        self,
+        matcher: LLMatcher,
+        outputs: StructuredOutputs,
+        tokenizer: Tokenizer,
+        vocabulary: LLTokenizer,
+        opening: LLMatcher | None = None,
     ):
         self.matcher = matcher
+        self._vocabulary = vocabulary
         self.opening = opening
         self.active = outputs.after is None or opening is not None
         """The grammar has a say; else the reasoning is open, which anything but the answer's end may continue."""
@@ -79,6 +85,8 @@ class Constraint:
             self.check(" (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)")
         else:
             self.active = self._after.add(token)
+            if self.active:
+                self._begin()
 
     def _accept_first(self, token: int, opening: LLMatcher) -> None:
         """A token of an answer that may begin with reasoning until this one."""
@@ -90,8 +98,24 @@ class Constraint:
         elif any(opened):
             self.opening, self.active, self._direct = None, ended, True
             self.matcher.reset()
+            if ended:
+                self._begin()
         else:
             self._direct = self._direct and self.matcher.try_consume_tokens([token]) == 1
+
+    def _begin(self) -> None:
+        """Follow what of the answer is in the token that ended the reasoning, as `{` in `>{`.
+
+        Raises:
+            GrammarError: the grammar does not allow it.
+        """
+        text = self._after.behind.lstrip()
+        tokens = self._vocabulary.tokenize_bytes(text.encode()) if text else []
+        if self.matcher.try_consume_tokens(tokens) < len(tokens):
+            raise GrammarError(
+                f"the token that ended the reasoning begins the answer with {text!r}, which the constraint does not "
+                "allow; another seed may go another way"
+            )
 
     def forced(self) -> list[int]:
         """Tokens that must follow: there is no choice, so they need no sampling."""
@@ -126,7 +150,7 @@ class Grammars:
         self.prepare()
         grammar = compile_grammar(outputs)
         matcher = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: new_matcher(self._vocabulary, grammar))
-        constraint = Constraint(matcher, outputs, self._tokenizer, self._opening(outputs))
+        constraint = Constraint(matcher, outputs, self._tokenizer, self._vocabulary, self._opening(outputs))
         constraint.check()
         return constraint
 

@@ -17,11 +17,15 @@ class MarkerSearch:
         self._tokenizer = tokenizer
         self._text = text
         self._tail: list[int] = []
+        self.behind = ""
+        """What the token that completed the text has behind it."""
 
     def add(self, token: int) -> bool:
         """Whether this token completes the text."""
         self._tail = [*self._tail[1 - MARKER_TOKENS :], token]
-        return self._text in self._tokenizer.decode(self._tail, skip_special_tokens=False)
+        text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
+        _, found, self.behind = text.partition(self._text) if self._text else ("", "", "")
+        return bool(found)
 
 
 def closing_tokens(markers: ThinkingMarkers, tokenizer: Tokenizer) -> list[int]:

@@ -15,6 +15,7 @@ from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, 
 from jaxllm.serving.conversation import Conversation, Tool, ToolChoice
 from jaxllm.serving.parsing.grammar import tool_constraint
 from jaxllm.serving.parsing.output_format import OutputFormats
+from jaxllm.text.reasoned_answers import reasoning_end
 
 CONSTRAINT = Field("structured_outputs")
 """What the request itself asks of the text."""
@@ -36,7 +37,8 @@ def answer_constraint(
     With tools and a constraint on the text, an answer that may call is either; one that must call only calls.
     Raises InvalidRequestError naming the field.
     """
-    after = _reasoning_end(conversation, formats, prompt_text, in_reasoning)
+    thinks = conversation.rendering.thinks
+    after = reasoning_end(formats.reasoning, prompt_text, in_reasoning=in_reasoning, thinks=thinks)
     constraint = _constraint(conversation, formats, after, special_tokens)
     if constraint is None or constraint.after is None or in_reasoning or formats.reasoning is None:
         return constraint
@@ -121,16 +123,3 @@ def _either(calls: StructuredOutputs, answer: StructuredOutputs) -> StructuredOu
 def _needs_choice(answer: StructuredOutputs) -> InvalidRequestError:
     problem = f" ({answer.kind}) with tools needs a tool_choice: none to answer, required to call"
     return InvalidRequestError([CONSTRAINT, problem])
-
-
-def _reasoning_end(
-    conversation: Conversation, formats: OutputFormats, prompt_text: str, in_reasoning: bool
-) -> str | None:
-    """The text that ends the reasoning the answer may begin with."""
-    if formats.reasoning is None:
-        return None
-    if formats.reasoning.answer:
-        return formats.reasoning.answer
-    close = formats.reasoning.close
-    none_left = prompt_text.rstrip().endswith(close) or conversation.rendering.thinks is False
-    return close if in_reasoning or not none_left else None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.shown import shown
+from jaxllm.text.reasoned_answers import THINKING_VARIABLES, told_to_think
 
 MAX_PIECES = 8192
 """Messages, parts of their contents, and tool calls, together."""
@@ -32,9 +33,6 @@ RESERVED_VARIABLES = frozenset({
     "tokenize", "tools",
 })  # fmt: skip
 """Set by the server or by other fields, so chat_template_kwargs may not."""
-
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""What templates call the switch: Qwen, GLM and SmolLM the first, DeepSeek and Granite the second."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,7 @@ class Rendering:
     @property
     def thinks(self) -> bool | None:
         """Whether the template was told to let the model think; None where nothing was said."""
-        told = next((self.variables[name] for name in THINKING_VARIABLES if name in self.variables), None)
-        return None if told is None else bool(told)
+        return told_to_think(self.variables)
 
     @property
     def effort(self) -> str | None:

@@ -18,7 +18,7 @@ from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.thinking import thinking_fields, with_room
+from jaxllm.serving.thinking import room_for_constraint, thinking_fields
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
 from jaxllm.text.reasoning import opens_reasoning
 
@@ -193,5 +193,5 @@ def _checked(
         **thinking,
     )
     prompt = fitted(model, rendered.token_ids, params, settings, Field("messages"))
-    params = with_room(prompt.params, conversation, formats.reasoning, in_reasoning=in_reasoning)
+    params = room_for_constraint(prompt.params, conversation, formats.reasoning, in_reasoning=in_reasoning)
     return ConversationPrompt(dataclasses.replace(prompt, params=params), formats, conversation, in_reasoning)

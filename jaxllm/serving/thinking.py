@@ -9,6 +9,7 @@ from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.conversation import Conversation, Rendering
 from jaxllm.serving.served_model import ServedModel
+from jaxllm.text.reasoned_answers import with_room
 from jaxllm.text.reasoning import ReasoningFormat, prompt_markers
 
 EFFORT_BUDGETS: dict[str, int | None] = {
@@ -42,19 +43,16 @@ def thinking_fields(
     return {"max_thinking_tokens": budget, "thinking_markers": markers}
 
 
-def with_room(
+def room_for_constraint(
     params: SamplingParams, conversation: Conversation, reasoning: ReasoningFormat | None, *, in_reasoning: bool
 ) -> SamplingParams:
-    """The same parameters; reasoning that nobody bounds leaves half of max_tokens to an answer that is constrained."""
+    """The same parameters; where the answer must match something, reasoning leaves room for it: see with_room."""
     outputs = params.structured_outputs
     waits = outputs is not None and outputs.after is not None
     free = conversation.structured_outputs is None and conversation.tool_choice == "auto"
-    bounded = params.max_thinking_tokens is not None or params.max_tokens is None
-    if reasoning is None or not waits or free or bounded or params.allowed_token_ids is not None:
+    if reasoning is None or not waits or free:
         return params
-    assert params.max_tokens is not None
-    markers = reasoning.markers(opened=in_reasoning, text_follows=bool(reasoning.answer))
-    return replace(params, max_thinking_tokens=params.max_tokens // 2, thinking_markers=markers)
+    return with_room(params, reasoning, in_reasoning=in_reasoning)
 
 
 def with_completion_markers(model: ServedModel, params: SamplingParams, prompt: list[int]) -> SamplingParams:

@@ -125,6 +125,24 @@ def test_an_answer_that_does_not_open_with_the_marker_is_constrained_from_its_fi
     assert "<|im_end|>" not in text or text.endswith(("[yes]", "[no]"))
 
 
+OPENS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{% if enable_thinking is false %}</think>\n{% endif %}"
+)
+
+
+def test_a_chat_is_constrained_behind_the_reasoning_that_its_prompt_opens(llm):
+    asked = params(structured_outputs=StructuredOutputs(choice=("[yes]", "[no]")), max_tokens=32)
+    hello = [{"role": "user", "content": "Is it so?"}]
+
+    def answer(**variables) -> str:
+        outputs = llm.chat(hello, asked, False, chat_template=OPENS, chat_template_kwargs=variables)
+        return outputs[0].outputs[0].text
+
+    thought, closing, text = answer().partition("</think>")
+    assert thought and closing and text.strip() in ("[yes]", "[no]")
+    assert answer(enable_thinking=False) in ("[yes]", "[no]")
+
+
 @pytest.mark.parametrize("known", REASONING_FORMATS, ids=lambda known: known.name)
 def test_a_model_that_does_not_reason_is_constrained_whatever_the_marks(llm, known):
     """Most marks are several tokens of this vocabulary."""
@@ -158,6 +176,23 @@ def test_reasoning_may_come_first_whole(llm, known):
         assert not constraint.complete and allows(token)
         constraint.accept(token)
     assert constraint.complete
+
+
+def test_what_follows_the_closing_mark_in_its_last_token_is_constrained_too(llm):
+    """In this vocabulary `">` is one token, so that a mark that ends with `"` may end inside one."""
+    backend = llm.tokenizer.backend
+    token = backend.token_to_id('">')
+    for choices, allowed in (((">yes", ">no"), True), (("yes", "no"), False)):
+        constraint = Grammars(backend, 49152, [0, 2]).build(StructuredOutputs(choice=choices, after='"'))
+        assert not constraint.active
+        if not allowed:
+            with pytest.raises(InvalidRequestError, match=r"begins the answer with '>', which the constraint does not"):
+                constraint.accept(token)
+            continue
+        constraint.accept(token)
+        for rest in backend.encode("no", add_special_tokens=False).ids:
+            constraint.accept(rest)
+        assert constraint.complete
 
 
 def test_an_answer_cannot_end_inside_its_reasoning(llm):

@@ -21,7 +21,7 @@ from jaxllm.errors import ConfigError, InvalidRequestError, JaxLLMError
 from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolReturned
 from tests.mcp.conftest import LIGHT_SERVER, Listening
 from tests.serving.conftest import certificates_read_once, listen, wait_for  # noqa: F401
-from tests.serving.fake_engine import REPLY, FakeEngine
+from tests.serving.fake_engine import REPLY, ByteTokenizer, FakeEngine
 from tests.serving.responses.fake_tools import says
 from tests.serving.responses.shared import prompt_text
 
@@ -138,6 +138,18 @@ def test_fields_of_the_request(made: Callable[..., Any]) -> None:
     first, second = (params for _, params, _ in engine.seen)
     assert first.temperature == second.temperature == 0.25 and first.max_tokens == 200
     assert first.structured_outputs is not None and second.structured_outputs is None
+
+
+def test_a_constraint_begins_behind_the_reasoning(made: Callable[..., Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "shape", "schema": schema, "strict": True}}
+    session, engine = made('{"a": 1}', response_format=shape, max_tokens=40)
+    engine.tokenizer = ByteTokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}<think>\n")
+    session.run(USER, allowed_tools=[])
+    params = engine.seen[-1][1]
+    outputs = params.structured_outputs
+    assert json.loads(outputs.json) == schema and (outputs.after, outputs.openings) == ("</think>", ())
+    assert (params.max_thinking_tokens, params.thinking_markers.opened) == (20, True)
 
 
 def test_tools_by_hand(made: Callable[..., Any]) -> None:

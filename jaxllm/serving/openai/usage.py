@@ -24,9 +24,10 @@ class StreamOptions(RequestModel):
 
 
 def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
-    """What a stream tells besides: what was asked for, and the usage where the server always sends it."""
-    options = asked or StreamOptions()
-    return options.model_copy(update={"include_usage": options.include_usage or config.enable_force_include_usage})
+    """What a stream tells besides: what was asked for, or all of it where the server always sends the usage."""
+    if config.enable_force_include_usage:
+        return StreamOptions(include_usage=True, continuous_usage_stats=True)
+    return asked or StreamOptions()
 
 
 def chunk_usage(

@@ -211,8 +211,8 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             "step3",
             '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="get_weather">\n'
             '<steptml:parameter name="city">Paris</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>'
-            '<｜tool_sep｜><｜tool_call_begin｜><steptml:invoke name="get_time"/>'
-            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            '<｜tool_sep｜><｜tool_call_begin｜><steptml:invoke name="get_time"/><｜tool_call_end｜>'
+            "<｜tool_calls_end｜>",
             [PARIS_CALL, ("get_time", "{}")],
         ),
         ("gigachat3", f"function call<|role_sep|>\n{JSON_CALL}", [PARIS_CALL]),
