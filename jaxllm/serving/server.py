@@ -29,6 +29,7 @@ from jaxllm.serving.http.request_id import LOG as REQUEST_LOG
 from jaxllm.serving.listener import address, listening
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.registry import Registry, single_model
+from jaxllm.serving.running import noted
 from jaxllm.serving.served_model import read_chat_template
 from jaxllm.serving.state import ServerState
 
@@ -106,7 +107,8 @@ def run_server(config: ServerConfig, registry: Registry, listener: socket.socket
         timeout_keep_alive=IDLE_CONNECTION_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    Server(settings, app.state.server).run(sockets=[listener])
+    with noted(registry.names, address(listener)):
+        Server(settings, app.state.server).run(sockets=[listener])
 
 
 @contextmanager
