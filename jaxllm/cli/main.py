@@ -13,11 +13,15 @@ from jaxllm.cli.compile import compile
 from jaxllm.cli.completion import completion_of
 from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
+from jaxllm.cli.list import list_models
 from jaxllm.cli.models import models
 from jaxllm.cli.plan import plan
 from jaxllm.cli.profile import profile
+from jaxllm.cli.ps import ps
 from jaxllm.cli.pull import pull
+from jaxllm.cli.rm import rm
 from jaxllm.cli.serve import serve
+from jaxllm.cli.show import show
 from jaxllm.cli.streams import OUTPUT, prepare_streams
 from jaxllm.cli.vllm_flags import translated
 from jaxllm.errors import ConfigError, JaxLLMError
@@ -41,9 +45,10 @@ app = App(
     help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help.",
     version=version,
 )
-for command in (serve, generate, chat, pull, convert, compile, models, plan, bench, profile):
+for command in (serve, generate, chat, pull, show, rm, ps, convert, compile, models, plan, bench, profile):
     app.command(command)
 app.command(completion_of(app))
+app.command(list_models, name="list")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,6 +29,7 @@ from jaxllm.serving.listener import address, listening
 from jaxllm.serving.loading import Entrance
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.registry import Registry, single_model
+from jaxllm.serving.running import noted
 from jaxllm.serving.served_model import read_chat_template
 from jaxllm.serving.state import ServerState
 
@@ -78,7 +79,8 @@ def serve(config: ServeConfig) -> None:
             return single_model(config, engines[0])
 
         try:
-            run_server(config.of_server, start, listener)
+            with noted(config.names, address(listener)):
+                run_server(config.of_server, start, listener)
         finally:
             for engine in engines:
                 engine.shutdown()

@@ -2,6 +2,7 @@ import { Button, Checkbox, Form, Input, Modal } from "antd";
 import { useState } from "react";
 import { storedKey, storeKey } from "./api/http";
 import { listModels } from "./api/server";
+import { retryRefused } from "./chat/run";
 import { useT } from "./i18n";
 import { loadServer } from "./serverState";
 
@@ -27,7 +28,8 @@ export function KeyDialog({ open, onClose }: Props) {
     setWrong(false);
     setKey("");
     onClose();
-    void loadServer();
+    await loadServer();
+    retryRefused();
   };
   const forget = () => {
     storeKey("", false);

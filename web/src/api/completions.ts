@@ -35,6 +35,7 @@ export async function* streamCompletion(settings: Settings, history: Message[], 
 export function completionRequest(settings: Settings, history: Message[]): Record<string, unknown> {
   const { max_completion_tokens = MAX_TOKENS, ...fields } = requestFields(settings, "completion");
   return {
+    truncate_prompt_tokens: -1, // of a text that is longer than the context the end is what is continued
     ...fields,
     ...structureFields(settings, "chat"),
     ...(settings.logprobs === null ? {} : { logprobs: settings.logprobs }),

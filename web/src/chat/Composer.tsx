@@ -8,6 +8,7 @@ import type { Settings } from "../settings/fields";
 import type { TextFile } from "../store/messages";
 import type { TreeNode } from "../store/tree";
 import { useShortcuts } from "../shortcuts";
+import { isTouched, sends } from "./enter";
 import { MAX_FILE_BYTES, MAX_FILE_TEXT, readTextFile } from "./textFiles";
 import { stop } from "./run";
 import { ToolSwitches } from "./ToolSwitches";
@@ -27,6 +28,7 @@ interface Props {
 
 export function Composer({ id, draft, onDraft, settings, onSettings, running, shown, onSend }: Props) {
   const t = useT();
+  const touches = isTouched();
   const base = useServer((state) => isBase(state.models, settings.model));
   const box = useRef<HTMLDivElement>(null);
   const [files, setFiles] = useState<TextFile[]>([]);
@@ -46,11 +48,12 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
     setFiles((before) => [...before, { name: t("pasted"), text }]);
   };
   const press = (event: React.KeyboardEvent): void | false => {
-    if (event.key === "Enter" && !event.shiftKey && !event.nativeEvent.isComposing) {
+    if (sends({ key: event.key, shiftKey: event.shiftKey, isComposing: event.nativeEvent.isComposing }, touches)) {
       event.preventDefault();
       submit(draft);
       return false; // Sender sends only by a button of its own
     }
+    if (event.key === "Enter") return false;
     if (event.key === "ArrowUp" && !draft && !running && shown.length) {
       event.preventDefault();
       const buttons = document.querySelectorAll<HTMLButtonElement>("[data-edit]");
@@ -60,7 +63,7 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
   return (
     <div className="composer" ref={box}>
       <Sender
-        value={draft} onChange={onDraft} placeholder={t(base ? "textHint" : "messageHint")}
+        value={draft} onChange={onDraft} placeholder={t(base ? "textHint" : touches ? "messageHintTouch" : "messageHint")}
         autoSize={{ minRows: 1, maxRows: 10 }} onPaste={paste} onPasteFile={(pasted) => Array.from(pasted).forEach(add)} onKeyDown={press} suffix={false}
         header={files.length > 0 && (
           <div className="files">

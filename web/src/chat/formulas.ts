@@ -11,11 +11,17 @@ const ANY = new RegExp([CODE, BLOCK, BRACKETED, DOUBLE, SINGLE].map((one) => one
 
 export function markFormulas(text: string): string {
   return text.replace(ANY, (whole: string, ...found: unknown[]) => {
+    const at = found.at(-3) as number;
     const groups = found.at(-1) as Record<string, string | undefined>;
     const inline = groups.bracketed ?? groups.single;
     if (inline !== undefined) return `$$${inline}$$`;
     if (groups.block !== undefined) return `\n$$\n${groups.block.trim()}\n$$\n`;
-    if (groups.double?.includes("\n")) return `\n$$\n${groups.double.trim()}\n$$\n`;
+    if (groups.double !== undefined && !isInTable(text, at)) return `\n$$\n${groups.double.trim()}\n$$\n`;
     return whole;
   });
+}
+
+/** A row of a table is one line, in which a formula cannot stand by itself. */
+function isInTable(text: string, at: number): boolean {
+  return /^[ \t]*\|/.test(text.slice(text.lastIndexOf("\n", at - 1) + 1, at));
 }

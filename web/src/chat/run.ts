@@ -96,6 +96,7 @@ async function run(id: string, messageId: string): Promise<void> {
     for await (const event of events(id, messageId, controller.signal)) waiting.push([event, Date.now()]);
     end((at) => (at.state === "running" ? ended(at, "done", Date.now()) : at));
   } catch (error) {
+    if (error instanceof APIError && error.status === 401) refused.set(messageId, id);
     if (controller.signal.aborted) end((at) => ended(at, "stopped", Date.now()));
     else end((at) => ended(at, "failed", Date.now(), describe(error)));
   } finally {
@@ -103,6 +104,15 @@ async function run(id: string, messageId: string): Promise<void> {
     const { [id]: mine, ...others } = useRuns.getState();
     if (mine === controller) useRuns.setState(others, true);
   }
+}
+
+/** Answers that the server refused for want of a key: message -> conversation. */
+const refused = new Map<string, string>();
+
+/** Try them again, now that there is a key. */
+export function retryRefused(): void {
+  for (const [messageId, id] of refused) if (useConversations.getState().loaded[id]?.tree.nodes[messageId]) continueAnswer(id, messageId);
+  refused.clear();
 }
 
 function events(id: string, messageId: string, signal: AbortSignal): AsyncGenerator<StreamEvent> {
@@ -116,6 +126,7 @@ function events(id: string, messageId: string, signal: AbortSignal): AsyncGenera
 }
 
 function describe(error: unknown): string {
+  if (error instanceof APIError && error.status === 401) return translate(usePreferences.getState().language)("keyMissing");
   if (error instanceof APIError && error.status === 0) return `${translate(usePreferences.getState().language)("unreachable")} ${error.message}`;
   return error instanceof Error ? error.message : String(error);
 }

@@ -97,10 +97,15 @@ function useEntryMenu() {
   const { exportOne } = useTransfer();
   const rename = (entry: Entry) => {
     let title = entry.title;
-    void modal.confirm({
+    const save = () => changeEntry(entry.id, { title: title.trim() || entry.title });
+    const dialog = modal.confirm({
       title: t("rename"), icon: null, okText: t("save"), cancelText: t("cancel"), autoFocusButton: null,
-      content: <Input autoFocus aria-label={t("rename")} defaultValue={title} onChange={(event) => (title = event.target.value)} />,
-      onOk: () => changeEntry(entry.id, { title: title.trim() || entry.title }),
+      content: <Input autoFocus aria-label={t("rename")} defaultValue={title} onChange={(event) => (title = event.target.value)} onPressEnter={(event) => {
+        if (event.nativeEvent.isComposing) return;
+        void save();
+        dialog.destroy();
+      }} />,
+      onOk: save,
     });
   };
   const remove = (entry: Entry) =>

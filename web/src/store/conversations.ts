@@ -5,7 +5,7 @@ import { usePreferences } from "./preferences";
 import * as database from "./database";
 import type { Conversation, Entry } from "./database";
 import type { Message } from "./messages";
-import { EMPTY, lineage, linear, update, type Tree } from "./tree";
+import { EMPTY, lineage, linear, merge, update, type Tree } from "./tree";
 import type { Settings } from "../settings/fields";
 
 const TITLE_LENGTH = 60;
@@ -72,9 +72,49 @@ async function write(id: string): Promise<void> {
   const conversation = getState().loaded[id];
   if (!conversation) return;
   await database.writeConversation(conversation).then(
-    () => setState({ problem: null }),
+    (tree) => {
+      const now = getState().loaded[id];
+      if (now && tree !== conversation.tree) take({ ...now, tree });
+      setState({ problem: null });
+      tabs?.postMessage({ id, removed: false } satisfies Notice);
+    },
     (error: unknown) => setState({ problem: String(error) }),
   );
+}
+
+/** What a tab tells the others of this browser. */
+interface Notice {
+  id: string;
+  removed: boolean;
+}
+
+const tabs = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("jaxllm.conversations");
+if (tabs) tabs.onmessage = (event: MessageEvent<Notice>) => void heed(event.data);
+
+/** Another tab has changed or deleted a conversation. */
+async function heed({ id, removed }: Notice): Promise<void> {
+  if (removed) return forget(id);
+  const theirs = await database.readAsKept(id).catch(() => null);
+  if (theirs && getState().loaded[id]) take(theirs);
+  else if (theirs) await loadEntries();
+}
+
+/** Take what another tab has said into what is shown here; what only this tab has stays, and is written by it. */
+function take(theirs: Conversation): void {
+  setState(({ entries, loaded }) => {
+    const { settings: _, tree: __, ...entry } = theirs;
+    const tree = loaded[theirs.id] ? merge(loaded[theirs.id]!.tree, theirs.tree) : theirs.tree;
+    return { loaded: { ...loaded, [theirs.id]: { ...theirs, tree } }, entries: [...(entries ?? []).filter((other) => other.id !== theirs.id), entry] };
+  });
+}
+
+function forget(id: string): void {
+  clearTimeout(pending.get(id));
+  pending.delete(id);
+  setState(({ entries, loaded }) => {
+    const { [id]: _, ...others } = loaded;
+    return { loaded: others, entries: (entries ?? []).filter((entry) => entry.id !== id) };
+  });
 }
 
 /** Write at once what waits to be written. */
@@ -105,13 +145,9 @@ export async function changeEntry(id: string, by: Partial<Pick<Entry, "title" | 
 }
 
 export async function removeConversation(id: string): Promise<void> {
-  clearTimeout(pending.get(id));
-  pending.delete(id);
-  setState(({ entries, loaded }) => {
-    const { [id]: _, ...others } = loaded;
-    return { loaded: others, entries: (entries ?? []).filter((entry) => entry.id !== id) };
-  });
+  forget(id);
   await database.deleteConversation(id);
+  tabs?.postMessage({ id, removed: true } satisfies Notice);
 }
 
 /** A new conversation of all that was said down to a message. */

@@ -3,7 +3,7 @@
 import { openDB, type DBSchema, type IDBPDatabase } from "idb";
 import { DEFAULTS, type Settings } from "../settings/fields";
 import { ended, textOf } from "./messages";
-import { EMPTY, type Tree } from "./tree";
+import { EMPTY, merge, type Tree } from "./tree";
 
 export interface Entry {
   id: string;
@@ -44,19 +44,29 @@ export async function listEntries(): Promise<Entry[]> {
 
 /** A conversation, as it was kept; an answer that was under way when the page was closed has stopped. */
 export async function readConversation(id: string): Promise<Conversation | null> {
-  const transaction = (await open()).transaction(["entries", "contents"]);
-  const [entry, content] = await Promise.all([transaction.objectStore("entries").get(id), transaction.objectStore("contents").get(id)]);
-  return entry && content ? { ...entry, ...content, settings: { ...DEFAULTS, ...content.settings }, tree: settled(content.tree) } : null;
+  const found = await readAsKept(id);
+  return found && { ...found, tree: settled(found.tree) };
 }
 
-export async function writeConversation(conversation: Conversation): Promise<void> {
+/** The same with answers under way in another tab, which go on. */
+export async function readAsKept(id: string): Promise<Conversation | null> {
+  const transaction = (await open()).transaction(["entries", "contents"]);
+  const [entry, content] = await Promise.all([transaction.objectStore("entries").get(id), transaction.objectStore("contents").get(id)]);
+  return entry && content ? { ...entry, ...content, settings: { ...DEFAULTS, ...content.settings } } : null;
+}
+
+/** Keep a conversation together with what another tab has said in it; returns the tree of both. */
+export async function writeConversation(conversation: Conversation): Promise<Tree> {
   const { settings, tree, ...entry } = conversation;
   const transaction = (await open()).transaction(["entries", "contents"], "readwrite");
+  const kept = await transaction.objectStore("contents").get(entry.id);
+  const merged = kept ? merge(tree, kept.tree) : tree;
   await Promise.all([
     transaction.objectStore("entries").put(entry),
-    transaction.objectStore("contents").put({ id: entry.id, settings, tree }),
+    transaction.objectStore("contents").put({ id: entry.id, settings, tree: merged }),
     transaction.done,
   ]);
+  return merged;
 }
 
 export async function writeEntry(entry: Entry): Promise<void> {

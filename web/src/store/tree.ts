@@ -18,6 +18,8 @@ export interface Tree {
   children: string[];
   active: number;
   nodes: Record<string, TreeNode>;
+  /** Messages that were deleted, so that another tab's copy does not bring them back. */
+  removed?: string[];
 }
 
 export const EMPTY: Tree = { children: [], active: 0, nodes: {} };
@@ -78,15 +80,50 @@ export function remove(tree: Tree, id: string): Tree {
   if (!node) return tree;
   const nodes = { ...tree.nodes };
   const gone = [id];
+  const removed = [...(tree.removed ?? [])];
   for (let next = gone.pop(); next !== undefined; next = gone.pop()) {
     gone.push(...(nodes[next]?.children ?? []));
+    removed.push(next);
     delete nodes[next];
   }
-  return change({ ...tree, nodes }, node.parent, (at) => {
+  return change({ ...tree, nodes, removed }, node.parent, (at) => {
     const index = at.children.indexOf(id);
     const active = Math.max(at.active - (at.active >= index ? 1 : 0), 0);
     return { children: at.children.filter((child) => child !== id), active };
   });
+}
+
+/** What two tabs have said in one conversation: all messages of both, with the continuation that `ours` shows. */
+export function merge(ours: Tree, theirs: Tree): Tree {
+  const removed = [...new Set([...(ours.removed ?? []), ...(theirs.removed ?? [])])];
+  const gone = new Set(removed);
+  const join = (a: Branching | undefined, b: Branching | undefined): Branching => {
+    const shown = a?.children[a.active] ?? b?.children[b.active];
+    const children = [...new Set([...(a?.children ?? []), ...(b?.children ?? [])])].filter((id) => !gone.has(id));
+    return { children, active: Math.max(children.indexOf(shown ?? ""), 0) };
+  };
+  const nodes: Record<string, TreeNode> = {};
+  for (const id of new Set([...Object.keys(ours.nodes), ...Object.keys(theirs.nodes)])) {
+    const [a, b] = [ours.nodes[id], theirs.nodes[id]];
+    if (!gone.has(id)) nodes[id] = { ...(a ?? b)!, ...join(a, b), message: further(a?.message, b?.message) };
+  }
+  const both: Tree = { nodes, ...join(ours, theirs), ...(removed.length ? { removed } : {}) };
+  return isSame(both, ours) ? ours : both;
+}
+
+/** Whether a merged tree has nothing that `ours` has not. */
+function isSame(both: Tree, ours: Tree): boolean {
+  const counts = (tree: Tree) => [Object.keys(tree.nodes).length, tree.children.length, tree.removed?.length ?? 0].join();
+  const known = (node: TreeNode) => ours.nodes[node.id]?.message === node.message && ours.nodes[node.id]?.children.length === node.children.length;
+  return counts(both) === counts(ours) && Object.values(both.nodes).every(known);
+}
+
+/** Of two copies of a message the one that has come further. */
+function further(a: Message | undefined, b: Message | undefined): Message {
+  if (!a || !b) return (a ?? b)!;
+  if (a.role !== "assistant" || b.role !== "assistant") return a;
+  const [ours, theirs] = [JSON.stringify(a.parts).length, JSON.stringify(b.parts).length];
+  return theirs > ours || (theirs === ours && a.state === "running") ? b : a;
 }
 
 /** A tree of these messages alone. */

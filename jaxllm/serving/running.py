@@ -1,0 +1,71 @@
+"""Which servers run on this machine: each writes a file in the cache folder, and removes it when it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from jaxllm.config import CACHE_DIR
+
+logger = logging.getLogger(__name__)
+
+FOLDER = CACHE_DIR / "running"
+
+
+class RunningServer(NamedTuple):
+    """A process that serves `models` at `address`; `nbytes` is what it and its engines' processes hold in memory."""
+
+    pid: int
+    models: list[str]
+    address: str
+    nbytes: int
+
+
+@contextmanager
+def noted(models: Sequence[str], address: str) -> Iterator[None]:
+    """This process is listed as a server inside. Where no file can be written one warning says that it is not."""
+    file = FOLDER / f"{os.getpid()}.json"
+    note = {"started": psutil.Process().create_time(), "models": list(models), "address": address}
+    try:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(note), encoding="utf-8")
+    except OSError as error:
+        logger.warning("`jaxllm ps` will not list this server: %s; set XDG_CACHE_HOME", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def running_servers() -> list[RunningServer]:
+    """The servers that run now. A file whose process has ended, or is another by now, is removed."""
+    found = []
+    for file in sorted(FOLDER.glob("*.json")):
+        server = _running(file)
+        if server is None:
+            file.unlink(missing_ok=True)
+        else:
+            found.append(server)
+    return found
+
+
+def _running(file: Path) -> RunningServer | None:
+    try:
+        note = json.loads(file.read_text(encoding="utf-8"))
+        process = psutil.Process(int(file.stem))
+        if abs(process.create_time() - note["started"]) > 1:  # its number belongs to another process now
+            return None
+        family = [process, *process.children(recursive=True)]
+        nbytes = sum(member.memory_info().rss for member in family)
+        return RunningServer(process.pid, note["models"], note["address"], nbytes)
+    except (psutil.Error, OSError, ValueError, KeyError, TypeError):
+        return None  # it has ended meanwhile, or the file is none of ours
