@@ -185,3 +185,24 @@ def test_layers_with_a_state(tmp_path, monkeypatch):
     fields = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
     for case in start_case(hybrid(tmp_path), requests_of(len(EDGES), vocab=140, longest=110), **fields):
         check_schedules(case, monkeypatch)
+
+
+@pytest.mark.slow
+def test_drafts_change_no_bit():
+    """Texts that repeat themselves, so that many drafts are right, and many are not."""
+    dice = np.random.default_rng(3)
+    repeated = [dice.integers(3, 20_000, length).tolist() * 3 for length in (2, 5, 9, 30, 64, 17, 11, 80)]
+    requests = [
+        Request(prompt, request.params)
+        for prompt, request in zip(repeated, requests_of(len(repeated), 20_000, output=24), strict=True)
+    ]
+    drafts = {"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with (
+        start(REAL[0], enable_prefix_caching=False, decode_steps=1) as llm,
+        start(REAL[0], speculative_config=drafts) as other,
+    ):
+        alone = answers(llm, requests, 1)
+        for together in (1, 1, 5):
+            check(answers(other, requests, together), alone)
+        accepted = sum(other.stats().accepted_by_position)
+        assert 0 < accepted < other.stats().num_draft_tokens
