@@ -68,10 +68,6 @@ class InvalidRequestError(JaxLLMError):
         return type(self)(pieces, self.field and name(self.field))
 
 
-class UnenforceableError(JaxLLMError):
-    """A constraint that is well-formed, and that no grammar of llguidance's holds an answer to."""
-
-
 class ContextLengthError(InvalidRequestError):
     """A prompt, or a prompt and the completion asked for, that the context does not hold."""
 

@@ -36,7 +36,7 @@ class BaseModel:
 
     def __init_subclass__(cls) -> None:
         own = (name for name in cls.__annotations__ if not name.startswith("model_"))
-        cls.model_fields = cls.model_fields | {name: getattr(cls, name) for name in own}
+        cls.model_fields = cls.model_fields | {name: getattr(cls, name, None) for name in own}
 
     def __init__(self, **values: Any):
         for name, value in values.items():

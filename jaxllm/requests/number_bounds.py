@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from jaxllm.errors import UnenforceableError
+from jaxllm.errors import JaxLLMError
 
 _SAFE = 2**53
 """All integers up to it, and not the next one, are 64-bit floats."""
@@ -14,6 +14,10 @@ _MOST_DIGITS = 10**18
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _WHOLE = {"integer", "null", "boolean", "string", "array", "object"}
 """Types of which integers are the only numbers."""
+
+
+class UnenforceableError(JaxLLMError):
+    """A constraint that is well-formed, and that no grammar of llguidance's holds an answer to."""
 
 
 def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxllm.errors import Field, InvalidRequestError, UnenforceableError
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.compiled_grammars import compile_grammar
+from jaxllm.requests.number_bounds import UnenforceableError
 from jaxllm.requests.plain_schema import plain
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes
 from jaxllm.serving.conversation import Conversation, Tool, ToolChoice

@@ -58,6 +58,8 @@ def remove_local(name: str, download_dir: Path | None = None) -> LocalModel:
         return model
     found = next(found for found in cached.repos if found.repo_id == repo)
     cached.delete_revisions(*(revision.commit_hash for revision in found.revisions)).execute()
+    if found.repo_path.exists():  # the library only logs that something could not be deleted
+        shutil.rmtree(found.repo_path)
     return model
 
 

@@ -80,8 +80,8 @@ def answer(url: str) -> dict[str, str]:
     deadline = time.monotonic() + 60
     while True:
         try:
-            return httpx.get(url, timeout=5).json()
-        except httpx.TransportError:
+            return httpx.get(url, timeout=5).raise_for_status().json()
+        except httpx.HTTPError:  # nobody listens yet, or the model is still loading
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
