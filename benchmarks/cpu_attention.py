@@ -17,6 +17,7 @@ from cpu_kernels import best, memory_bandwidth
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
+from jaxllm.machine import physical_cores
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage
 
 LAYERS, PAGE_SIZE = 30, 16
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64], help="of queries, of KV, channels")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
     arguments = parser.parse_args()
-    threads = arguments.threads or cpu_kernels.physical_cores()
+    threads = arguments.threads or physical_cores()
     bandwidth = memory_bandwidth(threads)
     with cpu_kernels.forced(arguments.isa, threads):
         print(f"pages of {arguments.pages}, {cpu_kernels.isa()}, {threads} threads, memory {bandwidth / 1e9:.0f} GB/s")

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels.tiles import GROUP
+from jaxllm.machine import physical_cores
 
 SHAPES = {
     "576 -> 3072": (576, 3072), "1536 -> 576": (1536, 576),
@@ -76,7 +77,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     with cpu_kernels.forced(arguments.isa, arguments.threads):
-        bandwidth = memory_bandwidth(arguments.threads or cpu_kernels.physical_cores())
+        bandwidth = memory_bandwidth(arguments.threads or physical_cores())
         print(f"{cpu_kernels.isa()}, memory {bandwidth / 1e9:.1f} GB/s")
         for format in arguments.format:
             for name in arguments.shape:

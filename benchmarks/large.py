@@ -24,8 +24,8 @@ from machine import describe_machine
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.bench.load import offline_llm, random_prompts
 from jaxllm.config import EngineConfig
-from jaxllm.cpu_kernels import physical_cores
 from jaxllm.engine.start.schemes import compare_schemes
+from jaxllm.machine import physical_cores
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
