@@ -159,6 +159,11 @@ class Request:
         return self.params.prompt_logprobs is not None or pools_all
 
     @property
+    def reads_hidden(self) -> bool:
+        """More than its next token is read from the hidden states of its steps."""
+        return self.pooling is not None or self.params.wants_vocabulary
+
+    @property
     def fast_forwards(self) -> bool:
         """Tokens that its grammar forces need not be sampled: nobody asked for their logits or counts them."""
         counted = self.params.logprobs is not None or self.needs_history or self.thinking is not None

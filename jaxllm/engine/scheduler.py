@@ -48,8 +48,6 @@ class Batch:
     """A decode tries as many drafted tokens with each request as its chunk may sample, less one."""
     masked: bool = False
     """The host has a say in some token that is sampled, once it has seen the one before: a grammar's, or a budget's."""
-    whole: bool = False
-    """Some token that is sampled comes with the log-probabilities of the whole vocabulary."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,8 +55,10 @@ class Batch:
 
     @property
     def decode_only(self) -> bool:
-        """Every chunk is one token that samples: one executable does it all."""
-        return all(chunk.length == 1 and chunk.num_sampled and chunk.request.pooling is None for chunk in self.chunks)
+        """Every chunk is one token that samples, and nothing else is read from its hidden states: one executable does
+        it all.
+        """
+        return all(chunk.length == 1 and chunk.num_sampled and not chunk.request.reads_hidden for chunk in self.chunks)
 
 
 @dataclass
@@ -184,37 +184,27 @@ class Scheduler:
             return 1
         longest = max(r.max_total - r.num_total for r in running)
         steps = min(self.decode_steps, self.pool.page_size, longest)  # a sequence gains one page at most
-        decoding = all(
-            r.num_total - r.num_computed == 1
-            and r.constraint is None
-            and not r.params.wants_vocabulary
-            and (r.thinking is None or r.num_inflight + steps <= r.thinking.left)
-            and r.pooling is None
-            and r.num_total + steps <= self.max_model_len
-            and not self._outgrown(r, steps)
-            for r in running
-        )
-        missing = sum(self.pool.pages_for(r.num_computed + steps) - len(r.pages) for r in running)
-        return steps if decoding and missing <= self.pool.num_free else 1
+        fits = all(r.num_total + steps <= self.max_model_len and not self._outgrown(r, steps) for r in running)
+        return steps if fits and self._all_decode(running, steps, steps) else 1
 
     def _may_draft(self) -> bool:
-        """Whether every running request decodes, with nothing that the host must know of its token, and there is room.
-
-        Requests that wait come first: a step that admits them tries no drafts.
-        """
-        if not self.num_drafts or self.waiting or not self.running:
-            return False
+        """Whether this step tries tokens ahead. Requests that wait come first: a step that admits them does not."""
         running = [r for r in self.running if r.num_total < r.max_total]
-        missing = sum(self.pool.pages_for(r.num_computed + 1 + self.num_drafts) - len(r.pages) for r in running)
-        decoding = all(
+        return bool(self.num_drafts) and not self.waiting and self._all_decode(running, 1, 1 + self.num_drafts)
+
+    def _all_decode(self, running: Sequence[Request], certain: int, most: int) -> bool:
+        """Whether one step can give each of these requests `certain` tokens, and up to `most` of them.
+
+        It can where all decode, the host has no say in what the tokens are, and there are pages for the most of them.
+        """
+        missing = sum(self.pool.pages_for(r.num_computed + most) - len(r.pages) for r in running)
+        return missing <= self.pool.num_free and all(
             r.num_total - r.num_computed == 1
             and r.constraint is None
-            and not r.params.wants_vocabulary
-            and (r.thinking is None or r.num_inflight < r.thinking.left)
-            and r.pooling is None
+            and (r.thinking is None or r.num_inflight + certain <= r.thinking.left)
+            and not r.reads_hidden
             for r in running
         )
-        return decoding and missing <= self.pool.num_free
 
     def _further(self, request: Request, batch: Batch) -> int:
         """How many tokens this step may run of the request behind those that are known now."""
@@ -358,7 +348,6 @@ class Scheduler:
         request.num_inflight += num_sampled
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
-        batch.whole |= num_sampled > 0 and request.params.wants_vocabulary
         self._register_full_pages(request)
 
     def _place_states(self, chunk: Chunk, end: int, states: StateCache) -> None:

@@ -71,7 +71,7 @@ class Runner:
         """Enqueue the step for `batch` without waiting for anything."""
         for request in batch.admitted:
             self._admit(request)
-        if not batch.decode_only or batch.masked or batch.whole:
+        if not batch.decode_only or batch.masked:
             handle = self._prefill(batch)
         else:
             handle = self._verify(batch) if self._sizes.drafts is not None else self._decode(batch)
@@ -141,8 +141,8 @@ class Runner:
             if chunk.request.params.prompt_logprobs is not None:
                 scores += self._readout.score(chunk, row)
             row += chunk.length
-        whole = self._readout.vocabularies(rows) if batch.whole else []
-        handle = Handle(scores=scores, pooled=self._readout.pool(pooling), vocabularies=whole)
+        vocabularies = self._readout.vocabularies(rows)
+        handle = Handle(scores=scores, pooled=self._readout.pool(pooling), vocabularies=vocabularies)
         if batch.masked:
             handle.waiting = rows
         elif rows:
