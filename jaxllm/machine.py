@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,14 @@ def cores(root: Path = _ROOT) -> Cores:
     A quota is rounded up, as Go's and Java's run times do: 1.5 cores are two threads, which get all of the quota, where
     one would leave a third of it unused. `root` is as in `memory`.
     """
-    found = Cores(allowed_cores())
+    allowed, quota = allowed_cores(), _quota(root)
+    return quota if quota is not None and quota.usable < allowed else Cores(allowed)
+
+
+@cache
+def _quota(root: Path) -> Cores | None:
+    """The smallest quota, read once: the kernels ask for each matrix that is loaded."""
+    found: Cores | None = None
     for group, version in _groups(root, "cpu"):
         if version == 2:
             file = group / "cpu.max"
@@ -73,7 +81,7 @@ def cores(root: Path = _ROOT) -> Cores:
             quota, period = _text(file), _text(group / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal() and int(period):
             count = max(1, math.ceil(int(quota) / int(period)))
-            found = Cores(count, file) if count < found.usable else found
+            found = Cores(count, file) if found is None or count < found.usable else found
     return found
 
 

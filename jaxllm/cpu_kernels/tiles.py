@@ -96,9 +96,9 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
     blocks = np.ascontiguousarray(blocks)
     *stack, rows, columns, _ = blocks.shape
     shape = (*stack, -(-rows // GROUP), columns, tile_bytes(name))
-    tiles = _room.take(math.prod(shape)).reshape(shape)
+    tiles, threads = _room.take(math.prod(shape)).reshape(shape), physical_cores()
     for index in np.ndindex(*stack):
-        lib.jaxllm_repack(kind, _address(blocks[index]), rows, columns, _address(tiles[index]), physical_cores())
+        lib.jaxllm_repack(kind, _address(blocks[index]), rows, columns, _address(tiles[index]), threads)
     return tiles
 
 
