@@ -25,6 +25,9 @@ def tool(name: str, parameters: dict | None = None, strict: bool = False) -> Too
     return Tool(name, parameters=parameters, strict=strict)
 
 
+PARIS = '{"city": "Paris"}'
+JSON_CALL = f'{{"name": "get_weather", "arguments": {PARIS}}}'
+PARIS_CALL = ("get_weather", PARIS)
 TOOLS = [tool("get_weather", WEATHER), tool("get_time")]
 
 
