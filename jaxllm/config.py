@@ -332,19 +332,19 @@ class ServeConfig(ServerConfig, ModelConfig):
     @property
     def of_model(self) -> ModelConfig:
         """The model's part."""
-        return _part(self, ModelConfig)
+        return part_of(self, ModelConfig)
 
     @property
     def of_server(self) -> ServerConfig:
         """The server's part."""
-        return _part(self, ServerConfig)
+        return part_of(self, ServerConfig)
 
 
 Part = TypeVar("Part", bound=BaseModel)
 
 
-def _part(config: ServeConfig, schema: type[Part]) -> Part:
-    """The fields of `schema`, which `config` has checked."""
+def part_of(config: BaseModel, schema: type[Part]) -> Part:
+    """The fields of `schema`, one of the classes that the class of `config` is made of, which has checked them."""
     return schema.model_construct(**{name: getattr(config, name) for name in schema.model_fields})
 
 

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.engine.start import build
 from tests.reference.tiny import write_checkpoint
 
 PROGRAM = """
@@ -99,6 +102,17 @@ def test_a_process_beside_the_engine_compiles_what_nobody_waits_for(tmp_path, mo
     beside = start(model, tmp_path / "cache", cpu_kernels="off")
     assert beside.compiling > 0 and beside.loaded > 0
     assert start(model, tmp_path / "cache", cpu_kernels="off")[:2] == (beside.tokens, 0)
+
+
+def test_that_process_is_told_the_engines_settings_alone(tmp_path):
+    """Those of a served model are more, and are refused where an engine's are read."""
+    config = ModelConfig(model="m", served_model_name="a,b", tool_call_parser="none", max_model_len=64)
+    plan = SimpleNamespace(platform="cpu", kv_bytes=5, state_cache_bytes=6)
+    blueprint = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(num_layers=99)), plan=plan)
+    helper = build._helper(config, blueprint, SimpleNamespace(root=tmp_path, name="set"))  # type: ignore[arg-type]
+    assert helper is not None
+    told = EngineConfig.model_validate_json(helper._command[-3])
+    assert told == EngineConfig(model="m", max_model_len=64, kv_cache_memory=5, state_cache_memory=6)
 
 
 def test_an_engine_compiles_itself_where_that_process_fails(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxllm import compat, cpu_kernels, machine
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.config import EngineConfig, format_bytes, part_of
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.compiling_process import CompilingProcess
@@ -139,7 +139,8 @@ def _helper(config: EngineConfig, blueprint: Blueprint, saved: SavedExecutables 
         return None
     plan = blueprint.plan  # not what is free when the process begins
     sizes = {"kv_cache_memory": plan.kv_bytes, "state_cache_memory": plan.state_cache_bytes}
-    return CompilingProcess(config.model_copy(update=sizes).model_dump_json(), str(saved.root), saved.name)
+    settings = part_of(config, EngineConfig).model_copy(update=sizes)  # a server's has more, which that process refuses
+    return CompilingProcess(settings.model_dump_json(), str(saved.root), saved.name)
 
 
 def device_line(mesh: Mesh, memory: int, planned: int) -> str:
