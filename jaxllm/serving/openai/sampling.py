@@ -173,7 +173,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    """Keep only so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
+    """Keep only this many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
     truncation_side: Literal["left", "right"] = "left"
     """Which end of the prompt truncate_prompt_tokens cuts off."""
     timings_per_token: bool = False
