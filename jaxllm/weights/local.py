@@ -50,16 +50,16 @@ def remove_local(name: str, download_dir: Path | None = None) -> LocalModel:
         shutil.rmtree(model.path.parent)
         return model
     repo, _, file = name.partition(":")
-    if (cached := _hub_cache()) is None or not any(found.repo_id == repo for found in cached.repos):
+    cached = _hub_cache()
+    kept = cached.repos if cached is not None else ()
+    found = next((one for one in kept if one.repo_id == repo and one.repo_type == "model"), None)
+    if found is None:
         raise ModelNotFoundError(f"model {name!r} is a file or folder of yours: only what was downloaded is removed")
     if file:
         model.path.resolve().unlink()
         model.path.unlink()
         return model
-    found = next(found for found in cached.repos if found.repo_id == repo)
-    cached.delete_revisions(*(revision.commit_hash for revision in found.revisions)).execute()
-    if found.repo_path.exists():  # the library only logs that something could not be deleted
-        shutil.rmtree(found.repo_path)
+    shutil.rmtree(found.repo_path)  # the library deletes by commit, which a copied repository has as well
     return model
 
 
