@@ -14,7 +14,7 @@ from tests.web.driver import Driver, expect
 @pytest.fixture
 def three(page: Driver) -> Driver:
     for text in ("Show me code", "Hello there", "Please think"):
-        page.page.get_by_role("link", name="New chat").click()
+        page.new_chat()
         page.say(text)
     return page
 
@@ -36,6 +36,32 @@ def test_they_survive_a_reload_with_all_branches(page: Driver):
     page.page.reload()
     expect(page.page.get_by_role("img", name="Version 2 of 2")).to_be_visible()
     expect(page.answers).to_contain_text("Paris")
+
+
+def test_each_conversation_keeps_what_is_being_written_in_it(page: Driver, tmp_path: Path):
+    page.say("Hello")
+    file = tmp_path / "notes.md"
+    file.write_text("A note")
+    page.page.locator(".composer input[type=file]").set_input_files(file)
+    page.write("Half a question")
+    page.new_chat()
+    expect(page.page.get_by_placeholder("Write a message")).to_have_value("")
+    page.write("Another one")
+    page.page.get_by_role("link", name="Hello").click()
+    expect(page.page.get_by_placeholder("Write a message")).to_have_value("Half a question")
+    expect(page.page.get_by_text("notes.md")).to_be_visible()
+    page.say("Half a question, completed")
+    expect(page.page.get_by_placeholder("Write a message")).to_have_value("")
+    page.new_chat()
+    expect(page.page.get_by_placeholder("Write a message")).to_have_value("Another one")
+
+
+def test_a_new_conversation_takes_what_is_typed_right_after_the_click(page: Driver):
+    page.say("Hello")
+    link = page.page.get_by_role("link", name="New chat")
+    link.evaluate("async link => { link.click(); await null; document.execCommand('insertText', false, 'At once'); }")
+    expect(page.turns).to_have_count(0)
+    expect(page.page.get_by_placeholder("Write a message")).to_have_value("At once")
 
 
 def test_search_looks_at_titles_and_at_what_was_said(three: Driver):

@@ -10,6 +10,7 @@ import { inSide } from "../popups";
 import { hrefOf, useRoute, go } from "../router";
 import { searchContents, type Entry } from "../store/database";
 import { changeEntry, removeConversation, useConversations } from "../store/conversations";
+import { forgetDraft } from "../store/drafts";
 import { useShortcuts } from "../shortcuts";
 import { useTransfer } from "./transfer";
 import { SideMenu } from "./SideMenu";
@@ -114,6 +115,7 @@ function useEntryMenu() {
       onOk: async () => {
         stop(entry.id);
         if (location.hash === hrefOf({ page: "chat", id: entry.id })) go({ page: "new" });
+        forgetDraft(entry.id);
         await removeConversation(entry.id);
       },
     });
