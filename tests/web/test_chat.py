@@ -77,6 +77,20 @@ def test_stop_frees_the_engine_and_continue_goes_on(page: Driver, talker: Talker
     expect(page.button("Continue")).to_have_count(0)
 
 
+def test_a_reload_keeps_the_last_moments_of_an_answer(page: Driver, talker: Talker):
+    talker.delay = 0.01
+    page.write("Tell me a story")
+    page.button("Send").click()
+    expect(page.answers).to_contain_text("Sentence 9")
+    seen = page.answers.evaluate("answer => { location.reload(); return answer.querySelector('.markdown').innerText; }")
+    expect(page.answers).to_contain_text("Stopped.")
+    kept = page.answers.locator(".markdown").inner_text()
+    assert kept.startswith(seen) and LONG.startswith(kept)
+    talker.delay = 0
+    page.button("Continue").click()
+    expect(page.answers.locator(".markdown")).to_have_text(LONG)
+
+
 def test_escape_stops_too(page: Driver, talker: Talker):
     talker.delay = 0.05
     page.write("Tell me a story")
@@ -149,7 +163,9 @@ def test_branching_makes_a_conversation_of_its_own(page: Driver):
     page.say("What about code?")
     page.answers.first.get_by_role("button", name="Branch into a new conversation").click()
     expect(page.turns).to_have_count(2)
-    expect(page.page.get_by_role("navigation").get_by_role("link", name="Hello")).to_have_count(2)
+    expect(page.page.get_by_role("navigation").get_by_role("link")).to_have_text(["Hello (2)", "Hello"])
+    page.answers.first.get_by_role("button", name="Branch into a new conversation").click()
+    expect(page.page.locator("h1")).to_have_text("Hello (3)")
 
 
 def test_deleting_and_copying(page: Driver):

@@ -1,4 +1,4 @@
-import { ArrowUpOutlined, FileTextOutlined, PaperClipOutlined, StopFilled, UploadOutlined } from "@ant-design/icons";
+import { ArrowUpOutlined, FileTextOutlined, PaperClipOutlined, UploadOutlined } from "@ant-design/icons";
 import { Attachments, Sender } from "@ant-design/x";
 import { App, Button, Tag } from "antd";
 import { useEffect, useRef } from "react";
@@ -87,7 +87,7 @@ export function Composer({ id, draft, settings, onSettings, running, shown, onSe
               <ToolSwitches settings={settings} onChange={onSettings} />
             </span>
             {running ? (
-              <Button shape="circle" icon={<StopFilled aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
+              <Button shape="circle" icon={<span className="stop-sign" aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
             ) : (
               <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={!written.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(written)} />
             )}

@@ -76,6 +76,14 @@ function answer(id: string, parent: string): void {
   void run(id, messageId);
 }
 
+/** What takes in the events that have come, for each answer under way. */
+const intakes = new Set<() => void>();
+
+/** Take in at once all that has come. */
+export function takeIn(): void {
+  for (const apply of intakes) apply();
+}
+
 /** Fill an answer until its stream ends; its events are taken in once a frame. */
 async function run(id: string, messageId: string): Promise<void> {
   stop(id);
@@ -87,6 +95,7 @@ async function run(id: string, messageId: string): Promise<void> {
     const events = waiting.splice(0);
     if (events.length) changeMessage(id, messageId, onAnswer((at) => events.reduce((grown, [event, when]) => grow(grown, event, when, sent), at)));
   };
+  intakes.add(apply);
   const timer = setInterval(apply, 33); // a frame does not come while the tab is hidden
   const end = (by: (at: AssistantMessage) => AssistantMessage) => {
     apply();
@@ -101,6 +110,7 @@ async function run(id: string, messageId: string): Promise<void> {
     else end((at) => ended(at, "failed", Date.now(), describe(error)));
   } finally {
     clearInterval(timer);
+    intakes.delete(apply);
     const { [id]: mine, ...others } = useRuns.getState();
     if (mine === controller) useRuns.setState(others, true);
   }
