@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -197,11 +198,31 @@ def test_answers_go_on_in_conversations_that_are_not_shown(page: Driver, talker:
     expect(page.answers).to_contain_text(REPLY)
 
 
-def test_a_server_that_goes_away_is_told(page: Driver, talker: Talker):
+def test_an_answer_waits_for_a_server_that_has_gone_away(page: Driver, talker: Talker):
     page.expected += ["ERR_INTERNET_DISCONNECTED", "Failed to load"]
     page.context.set_offline(True)
+    page.write("Hello")
+    page.button("Send").click()
+    expect(page.answers.get_by_role("alert")).to_contain_text("The connection to the server is lost.")
+    expect(page.page.get_by_role("alert").first).to_contain_text("The server cannot be reached. It is asked again")
+    page.check_accessibility()
+    page.context.set_offline(False)
+    page.wait()
+    expect(page.answers).to_contain_text(REPLY)
+    expect(page.page.get_by_role("alert")).to_have_count(0)
+    assert len(talker.seen) == 1
+
+
+def test_an_answer_whose_connection_breaks_goes_on(page: Driver, talker: Talker):
+    half = json.dumps({"choices": [{"delta": {"content": REPLY[:9]}}]})
+    page.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=f"data: {half}\n\n"),
+        times=1,
+    )
     page.say("Hello")
-    expect(page.answers.get_by_role("alert")).to_contain_text("The server cannot be reached")
+    expect(page.answers.locator(".markdown")).to_have_text(REPLY)
+    assert len(talker.seen) == 1
 
 
 def test_two_pages_of_one_browser(page: Driver, open_page: Callable[..., Driver]):

@@ -61,7 +61,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
         <Button type="text" icon={<SettingOutlined aria-hidden />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
       </header>
       {loading !== null && <Alert banner type="info" title={t("loadingModel")} description={loading.total ? `${loading.doing}: ${loading.done} / ${loading.total}` : loading.doing} />}
-      {reachable === false && <Alert banner type="error" title={t("unreachable")} />}
+      {reachable === false && <Alert banner type="error" title={`${t("unreachable")} ${t("askedAgain")}`} />}
       {problem !== null && <Alert banner type="warning" title={t("notKept", { why: problem })} />}
       {gone ? (
         <div className="middle"><p>{t("gone")}</p><Button href="#/">{t("newChat")}</Button></div>

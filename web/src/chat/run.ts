@@ -6,12 +6,16 @@ import { streamCompletion } from "../api/completions";
 import { APIError } from "../api/http";
 import { streamResponse } from "../api/responses";
 import { translate } from "../i18n";
-import { isBase, useServer } from "../serverState";
+import type { Texts } from "../i18n/en";
+import { isBase, isLost, untilReachable, useServer } from "../serverState";
 import { usesTools } from "../settings/fields";
 import { change, changeMessage, changeTree, newId, titleOf, useConversations } from "../store/conversations";
-import { decide, ended, grow, newAnswer, pendingCalls, type AssistantMessage, type Message, type StreamEvent, type TextFile } from "../store/messages";
+import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type TextFile } from "../store/messages";
 import { usePreferences } from "../store/preferences";
 import { append, branch, lineage, path, ROOT } from "../store/tree";
+
+/** How often in a row a connection may break before anything has come. */
+const MAX_FAILURES = 3;
 
 /** Conversation -> what stops its answer. */
 export const useRuns = create<Record<string, AbortController>>()(() => ({}));
@@ -102,7 +106,20 @@ async function run(id: string, messageId: string): Promise<void> {
     changeMessage(id, messageId, onAnswer(by));
   };
   try {
-    for await (const event of events(id, messageId, controller.signal)) waiting.push([event, Date.now()]);
+    for (let failures = 0; ; ) {
+      try {
+        for await (const event of events(id, messageId, controller.signal)) {
+          waiting.push([event, Date.now()]);
+          failures = 0;
+        }
+        break;
+      } catch (error) {
+        apply();
+        if (!connectionBroke(error) || ++failures > MAX_FAILURES || !goBack(id, messageId)) throw error;
+        await Promise.race([untilReachable(), whenAborted(controller.signal)]);
+        changeMessage(id, messageId, onAnswer((at) => ({ ...at, error: null })));
+      }
+    }
     end((at) => (at.state === "running" ? ended(at, "done", Date.now()) : at));
   } catch (error) {
     if (error instanceof APIError && error.status === 401) refused.set(messageId, id);
@@ -114,6 +131,26 @@ async function run(id: string, messageId: string): Promise<void> {
     const { [id]: mine, ...others } = useRuns.getState();
     if (mine === controller) useRuns.setState(others, true);
   }
+}
+
+/** Make an answer ready to be asked for again; false where that cannot be done. */
+function goBack(id: string, messageId: string): boolean {
+  const { message } = node(id, messageId);
+  const kept = message.role === "assistant" ? resumable(message) : null;
+  if (kept) changeMessage(id, messageId, () => ({ ...kept, error: words("reconnecting") }));
+  return kept !== null;
+}
+
+function connectionBroke(error: unknown): boolean {
+  return error instanceof APIError && error.status !== 503 && isLost(error);
+}
+
+function whenAborted(signal: AbortSignal): Promise<never> {
+  return new Promise((_, reject) => {
+    const fail = () => reject(new DOMException("stopped", "AbortError"));
+    if (signal.aborted) fail();
+    signal.addEventListener("abort", fail, { once: true });
+  });
 }
 
 /** Answers that the server refused for want of a key: message -> conversation. */
@@ -136,9 +173,13 @@ function events(id: string, messageId: string, signal: AbortSignal): AsyncGenera
 }
 
 function describe(error: unknown): string {
-  if (error instanceof APIError && error.status === 401) return translate(usePreferences.getState().language)("keyMissing");
-  if (error instanceof APIError && error.status === 0) return `${translate(usePreferences.getState().language)("unreachable")} ${error.message}`;
+  if (error instanceof APIError && error.status === 401) return words("keyMissing");
+  if (connectionBroke(error)) return words("connectionLost");
   return error instanceof Error ? error.message : String(error);
+}
+
+function words(name: keyof Texts): string {
+  return translate(usePreferences.getState().language)(name);
 }
 
 function conversation(id: string) {
