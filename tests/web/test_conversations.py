@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving.fake_engine import REPLY
 from tests.web.driver import Driver, expect
 
 
@@ -25,7 +26,7 @@ def titles(page: Driver) -> list[str]:
 
 def choose(page: Driver, title: str, action: str) -> None:
     page.button(f"More for {title}").click()
-    page.page.get_by_role("menuitem", name=action).click()
+    page.page.get_by_role("menuitem", name=action, exact=True).click()
 
 
 def test_they_survive_a_reload_with_all_branches(page: Driver):
@@ -120,6 +121,32 @@ def test_export_of_one_and_a_file_that_is_no_export(three: Driver, tmp_path: Pat
         three.button("Import").click()
     chooser.value.set_files(file)
     expect(three.page.get_by_text("This file cannot be imported")).to_be_visible()
+
+
+def test_markdown_of_a_conversation_is_saved_and_copied(three: Driver):
+    with three.page.expect_download() as download:
+        choose(three, "Hello there", "Export as Markdown")
+    assert download.value.suggested_filename == "Hello-there.md"
+    text = Path(download.value.path()).read_text()
+    assert text == f"# Hello there\n\n## You\n\nHello there\n\n## Assistant\n\n{REPLY.strip()}\n"
+    choose(three, "Hello there", "Copy as Markdown")
+    expect(three.page.get_by_text("Copied")).to_be_visible()
+    assert three.page.evaluate("navigator.clipboard.readText()") == text
+
+
+def test_delete_all(three: Driver):
+    three.button("Menu").click()
+    three.page.get_by_role("menuitem", name="Delete all conversations").click()
+    dialog = three.page.get_by_role("dialog")
+    expect(dialog).to_contain_text("All 3 conversations will be gone")
+    three.check_accessibility()
+    dialog.get_by_role("button", name="Delete").click()
+    expect(three.page.get_by_text("Your conversations will be listed here")).to_be_visible()
+    expect(three.turns).to_have_count(0)
+    three.page.reload()
+    expect(three.page.get_by_text("Your conversations will be listed here")).to_be_visible()
+    three.button("Menu").click()
+    expect(three.page.get_by_role("menuitem", name="Delete all conversations")).to_be_disabled()
 
 
 def test_an_address_of_nothing(page: Driver):

@@ -24,6 +24,10 @@ export function stop(id: string): void {
   useRuns.getState()[id]?.abort();
 }
 
+export function stopAll(): void {
+  Object.keys(useRuns.getState()).forEach(stop);
+}
+
 /** Say something at the end of what is shown; approvals that are still asked for there are refused. */
 export function say(id: string, text: string, files: TextFile[]): void {
   const last = path(conversation(id).tree).at(-1);

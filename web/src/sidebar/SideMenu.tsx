@@ -1,13 +1,27 @@
-import { BulbOutlined, GlobalOutlined, KeyOutlined, MoreOutlined, QuestionCircleOutlined } from "@ant-design/icons";
-import { Button, Dropdown } from "antd";
+import { BulbOutlined, DeleteOutlined, GlobalOutlined, KeyOutlined, MoreOutlined, QuestionCircleOutlined } from "@ant-design/icons";
+import { App, Button, Dropdown } from "antd";
+import { stopAll } from "../chat/run";
 import { useT } from "../i18n";
 import { LANGUAGES, type Language } from "../i18n/languages";
 import { inSide } from "../popups";
+import { go } from "../router";
+import { removeAll, useConversations } from "../store/conversations";
 import { usePreferences, type Theme } from "../store/preferences";
 
 export function SideMenu({ onKey, onHelp }: { onKey: () => void; onHelp: () => void }) {
   const t = useT();
   const { language, theme, set } = usePreferences();
+  const { modal } = App.useApp();
+  const count = useConversations((state) => state.entries?.length ?? 0);
+  const deleteAll = () =>
+    void modal.confirm({
+      title: t("deleteAllTitle"), content: t("deleteAllText", { n: count }), okText: t("delete"), cancelText: t("cancel"), okButtonProps: { danger: true },
+      onOk: async () => {
+        stopAll();
+        go({ page: "new" });
+        await removeAll();
+      },
+    });
   const themes: Theme[] = ["system", "light", "dark"];
   const items = [
     {
@@ -20,6 +34,7 @@ export function SideMenu({ onKey, onHelp }: { onKey: () => void; onHelp: () => v
     },
     { key: "key", icon: <KeyOutlined aria-hidden />, label: t("key"), onClick: onKey },
     { key: "shortcuts", icon: <QuestionCircleOutlined aria-hidden />, label: t("shortcuts"), onClick: onHelp },
+    { key: "deleteAll", icon: <DeleteOutlined aria-hidden />, label: t("deleteAll"), danger: true, disabled: count === 0, onClick: deleteAll },
   ];
   return (
     <Dropdown menu={{ items }} trigger={["click"]} getPopupContainer={inSide}>

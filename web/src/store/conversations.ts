@@ -171,6 +171,13 @@ export async function removeConversation(id: string): Promise<void> {
   tabs?.postMessage({ id, removed: true } satisfies Notice);
 }
 
+export async function removeAll(): Promise<void> {
+  const ids = (getState().entries ?? []).map(({ id }) => id);
+  ids.forEach(forget);
+  await database.deleteAll();
+  for (const id of ids) tabs?.postMessage({ id, removed: true } satisfies Notice);
+}
+
 /** A new conversation of all that was said down to a message. */
 export function fork(conversation: Conversation, messageId: string): Conversation {
   const titles = (getState().entries ?? []).map(({ title }) => title);

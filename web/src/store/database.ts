@@ -88,6 +88,11 @@ export async function deleteConversation(id: string): Promise<void> {
   await Promise.all([transaction.objectStore("entries").delete(id), transaction.objectStore("contents").delete(id), transaction.done]);
 }
 
+export async function deleteAll(): Promise<void> {
+  const transaction = (await open()).transaction(["entries", "contents"], "readwrite");
+  await Promise.all([transaction.objectStore("entries").clear(), transaction.objectStore("contents").clear(), transaction.done]);
+}
+
 /** The ids of the conversations in which something said contains `words`, whatever their case. */
 export async function searchContents(words: string): Promise<Set<string>> {
   const wanted = words.toLocaleLowerCase();
