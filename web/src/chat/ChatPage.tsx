@@ -15,6 +15,7 @@ import { SettingsDrawer } from "../settings/SettingsDrawer";
 import { useShortcuts } from "../shortcuts";
 import { Composer } from "./Composer";
 import { ContextGauge } from "./ContextGauge";
+import { useDraftTokens } from "./draftTokens";
 import { MessageList } from "./MessageList";
 import { ModelSelect } from "./ModelSelect";
 import { say, stop, useRuns } from "./run";
@@ -37,6 +38,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
   const [asksSettings, setAsksSettings] = useState(false);
   const draft = useDraft(id);
   const { settings, setSettings } = useSettings(conversation);
+  const drafted = useDraftTokens(draft, settings.model);
   useShortcuts({ stop: () => id !== null && stop(id), settings: () => setAsksSettings(true) });
   useEffect(() => {
     document.title = conversation?.title ? `${conversation.title} · jaxllm` : "jaxllm";
@@ -57,7 +59,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
         <Button type="text" icon={listOpen ? <MenuFoldOutlined aria-hidden /> : <MenuUnfoldOutlined aria-hidden />} onClick={onToggleList} aria-expanded={listOpen} aria-label={t(listOpen ? "closeList" : "openList")} />
         <ModelSelect settings={settings} onChange={setSettings} />
         <h1 className="bar-title">{conversation?.title || t("newChat")}</h1>
-        <ContextGauge stats={lastStats} draft={draft.text} model={settings.model} />
+        <ContextGauge stats={lastStats} drafted={drafted ?? 0} model={settings.model} />
         <Button type="text" icon={<SettingOutlined aria-hidden />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
       </header>
       {loading !== null && <Alert banner type="info" title={t("loadingModel")} description={loading.total ? `${loading.doing}: ${loading.done} / ${loading.total}` : loading.doing} />}
@@ -72,7 +74,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
       ) : (
         <Start model={settings.model} onChoose={(text) => changeDraft(id, () => ({ text }))} />
       )}
-      {!gone && <Composer key={`composer-${id}`} draft={draft} settings={settings} onSettings={setSettings} running={running} shown={shown} id={id} onSend={send} />}
+      {!gone && <Composer key={`composer-${id}`} draft={draft} tokens={drafted} settings={settings} onSettings={setSettings} running={running} shown={shown} id={id} onSend={send} />}
       <SettingsDrawer open={asksSettings} onClose={() => setAsksSettings(false)} settings={settings} onChange={setSettings} />
     </main>
   );

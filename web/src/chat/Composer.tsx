@@ -10,15 +10,16 @@ import type { TextFile } from "../store/messages";
 import type { TreeNode } from "../store/tree";
 import { useShortcuts } from "../shortcuts";
 import { isTouched, sends } from "./enter";
+import { freeName, isLong } from "./paste";
 import { MAX_FILE_BYTES, MAX_FILE_TEXT, readTextFile } from "./textFiles";
 import { stop } from "./run";
 import { ToolSwitches } from "./ToolSwitches";
 
-const LONG_PASTE = 6000;
-
 interface Props {
   id: string | null;
   draft: Draft;
+  /** How many it has; null where that is not known. */
+  tokens: number | null;
   settings: Settings;
   onSettings: (settings: Settings) => void;
   running: boolean;
@@ -26,13 +27,14 @@ interface Props {
   onSend: (text: string, files: TextFile[]) => void;
 }
 
-export function Composer({ id, draft, settings, onSettings, running, shown, onSend }: Props) {
+export function Composer({ id, draft, tokens, settings, onSettings, running, shown, onSend }: Props) {
   const t = useT();
   const touches = isTouched();
   const base = useServer((state) => isBase(state.models, settings.model));
   const box = useRef<HTMLDivElement>(null);
   const { text: written, files } = draft;
   const setFiles = (by: (files: TextFile[]) => TextFile[]) => changeDraft(id, (at) => ({ files: by(at.files) }));
+  const { message } = App.useApp();
   const add = useAddFile(setFiles);
   const focus = () => box.current?.querySelector("textarea")?.focus();
   useShortcuts({ focus });
@@ -43,9 +45,15 @@ export function Composer({ id, draft, settings, onSettings, running, shown, onSe
   };
   const paste = (event: React.ClipboardEvent) => {
     const text = event.clipboardData.getData("text/plain");
-    if (event.clipboardData.files.length || text.length < LONG_PASTE) return;
+    if (event.clipboardData.files.length || !isLong(text)) return;
     event.preventDefault();
-    setFiles((before) => [...before, { name: t("pasted"), text }]);
+    const name = freeName(t("pasted"), files);
+    setFiles((before) => [...before, { name, text }]);
+    message.info(t("pastedNote", { name }));
+  };
+  const intoMessage = (file: TextFile) => {
+    changeDraft(id, (at) => ({ text: [at.text, file.text].filter(Boolean).join("\n\n"), files: at.files.filter((other) => other !== file) }));
+    focus();
   };
   const press = (event: React.KeyboardEvent): void | false => {
     if (sends({ key: event.key, shiftKey: event.shiftKey, isComposing: event.nativeEvent.isComposing }, touches)) {
@@ -68,7 +76,7 @@ export function Composer({ id, draft, settings, onSettings, running, shown, onSe
         header={files.length > 0 && (
           <div className="files">
             {files.map((file, at) => (
-              <Tag key={at} icon={<FileTextOutlined aria-hidden />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
+              <Tag key={at} icon={<FileButton file={file} onClick={() => intoMessage(file)} />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
                 event.preventDefault();
                 setFiles((before) => before.filter((_, other) => other !== at));
               }}>{file.name}</Tag>
@@ -86,16 +94,24 @@ export function Composer({ id, draft, settings, onSettings, running, shown, onSe
               </Attachments>
               <ToolSwitches settings={settings} onChange={onSettings} />
             </span>
-            {running ? (
-              <Button shape="circle" icon={<span className="stop-sign" aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
-            ) : (
-              <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={!written.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(written)} />
-            )}
+            <span>
+              {tokens !== null && tokens > 0 && <span className="draft-tokens">{t("tokens", { n: tokens })}</span>}
+              {running ? (
+                <Button shape="circle" icon={<span className="stop-sign" aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
+              ) : (
+                <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={!written.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(written)} />
+              )}
+            </span>
           </div>
         }
       />
     </div>
   );
+}
+
+function FileButton({ file, onClick }: { file: TextFile; onClick: () => void }) {
+  const name = useT()("intoMessage", { name: file.name });
+  return <button type="button" className="bare" aria-label={name} title={name} onClick={onClick}><FileTextOutlined aria-hidden /></button>;
 }
 
 function useAddFile(setFiles: (by: (files: TextFile[]) => TextFile[]) => void) {

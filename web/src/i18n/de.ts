@@ -72,6 +72,8 @@ export const de: Texts = {
   noPictures: "{name} ist ein Bild. Die Modelle hier lesen nur Text.",
   tooLarge: "{name} ist größer als {limit}.",
   pasted: "eingefügt.txt",
+  pastedNote: "Der Text ist lang: Er ist als {name} angehängt.",
+  intoMessage: "{name} als Text in die Nachricht übernehmen",
   you: "Sie",
   assistant: "Assistent",
   copy: "Kopieren",

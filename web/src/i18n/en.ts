@@ -70,6 +70,8 @@ export const en = {
   noPictures: "{name} is a picture. The models here read text only.",
   tooLarge: "{name} is larger than {limit}.",
   pasted: "pasted.txt",
+  pastedNote: "The text is long: it is attached as {name}.",
+  intoMessage: "Put {name} into the message as text",
   you: "You",
   assistant: "Assistant",
   copy: "Copy",

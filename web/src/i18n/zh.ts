@@ -72,6 +72,8 @@ export const zh: Texts = {
   noPictures: "{name} 是图片。此处的模型只能读取文本。",
   tooLarge: "{name} 超过 {limit}。",
   pasted: "粘贴内容.txt",
+  pastedNote: "文本较长，已作为 {name} 附上。",
+  intoMessage: "将 {name} 作为文本放入消息",
   you: "您",
   assistant: "助手",
   copy: "复制",
