@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,48 @@ def test_export_and_import_into_another_browser(three: Driver, open_page: Callab
     assert titles(other) == titles(three)
     other.page.get_by_role("link", name="Show me code").click()
     expect(other.answers.locator(".katex").first).to_be_visible()
+
+
+def test_an_export_of_chatgpt_is_read_with_its_branches(page: Driver, tmp_path: Path):
+    said = {"u": ("user", "Which tree?", None), "a": ("assistant", "An oak.", "u"), "b": ("assistant", "A beech.", "u")}
+    mapping = {
+        name: {
+            "id": name,
+            "parent": parent,
+            "message": {"author": {"role": role}, "content": {"content_type": "text", "parts": [text]}},
+        }
+        for name, (role, text, parent) in said.items()
+    }
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps([{"title": "Trees", "mapping": mapping, "current_node": "a"}]))
+    with page.page.expect_file_chooser() as chooser:
+        page.button("Import").click()
+    chooser.value.set_files(file)
+    page.page.get_by_role("link", name="Trees").click()
+    expect(page.answers).to_contain_text("An oak.")
+    page.button("Next version").click()
+    expect(page.answers).to_contain_text("A beech.")
+    page.say("Why?")
+    expect(page.turns).to_have_count(4)
+
+
+def test_titles_are_made_by_the_model_where_that_is_chosen(page: Driver):
+    def name(route: Any) -> None:
+        if "response_format" not in route.request.post_data_json:
+            return route.continue_()
+        answer = {"choices": [{"message": {"content": json.dumps({"title": "French capitals"})}}]}
+        return route.fulfill(json=answer)
+
+    page.page.route("**/v1/chat/completions", name)
+    page.say("Hello")
+    expect(page.page.locator("h1")).to_have_text("Hello")
+    page.button("Menu").click()
+    page.page.get_by_role("menuitem", name="Titles").hover()
+    page.page.get_by_role("menuitem", name="Made by the model").click()
+    page.new_chat()
+    page.say("Hello again")
+    expect(page.page.locator("h1")).to_have_text("French capitals")
+    assert titles(page) == ["French capitals", "Hello"]
 
 
 def test_export_of_one_and_a_file_that_is_no_export(three: Driver, tmp_path: Path):

@@ -9,10 +9,11 @@ import { translate } from "../i18n";
 import type { Texts } from "../i18n/en";
 import { isBase, isLost, untilReachable, useServer } from "../serverState";
 import { usesTools } from "../settings/fields";
-import { change, changeMessage, changeTree, newId, titleOf, useConversations } from "../store/conversations";
-import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type TextFile } from "../store/messages";
+import { change, changeMessage, changeTree, newId, useConversations } from "../store/conversations";
+import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type TextFile, type UserMessage } from "../store/messages";
 import { usePreferences } from "../store/preferences";
 import { append, branch, lineage, path, ROOT } from "../store/tree";
+import { firstWords, nameAfterAnswer } from "./titles";
 
 /** How often in a row a connection may break before anything has come. */
 const MAX_FAILURES = 3;
@@ -38,8 +39,9 @@ export function say(id: string, text: string, files: TextFile[]): void {
     }));
   }
   const userId = newId();
-  changeTree(id, (tree) => append(tree, last?.id ?? ROOT, userId, { role: "user", text, files, created: Date.now() }));
-  change(id, (at) => (at.title ? at : { ...at, title: titleOf(text || files[0]?.name || "") }));
+  const said: UserMessage = { role: "user", text, files, created: Date.now() };
+  changeTree(id, (tree) => append(tree, last?.id ?? ROOT, userId, said));
+  change(id, (at) => (at.title ? at : { ...at, title: firstWords(said) }));
   answer(id, userId);
 }
 
@@ -125,6 +127,7 @@ async function run(id: string, messageId: string): Promise<void> {
       }
     }
     end((at) => (at.state === "running" ? ended(at, "done", Date.now()) : at));
+    void nameAfterAnswer(id);
   } catch (error) {
     if (error instanceof APIError && error.status === 401) refused.set(messageId, id);
     if (controller.signal.aborted) end((at) => ended(at, "stopped", Date.now()));

@@ -1,4 +1,4 @@
-import { BulbOutlined, DeleteOutlined, GlobalOutlined, KeyOutlined, MoreOutlined, QuestionCircleOutlined } from "@ant-design/icons";
+import { BulbOutlined, DeleteOutlined, FontSizeOutlined, GlobalOutlined, KeyOutlined, MoreOutlined, QuestionCircleOutlined } from "@ant-design/icons";
 import { App, Button, Dropdown } from "antd";
 import { stopAll } from "../chat/run";
 import { useT } from "../i18n";
@@ -10,7 +10,7 @@ import { usePreferences, type Theme } from "../store/preferences";
 
 export function SideMenu({ onKey, onHelp }: { onKey: () => void; onHelp: () => void }) {
   const t = useT();
-  const { language, theme, set } = usePreferences();
+  const { language, theme, titles, set } = usePreferences();
   const { modal } = App.useApp();
   const count = useConversations((state) => state.entries?.length ?? 0);
   const deleteAll = () =>
@@ -31,6 +31,10 @@ export function SideMenu({ onKey, onHelp }: { onKey: () => void; onHelp: () => v
     {
       key: "language", icon: <GlobalOutlined aria-hidden />, label: t("language"),
       children: Object.entries(LANGUAGES).map(([tag, name]) => ({ key: tag, label: mark(name, tag === language), onClick: () => set({ language: tag as Language }) })),
+    },
+    {
+      key: "titles", icon: <FontSizeOutlined aria-hidden />, label: t("titles"),
+      children: [["words", t("titleWords")] as const, ["model", t("titleModel")] as const].map(([name, label]) => ({ key: name, label: mark(label, name === titles), onClick: () => set({ titles: name }) })),
     },
     { key: "key", icon: <KeyOutlined aria-hidden />, label: t("key"), onClick: onKey },
     { key: "shortcuts", icon: <QuestionCircleOutlined aria-hidden />, label: t("shortcuts"), onClick: onHelp },

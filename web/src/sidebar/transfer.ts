@@ -36,9 +36,11 @@ export function useTransfer() {
     const input = document.createElement("input");
     input.type = "file";
     input.accept = "application/json,.json";
+    input.multiple = true; // ChatGPT's exports of many conversations are several files
     input.onchange = async () => {
       try {
-        const conversations = importText(await input.files![0]!.text(), newId);
+        const texts = await Promise.all(Array.from(input.files!, (file) => file.text()));
+        const conversations = texts.flatMap((text) => importText(text, newId));
         await importConversations(conversations);
         message.success(t("imported", { n: conversations.length }));
       } catch (error) {

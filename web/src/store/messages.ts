@@ -32,6 +32,7 @@ export interface ReasoningPart {
   kind: "reasoning";
   text: string;
   started: number;
+  /** Null while it goes on; 0: when is not known, in an imported conversation. */
   ended: number | null;
 }
 
