@@ -25,7 +25,8 @@ from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, t
 llguidance = pytest.importorskip("llguidance")
 
 ENDINGS = [
-    "<|end|><|start|>assistant", "]<]minimax[>[</city>", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
+    "<|end|><|start|>assistant", "<|eom|><|start|>assistant", "</atem:parameter>",
+    "]<]minimax[>[</city>", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
     '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
     '<|"|>}', "<escape>}", "}",
 ]  # fmt: skip
@@ -187,6 +188,22 @@ def test_auto_leaves_text_free_and_holds_calls_to_the_schema(words: str, vocabul
         assert _accepts(vocabulary, outputs, "<think>Hm.</think>Let me see. " + written(known, PARIS))
         assert not _accepts(vocabulary, outputs, "Let me see. " + written(known, ("get_weather", {"days": 2})))
         assert not _accepts(vocabulary, outputs, written(known, ("get_news", {})))
+
+
+def test_auto_allows_marks_of_reasoning_that_are_made_of_several_tokens(vocabularies: dict[str, Vocabulary]) -> None:
+    formats = detect_formats(None, "kimi_k3", "kimi_k3")
+    assert formats.tools is not None
+    prose = "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|>"
+    vocabulary = vocabularies["marked"]
+    outputs = tool_constraint(formats, STRICT, "auto", parallel=True, after=None, special_tokens=vocabulary.special)
+    assert _accepts(vocabulary, outputs, prose)
+    assert _accepts(vocabulary, outputs, prose + written(formats.tools, PARIS))
+    assert not _accepts(vocabulary, outputs, prose + written(formats.tools, ("get_weather", {"days": 2})))
+
+
+def test_calls_whose_beginning_is_marked_are_held_to_strict_schemas() -> None:
+    unmarked = {known.name for known in TOOL_FORMATS if not known.layout.marked}
+    assert unmarked == {"harmony", "muse", "llama3_json", "llama4_pythonic", "glm4", "json"}
 
 
 def test_auto_is_free_where_nothing_is_strict() -> None:
