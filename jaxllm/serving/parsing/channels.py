@@ -23,7 +23,7 @@ from jaxllm.serving.parsing.writer import CallWriter
 MESSAGE, START = "<|message|>", "<|start|>"
 
 
-class Messages(ABC):
+class MessageReader(ABC):
     """Reads an answer from a `Source`; `in_analysis`, whether reasoning is being read, follows the text.
 
     Attributes:
@@ -127,7 +127,7 @@ class Messages(ABC):
         self._say(Content, "".join(self.source.kept))
 
     def _say(self, kind: type[Content] | type[Reasoning] | None, text: str) -> None:
-        """Messages of one kind are lines of their own."""
+        """MessageReader of one kind are lines of their own."""
         self.source.kept.clear()
         if text and kind is not None:
             line = "\n" if self._begins and kind in self._said else ""

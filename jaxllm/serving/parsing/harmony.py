@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from jaxllm.serving.parsing.calls import named_arguments
-from jaxllm.serving.parsing.channels import MESSAGE, START, Messages
+from jaxllm.serving.parsing.channels import MESSAGE, START, MessageReader
 from jaxllm.serving.parsing.events import Content, Reasoning
 from jaxllm.serving.parsing.source import Scan, any_left
 
@@ -24,7 +24,7 @@ _NOBODY = "assistant"
 """A recipient that is no function; one of this name is functions.assistant."""
 
 
-class Harmony(Messages):
+class Harmony(MessageReader):
     HEADERS = (START, "<|channel|>", "<|constrain|>", MESSAGE, "to=")
     LATE_HEADERS = ("<|channel|>",)
     ENDS = ("<|end|>", "<|return|>", "<|call|>")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxllm.serving.parsing.channels import MESSAGE, START, Messages
+from jaxllm.serving.parsing.channels import MESSAGE, START, MessageReader
 from jaxllm.serving.parsing.events import Content, Reasoning
 from jaxllm.serving.parsing.invocations import invoked_calls
 from jaxllm.serving.parsing.source import Scan, literal, skip_space
@@ -23,7 +23,7 @@ _CUT_HEADER = re.compile(r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|?\w*\|?)?")
 _KINDS = {"self": Reasoning, "user": Content, "commentary": Content, "developer": None}
 
 
-class Muse(Messages):
+class Muse(MessageReader):
     HEADERS = (START, MESSAGE, "to=")
     ENDS = ("<|eom|>", "<|eot|>")
     TEXT_ENDS = ENDS

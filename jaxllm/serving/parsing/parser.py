@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-import msgspec
-
 from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.channels import Messages
+from jaxllm.serving.parsing.channels import MessageReader
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.harmony import Harmony
 from jaxllm.serving.parsing.muse import Muse
@@ -32,7 +30,7 @@ from jaxllm.serving.parsing.source import (
 from jaxllm.serving.parsing.writer import CallWriter
 from jaxllm.text.reasoning import CITATION_END, HARMONY, MUSE, ReasoningFormat
 
-_MESSAGES: dict[str, type[Messages]] = {HARMONY: Harmony, MUSE: Muse}
+_MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse}
 _CITED = re.compile(r"[0-9:,.\[\] ]+")
 
 
@@ -85,7 +83,7 @@ class OutputParser:
         self._space: list[str] = []  # held back
         self._looked_through = 0  # up to this position of the source, for the second time
         self._thoughts = _TrailingSpaceLeftOut(self._source, self._events)
-        self._messages: Messages | None = None
+        self._messages: MessageReader | None = None
         if formats.channels:
             calls = self._format is not None
             self._messages = _MESSAGES[formats.channels](
@@ -382,39 +380,3 @@ def _merged(events: Iterable[Event]) -> Iterable[Event]:
                 yield ToolArguments(index, "".join(map(attrgetter("text"), fragments)))
         elif text := "".join(map(attrgetter("text"), group)):
             yield kind(text)
-
-
-class ParsedCall(msgspec.Struct):
-    """A call of an answer that is complete."""
-
-    id: str
-    name: str
-    arguments: str
-    """JSON text of an object; what there is of it where the answer broke off or was malformed inside."""
-
-
-class ParsedOutput(msgspec.Struct):
-    """An answer's parts; None where there is no such text."""
-
-    content: str | None
-    reasoning: str | None
-    tool_calls: list[ParsedCall]
-
-
-def join_events(events: Iterable[Event]) -> ParsedOutput:
-    """All the events of one answer as its parts."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: list[tuple[ToolCall, list[str]]] = []
-    for event in events:
-        match event:
-            case Content(text=text):
-                content.append(text)
-            case Reasoning(text=text):
-                reasoning.append(text)
-            case ToolCall():
-                calls.append((event, []))
-            case ToolArguments(index=index, text=text):
-                calls[index][1].append(text)
-    parsed = [ParsedCall(call.id, call.name, "".join(arguments)) for call, arguments in calls]
-    return ParsedOutput("".join(content) or None, "".join(reasoning) or None, parsed)

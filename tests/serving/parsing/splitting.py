@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.output_format import Tags, ToolFormat
-from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput, join_events
+from jaxllm.serving.parsing.parsed import ParsedOutput, join_events
+from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS
 
 WEATHER = {

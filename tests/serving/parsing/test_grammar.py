@@ -17,7 +17,8 @@ from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
 from jaxllm.serving.parsing.output_format import OutputFormats, Tags, ToolFormat
-from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput
+from jaxllm.serving.parsing.parsed import ParsedOutput
+from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model
 from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, tool, written
