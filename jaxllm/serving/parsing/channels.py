@@ -127,7 +127,7 @@ class MessageReader(ABC):
         self._say(Content, "".join(self.source.kept))
 
     def _say(self, kind: type[Content] | type[Reasoning] | None, text: str) -> None:
-        """MessageReader of one kind are lines of their own."""
+        """Messages of one kind are lines of their own."""
         self.source.kept.clear()
         if text and kind is not None:
             line = "\n" if self._begins and kind in self._said else ""
