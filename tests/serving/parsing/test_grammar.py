@@ -265,6 +265,19 @@ def test_properties_that_a_schema_does_not_name_come_only_where_it_says_so(
         assert _accepts(vocabularies["byte"], outputs, written(formats.tools, ("go", arguments))) is ok
 
 
+def test_a_tool_whose_parts_count_its_properties_may_get_others(vocabularies: dict[str, Vocabulary]) -> None:
+    one = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    at_least_two = {"allOf": [one], "minProperties": 2}
+    formats = detect_formats(None, "hermes")
+    assert formats.tools is not None
+    outputs = tool_constraint(
+        formats, [tool("go", at_least_two, strict=True)], "required", parallel=False, after=None, special_tokens={}
+    )
+    good = written(formats.tools, ("go", {"city": "Paris", "x": 1}))
+    assert _accepts(vocabularies["byte"], outputs, good)
+    assert not _accepts(vocabularies["byte"], outputs, written(formats.tools, ("go", {"city": 1, "x": 1})))
+
+
 RAW_STRINGS = [known for known in TOOL_FORMATS if isinstance(known.layout.arguments, Tags) or known.layout.quote]
 
 
