@@ -1,4 +1,4 @@
-"""Products over weights as they are stored, interpreted, against float64 NumPy; and their lowering for CUDA."""
+"""Products over weights as stored, interpreted or on a GPU, against float64 NumPy; and their lowering for CUDA."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jaxllm.quantization.groups import Groups, GroupsKind
 from jaxllm.quantization.per_channel import INT8, PerChannelKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Dense, Weight
+from tests.gpu_here import INTERPRET
 
 F32 = np.dtype(np.float32)
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
@@ -76,9 +77,9 @@ def check_grouped(weight: Weight, sizes: list[int], rows: int, *, dtype: Any = j
     nobody = group == len(sizes)
     x[nobody.reshape(-1, share).all(axis=1)] = np.nan
     tile_rows = choose_tile_rows(rows, len(sizes))
-    lists = list_rows(jnp.asarray(group, jnp.int32), len(sizes), rows, tile_rows, interpret=True)
+    lists = list_rows(jnp.asarray(group, jnp.int32), len(sizes), rows, tile_rows, interpret=INTERPRET)
     x = jnp.asarray(x, dtype)
-    out = grouped_matmul(x, matrix, lists, rows, interpret=True)
+    out = grouped_matmul(x, matrix, lists, rows, interpret=INTERPRET)
     matrices, x = np.asarray(weight.dequantize(), np.float64), np.asarray(x, np.float64)
     for row in np.flatnonzero(~nobody):
         np.testing.assert_allclose(out[row], matrices[group[row]] @ x[row // share], rtol=1e-4, atol=1e-4)
@@ -129,7 +130,7 @@ def test_many_rows_take_larger_tiles():
 def test_one_matrix(kind, rows):
     weight = KINDS[kind](np.random.default_rng(0).standard_normal((136, 96)).astype(np.float32))
     x = np.random.default_rng(1).standard_normal((rows, 96)).astype(np.float32)
-    out = matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=True)
+    out = matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=INTERPRET)
     expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
@@ -172,7 +173,7 @@ def test_a_sum_and_its_norm_are_the_same_at_once(dtype):
     random = np.random.default_rng(0)
     x, out = (jnp.asarray(random.standard_normal((5, 96)), dtype) for _ in range(2))
     norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, 96), jnp.float32), 1e-5)
-    total, normed = add_norm(x, out, norm, interpret=True)
+    total, normed = add_norm(x, out, norm, interpret=INTERPRET)
     np.testing.assert_array_equal(total, x + out)
     exact = np.asarray(x + out, np.float64)
     exact *= np.asarray(norm.weight, np.float64) / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)
