@@ -166,8 +166,8 @@ def gguf_rope(
 def gguf_windows(checkpoint: Checkpoint, *, period: int) -> list[int | None]:
     """The sliding window of each layer, None where there is none.
 
-    `attention.sliding_window_pattern` has a flag a layer, or how often a layer without a window comes: `period` where the
-    file does not have it.
+    `attention.sliding_window_pattern` has a flag a layer, or how often a layer without a window comes: `period` where
+    the file does not have it.
     """
     get = Metadata(checkpoint)
     count, window = get("block_count"), get("attention.sliding_window", 0) or None

@@ -122,8 +122,8 @@ def hf_rope(
 def hf_windows(c: dict[str, Any], *, period: int) -> list[int | None]:
     """The sliding window of each layer, None where there is none, of families that have both kinds.
 
-    `layer_types` says it, or `sliding_window_pattern`: how often a layer without a window comes, `period` where the file
-    has no such key; or a text of L (local) and G (global) that repeats, whatever of which the last layer is global.
+    `layer_types` says it, or `sliding_window_pattern`: how often a layer without a window comes, `period` where the
+    file has no such key; or a text of L (local) and G (global) that repeats, with which the last layer is global.
     """
     number, window = c["num_hidden_layers"], c.get("sliding_window")
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or period
