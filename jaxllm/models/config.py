@@ -52,6 +52,7 @@ class DecoderConfig:
         post_norms: attention and MLP have a norm on their output, before the residual sum.
         parallel_residual: attention and MLP read the same norm, and both are added to the residual.
         gated_mlp: `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
+        attention_sinks: one more logit a head, learnt, that takes part of attention's weight and has no value.
         attention_scale: on the logits; None is one over the root of the head size.
         residual_scale: on the output of attention and of the MLP, before the residual sum.
         logit_scale: on the output's logits.
@@ -84,6 +85,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_sinks: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None

@@ -192,6 +192,7 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
         qk_norm_rotated=config.qk_norm_rotated,
         norm_eps=config.norm_eps,
         query_scaling=config.query_scaling,
+        sinks=config.attention_sinks,
     )
 
 

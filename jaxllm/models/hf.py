@@ -198,18 +198,21 @@ def hf_expert_names(
     down: str = "down_proj",
     shared: str = "shared_experts",
 ) -> dict[str, Pattern]:
-    """Tensors of the sparse MLP `block`: experts one by one, or stacked as transformers 5 keeps them in memory."""
+    """Tensors of the sparse MLP `block`: experts one by one, or stacked as transformers 5 keeps them, or as MXFP4."""
     assert config.moe is not None
     count = config.moe.num_experts
 
     def each(name: str) -> Source:
         return Source(f"{block}.experts.{{}}.{name}.weight", stack=count)
 
+    def stacked(name: str) -> tuple[str, str]:
+        return f"{block}.experts.{name}", f"{block}.experts.{name}_blocks"
+
     return {
         "layers.*.mlp.router.weight": f"{block}.gate.weight",
         "layers.*.mlp.router.correction_bias": f"{block}.gate.e_score_correction_bias",
-        "layers.*.mlp.experts.gate_up.weight": AnyOf((each(gate), each(up)), f"{block}.experts.gate_up_proj"),
-        "layers.*.mlp.experts.down.weight": AnyOf(each(down), f"{block}.experts.down_proj"),
+        "layers.*.mlp.experts.gate_up.weight": AnyOf((each(gate), each(up)), *stacked("gate_up_proj")),
+        "layers.*.mlp.experts.down.weight": AnyOf(each(down), *stacked("down_proj")),
         **hf_linear("layers.*.mlp.shared.gate_up", f"{block}.{shared}.gate_proj", f"{block}.{shared}.up_proj"),
         **hf_linear("layers.*.mlp.shared.down", f"{block}.{shared}.down_proj"),
         "layers.*.mlp.shared_gate.weight": f"{block}.shared_expert_gate.weight",

@@ -130,6 +130,8 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "moe_layer_end_index": whole(-1, 2**10),
     "moe_layer_interval": LAYERS,
     "moe_norm_min": real(0, 1e-6),
+    "swiglu_alpha": FACTOR,
+    "swiglu_limit": FACTOR,
     "first_k_dense_replace": whole(0, 2**10),
     "num_dense_layers": whole(0, 2**10),
     "use_expert_bias": FLAG,

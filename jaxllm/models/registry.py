@@ -20,6 +20,7 @@ from jaxllm.models.families import (
     exaone4,
     gemma,
     glm,
+    gpt_oss,
     granite,
     hunyuan,
     lfm2,
@@ -84,6 +85,7 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5.DENSE,
     ernie4_5.MOE,
     hunyuan.FAMILY,
+    gpt_oss.FAMILY,
 )
 
 WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text"}

@@ -45,6 +45,7 @@ WITHOUT_MEANING = {
     ("ministral3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
+    ("gpt_oss", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "head_dim"): "transformers replaces it by qk_rope_head_dim",
     ("deepseek_v3", "head_dim"): "transformers replaces it by qk_rope_head_dim",
     ("stablelm", "head_dim"): "transformers shares the hidden size out among the heads",

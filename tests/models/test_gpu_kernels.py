@@ -42,9 +42,10 @@ def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     assert np.abs(np.concatenate(parts) - golden.logits[: len(ids)]).max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["olmo2", "cohere", "granite", "hunyuan"])
+@pytest.mark.parametrize("name", ["olmo2", "cohere", "granite", "hunyuan", "gpt_oss"])
 def test_what_kernels_do_not_do_is_not_left_to_them(name: str, tmp_path: Path) -> None:
-    """No norm in front, a norm over all heads or after the rotation, parallel blocks, factors on residual sums."""
+    """No norm in front, a norm over all heads or after the rotation, parallel blocks, factors on residual sums, experts with
+    biases and a clamped gate; sinks are theirs."""
     golden = load_golden(name)
     ids = golden.prompt_token_ids
     model = Harness(write_checkpoint(name, tmp_path), kernels=INTERPRETED)

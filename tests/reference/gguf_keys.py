@@ -260,3 +260,11 @@ def hunyuan(c: Config) -> Config:
         "rope.scaling.original_context_length": 256 * 1024,
         "context_length": 256 * 1024,
     }
+
+
+def gpt_oss(c: Config) -> Config:
+    """Which layers have a window is not stored: every other one. Nor is it what the gate is."""
+    return shared(c) | {
+        "attention.sliding_window": c["sliding_window"],
+        "expert_feed_forward_length": c["intermediate_size"],
+    }

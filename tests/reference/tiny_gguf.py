@@ -109,6 +109,7 @@ GGUF_MODELS: dict[str, Config] = {
     "starcoder2": {"sliding_window": None},
     "seed_oss": {},
     "hunyuan": {},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }
 """The variants that llama.cpp has an architecture for, and what of their config to change for what GGUF cannot say."""
 
@@ -250,6 +251,7 @@ _ARCHITECTURES = {
     "ernie4_5_moe": _Architecture("ernie4_5-moe", keys_of.ernie4_5_moe),
     "starcoder2": _Architecture("starcoder2", keys_of.with_layer_norm),
     "seed_oss": _Architecture("seed_oss", keys_of.shared),
+    "gpt_oss": _Architecture("gpt-oss", keys_of.gpt_oss, tensors_of.of_gpt_oss),
     "hunyuan_v1_dense": _Architecture("hunyuan-dense", keys_of.hunyuan),
 }
 """By `model_type`."""

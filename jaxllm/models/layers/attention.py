@@ -12,10 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm, WholeRMSNorm
+from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, Pages, RootMeanSquare, StepMetadata
-from jaxllm.sharding.layout import Layout, Segment
+from jaxllm.sharding.layout import Layout, Segment, split_rows
+from jaxllm.sharding.mesh import TENSOR
 
 QKNorm = Literal["rms", "layer", "layer_per_head", "rms_whole"]
 
@@ -57,6 +59,7 @@ class Attention(nnx.Module):
         qk_norm_rotated: bool = False,
         norm_eps: float = 1e-6,
         query_scaling: QueryScaling | None = None,
+        sinks: bool = False,
     ):
         tp = options.tp
         shards = kv_shards(num_kv_heads, tp)
@@ -71,6 +74,7 @@ class Attention(nnx.Module):
         self.window = window
         self.softcap = softcap
         self.query_scaling = query_scaling
+        self.sinks = param((num_heads,), jnp.float32, (TENSOR,), split_rows(num_heads, tp)) if sinks else None
         self.qk_norm_rotated = qk_norm_rotated
         self.kernels = options.kernels
 
@@ -86,15 +90,17 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T E"], Pages]:
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new keys and values."""
         q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in self.qkv.segments(x, norm))
-        turning: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         knows_norm = self.q_norm is None or (isinstance(self.q_norm, RMSNorm) and not self.qk_norm_rotated)
         if self.kernels.rotates_heads and self.query_scaling is None and knows_norm:
-            turning = {"angles": angles, "norms": self._head_norms()}
+            options |= {"angles": angles, "norms": self._head_norms()}
         else:
             q, k = self._turned(q, k, angles, meta)
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
         with jax.named_scope("paged_attention"):
             out, pages = self.kernels.attention(
-                q, k, v, pages, meta, scale=self.scale, window=self.window, softcap=self.softcap, **turning
+                q, k, v, pages, meta, scale=self.scale, window=self.window, softcap=self.softcap, **options
             )
         return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
 

@@ -10,6 +10,7 @@ from tests.reference.tiny_configs import (
     exaone,
     gemma,
     glm,
+    gpt_oss,
     granite,
     lfm2,
     llama,
@@ -38,6 +39,7 @@ VARIANTS: dict[str, Variant] = {
     **granite.VARIANTS,
     **ernie.VARIANTS,
     **others.VARIANTS,
+    **gpt_oss.VARIANTS,
 }
 
 CLASSIFIERS: dict[str, Variant] = classifier.VARIANTS
