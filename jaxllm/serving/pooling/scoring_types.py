@@ -39,9 +39,9 @@ class ComparisonFields(PoolingFields):
     instruction: str | None = Field(default=None, min_length=1)
     """What makes a document relevant, for rerankers that take instructions; by default that it answers a web search."""
     max_tokens_per_doc: int | None = Field(default=None, ge=0)
-    """Cut documents to so many tokens; 0 leaves them whole."""
+    """Cut documents to this many tokens; 0 leaves them whole."""
     max_tokens_per_query: int | None = Field(default=None, ge=0)
-    """Cut queries to so many tokens; 0 leaves them whole."""
+    """Cut queries to this many tokens; 0 leaves them whole."""
     use_activation: bool = True
     """False gives the raw score, before it is made a probability."""
 
@@ -95,7 +95,7 @@ class DocumentRerankRequest(ComparisonFields):
     documents: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     """Where to look: texts, or objects with a `text`."""
     top_n: int = Field(default=0, ge=0)
-    """Return only so many of the best; 0 returns all."""
+    """Return only this many of the best; 0 returns all."""
     return_documents: bool | None = None
     """Repeat each document's text in its result; true by default, but not at /v2/rerank."""
 
