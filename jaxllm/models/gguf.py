@@ -163,6 +163,22 @@ def gguf_rope(
     )
 
 
+def gguf_windows(checkpoint: Checkpoint, *, period: int) -> list[int | None]:
+    """The sliding window of each layer, None where there is none.
+
+    `attention.sliding_window_pattern` has a flag a layer, or how often a layer without a window comes: `period` where
+    the file does not have it.
+    """
+    get = Metadata(checkpoint)
+    count, window = get("block_count"), get("attention.sliding_window", 0) or None
+    if f"{checkpoint.config['general.architecture']}.attention.sliding_window_pattern" not in checkpoint.config:
+        slides = [(i + 1) % period != 0 for i in range(count)]
+    else:
+        given = get.by_layer("attention.sliding_window_pattern", count)
+        slides = [flag if isinstance(flag, bool) else (i + 1) % flag != 0 for i, flag in enumerate(given)]
+    return [window if slide else None for slide in slides]
+
+
 def gguf_attention_factor(checkpoint: Checkpoint) -> float:
     """What multiplies cosine and sine of every layer, whatever the scaling (`rope_attn_factor` in llama.cpp)."""
     return float(Metadata(checkpoint)("rope.scaling.attn_factor", 1.0))

@@ -36,6 +36,10 @@ THETA = real(1.001, 1e15)
 """The base of rotary frequencies, whose logarithm is divided by."""
 FACTOR = real(1e-3, 1e6)
 CAP = real(1e-3, 1e9)
+PATTERN = FieldKind(
+    "a text of L and G", lambda value: isinstance(value, str) and 0 < len(value) <= 2**10 and not value.strip("LG")
+)
+"""Which layers have a window, L for local, and which have none."""
 MAYBE_FLAG = either(FLAG, NULL)
 CAUSAL = "since encoders are not supported"
 """Why attention that sees later tokens is refused."""
@@ -62,6 +66,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "rms_norm_eps": EPSILON,
     "layer_norm_eps": EPSILON,
     "norm_eps": EPSILON,
+    "norm_epsilon": EPSILON,
     # attention
     "num_attention_heads": COUNT,
     "num_key_value_heads": maybe(COUNT),
@@ -70,6 +75,9 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "mlp_bias": MAYBE_FLAG,
     "qkv_bias": MAYBE_FLAG,
     "use_qkv_bias": MAYBE_FLAG,
+    "attention_out_bias": MAYBE_FLAG,
+    "use_bias": MAYBE_FLAG,
+    "use_qk_norm": MAYBE_FLAG,
     "qk_layernorm": MAYBE_FLAG,
     "use_parallel_residual": MAYBE_FLAG,
     "is_causal": FieldKind(f"true or null, {CAUSAL}", lambda value: value is None or value is True),
@@ -77,8 +85,14 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "query_pre_attn_scalar": real(1e-6, 1e9),
     "attn_logit_softcapping": maybe(CAP),
     "final_logit_softcapping": maybe(CAP),
+    "attention_multiplier": FACTOR,
+    "embedding_multiplier": FACTOR,
+    "residual_multiplier": FACTOR,
+    "logits_scaling": FACTOR,
+    "logit_scale": FACTOR,
     # positions and windows
     "max_position_embeddings": maybe(LENGTH),
+    "model_max_length": maybe(LENGTH),
     "original_max_position_embeddings": maybe(ORIGINAL_LENGTH),
     "rope_theta": maybe(THETA),
     "rope_local_base_freq": THETA,
@@ -91,7 +105,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "full_attn_idxs": maybe(many(whole(0, 2**10), 2**10)),
     "sliding_window": either(LENGTH, whole(0, 0), NULL),
     "use_sliding_window": MAYBE_FLAG,
-    "sliding_window_pattern": maybe(LAYERS),
+    "sliding_window_pattern": either(LAYERS, PATTERN, NULL),
     "_sliding_window_pattern": LAYERS,
     "max_window_layers": whole(0, 2**16),
     # experts
@@ -109,6 +123,15 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "topk_group": maybe(COUNT),
     "topk_method": TEXT,
     "routed_scaling_factor": real(-1e6, 1e6),
+    "moe_num_experts": COUNT,
+    "moe_k": COUNT,
+    "moe_num_shared_experts": whole(0, 2**10),
+    "moe_layer_start_index": whole(0, 2**10),
+    "moe_layer_end_index": whole(-1, 2**10),
+    "moe_layer_interval": LAYERS,
+    "moe_norm_min": real(0, 1e-6),
+    "swiglu_alpha": FACTOR,
+    "swiglu_limit": FACTOR,
     "first_k_dense_replace": whole(0, 2**10),
     "num_dense_layers": whole(0, 2**10),
     "use_expert_bias": FLAG,
@@ -141,6 +164,7 @@ ROPE_FIELDS: FieldKinds = {
     "beta_fast": maybe(FACTOR),
     "beta_slow": maybe(FACTOR),
     "truncate": FLAG,
+    "alpha": maybe(FACTOR),
     "mscale": maybe(real(0, 1e3)),
     "mscale_all_dim": maybe(real(0, 1e3)),
     "short_factor": many(FACTOR, 2**16),

@@ -14,21 +14,31 @@ from jaxllm.models.checks import check_decoder
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.families import (
+    cohere,
     deepseek,
+    ernie4_5,
+    exaone4,
     gemma,
     glm,
+    gpt_oss,
+    granite,
+    hunyuan,
     lfm2,
     llama,
     ministral3,
     mistral,
     mixtral,
+    olmo2,
+    olmo3,
     phi,
     phi3,
     qwen2,
     qwen3,
     qwen_moe,
+    seed_oss,
     smollm3,
     stablelm,
+    starcoder2,
 )
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import GGUF_NAMES
@@ -64,6 +74,18 @@ FAMILIES: tuple[Family, ...] = (
     glm.GLM4,
     lfm2.LFM2,
     lfm2.LFM2_MOE,
+    olmo2.FAMILY,
+    olmo3.FAMILY,
+    exaone4.FAMILY,
+    seed_oss.FAMILY,
+    cohere.COHERE,
+    cohere.COHERE2,
+    starcoder2.FAMILY,
+    granite.FAMILY,
+    ernie4_5.DENSE,
+    ernie4_5.MOE,
+    hunyuan.FAMILY,
+    gpt_oss.FAMILY,
 )
 
 WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text"}
@@ -178,8 +200,10 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
-    """The same decoder under a classification head, which transformers gives neither a bias nor a softcap."""
-    return replace(config, num_labels=num_labels, tie_word_embeddings=False, head_bias=False, logit_softcap=None)
+    """The same decoder under a classification head, which transformers gives no bias, softcap or scale."""
+    return replace(
+        config, num_labels=num_labels, tie_word_embeddings=False, head_bias=False, logit_softcap=None, logit_scale=1.0
+    )
 
 
 def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family]) -> Family:

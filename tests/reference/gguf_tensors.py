@@ -105,6 +105,23 @@ def with_flat_convolutions(c: Config, tensors: Tensors) -> Tensors:
     return {name: weight[:, 0] if name.endswith("conv.conv.weight") else weight for name, weight in tensors.items()}
 
 
+def of_gpt_oss(c: Config, tensors: Tensors) -> Tensors:
+    """Matrices of experts `[out, in]`; gate and up, which alternate, in two tensors."""
+    found = {}
+    for name, weight in tensors.items():
+        stem, is_bias = name.removesuffix("_bias"), name.endswith("_proj_bias")
+        if not stem.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name.replace("self_attn.sinks", "self_attn.sinks.weight")] = weight
+            continue
+        suffix, rows = ("bias", weight) if is_bias else ("weight", weight.swapaxes(1, 2))
+        if stem.endswith("down_proj"):
+            found[f"{stem}.{suffix}"] = rows
+        else:
+            found[f"{stem.replace('gate_up', 'gate')}.{suffix}"] = rows[:, ::2]
+            found[f"{stem.replace('gate_up', 'up')}.{suffix}"] = rows[:, 1::2]
+    return found
+
+
 def llama3_divisors(c: Config) -> Iterator[tuple[str, np.ndarray]]:
     """What each frequency of llama3's rope is divided by: 1 for short wavelengths, the factor for long ones."""
     rope = (c["rope_parameters"] or {}).get("full_attention", c["rope_parameters"] or {})

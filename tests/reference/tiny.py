@@ -34,7 +34,9 @@ GEMMA = ("gemma", "gemma2", "gemma3", "gemma3_text")
 ATTENTION_GAIN = 1.5
 ATTENTION = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight")
 ROUTER_GAIN = 2.5
-ROUTER = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight")
+ROUTER = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight")
+TRANSPOSED = ("experts.gate_up_proj", "experts.down_proj")
+"""Stacks of matrices `[in, out]`."""
 
 
 def tiny_config(name: str) -> dict[str, Any]:
@@ -88,8 +90,9 @@ def _draw(rng: np.random.Generator, tensor: str, shape: tuple[int, ...], gemma: 
     draw = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in tensor and tensor.endswith("weight"):
         return 0.3 * draw + np.float32(0 if gemma else 1)
-    if len(shape) == 1:
+    if len(shape) == 1 or tensor.endswith("_proj_bias"):
         return 0.3 * draw
     # attention that is not flat, and routing that is far from uniform
     gain = ATTENTION_GAIN if tensor.endswith(ATTENTION) else ROUTER_GAIN if tensor.endswith(ROUTER) else 1.0
-    return draw * np.float32(gain / np.sqrt(np.prod(shape[1:])))
+    inputs = shape[1] if tensor.endswith(TRANSPOSED) else np.prod(shape[1:])
+    return draw * np.float32(gain / np.sqrt(inputs))
