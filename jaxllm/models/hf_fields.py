@@ -100,6 +100,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "rope_scaling": maybe(OBJECT),
     "rope_parameters": maybe(OBJECT),
     "partial_rotary_factor": maybe(real(1e-3, 1)),
+    "rotary_dim": maybe(SIZE),
     "no_rope_layers": maybe(many(whole(0, 1), 2**10)),
     "no_rope_layer_interval": maybe(LAYERS),
     "full_attn_idxs": maybe(many(whole(0, 2**10), 2**10)),

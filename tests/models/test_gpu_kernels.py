@@ -28,7 +28,9 @@ INTERPRETED = replace(
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "mistral4"]
+)
 def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     """Experts alone and with shared ones, behind a gate or not; latents of queries that have one of their own, or not.
 
@@ -44,8 +46,8 @@ def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["olmo2", "cohere", "granite", "hunyuan", "gpt_oss"])
 def test_what_kernels_do_not_do_is_not_left_to_them(name: str, tmp_path: Path) -> None:
-    """No norm in front, a norm over all heads or after the rotation, parallel blocks, factors on residual sums, experts with
-    biases and a clamped gate; sinks are theirs."""
+    """No norm in front, one over all heads or after the rotation, parallel blocks, factors on residual sums, and experts
+    with biases and a clamped gate; sinks are theirs."""
     golden = load_golden(name)
     ids = golden.prompt_token_ids
     model = Harness(write_checkpoint(name, tmp_path), kernels=INTERPRETED)
