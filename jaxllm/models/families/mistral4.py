@@ -1,4 +1,4 @@
-"""Mistral 4: DeepSeek's latent attention and Ministral 3's queries that grow with the position, with softmax experts."""
+"""Mistral 4: DeepSeek's latent attention, Ministral 3's queries that grow with the position, softmax experts."""
 
 from __future__ import annotations
 
