@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-versions test-web web check check-web check-gpu check-tpu format bench clean
+.PHONY: help serve test test-slow test-versions test-web web check check-web check-gpu check-tpu docs format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -66,6 +66,9 @@ check-gpu: $(GPU)/.installed ## Compile for an H100, which need not be there, an
 check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, and look for copies of pages
 	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m tpu_compile tests/tpu $(ARGS)
 
+docs: $(VENV)/.installed-docs ## Build the documentation's site into build/docs and check its links
+	$(BIN)/python -m tests.build_docs
+
 format: $(VENV)/.installed-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -74,7 +77,7 @@ bench: $(VENV)/.installed ## Measure prefill and decode at 1, 4, 16 and 32 strea
 	$(BIN)/jaxllm bench throughput $(MODEL) --num-streams 1 4 16 32 $(ARGS)
 
 clean: ## Remove the virtual environment and caches; downloaded models stay in ~/.cache/jaxllm
-	rm -rf $(VENV) $(GPU) $(TPU) .venv-versions web/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU) $(TPU) .venv-versions web/node_modules build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -98,6 +101,12 @@ $(TPU)/.installed: $(VENV)/.installed-dev
 	needed=$$($(BIN)/python -c 'from importlib.metadata import requires; \
 		print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))'); \
 	$(PIP) --no-deps --upgrade --target $(TPU) "$$needed"
+	@touch $@
+
+# The packages of the extra alone: the site is made from the sources, without running them.
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(PIP) $$($(BIN)/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

@@ -1,7 +1,7 @@
 """How the cost of decoding grows: with the number of streams, and with the length of the context.
 
-Draws both into docs/performance.md, beside what the memory allows at most: every step reads the weights once, and every
-stream's keys and values.
+Draws both into docs/measured-performance.md, beside what the memory allows at most: every step reads the weights once,
+and every stream's keys and values.
 
     python benchmarks/growth.py [--model smollm2-135m] [--streams 1 2 4 8 16 32 64] [--contexts 128 512 2048 8000]
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from line_chart import line_chart
 from machine import describe_machine
 
 from jaxllm import SamplingParams
@@ -22,7 +23,7 @@ from jaxllm.cli.bench.throughput import measure
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.schemes import STORED, compare_schemes, measure_bandwidth
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measured-performance.md"
 BEGIN, END = "<!-- benchmarks/growth.py writes from here -->", "<!-- to here -->"
 PROMPT = 128
 TOKENS = 64
@@ -66,13 +67,12 @@ def run(model: str, streams: Sequence[int], contexts: Sequence[int], rounds: int
         return [point(n, n, PROMPT) for n in streams], [point(n, 1, n) for n in contexts]
 
 
-def chart(title: str, axis: str, points: Sequence[Point]) -> Iterator[str]:
-    """A Mermaid chart of what was measured, and the table beside it."""
-    top = 1.1 * max(point.measured for point in points)
-    yield from ("```mermaid", "xychart-beta", f'    title "{title}"')
-    yield f'    x-axis "{axis}" [{", ".join(str(point.at) for point in points)}]'
-    yield f'    y-axis "tokens a second" 0 --> {top:.0f}'
-    yield from (f"    line [{', '.join(f'{point.measured:.0f}' for point in points)}]", "```", "")
+def chart(title: str, axis: str, name: str, points: Sequence[Point]) -> Iterator[str]:
+    """A picture of what was measured, and the table beside it."""
+    xs, ys = [point.at for point in points], [point.measured for point in points]
+    picture = line_chart(f"{title}, tokens a second", axis, xs, ys)
+    (PAGE.parent / "images" / name).write_text(picture, encoding="utf-8")
+    yield from (f"![{title}](images/{name})", "")
     yield from (f"| {axis} | tok/s | memory allows | share |", "|---:|---:|---:|---:|")
     for point in points:
         share = point.measured / point.allowed
@@ -92,8 +92,8 @@ def main() -> None:
     on = f"{machine['processor']}, {machine['cores']} cores ({', '.join(machine['vector_units'])}), {machine['date']}"
     lines = [
         BEGIN, "", f"{given.model} on {on}: `python benchmarks/growth.py`", "",
-        *chart("Decode, all streams together", f"streams of {PROMPT} tokens", by_streams),
-        *chart("Decode of one stream", "tokens of context", by_context), END,
+        *chart("Decode, all streams together", f"streams of {PROMPT} tokens", "decode-by-streams.svg", by_streams),
+        *chart("Decode of one stream", "tokens of context", "decode-by-context.svg", by_context), END,
     ]  # fmt: skip
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)

@@ -179,14 +179,14 @@ class EngineConfig(BaseModel):
     isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
     """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
     imatrix: Path | None = None
-    """An importance matrix of llama.cpp's: isq in GGUF's kinds below eight bits errs least where it matters most."""
+    """An importance matrix of llama.cpp's: it reduces the error of --isq in GGUF's kinds below 8 bits."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""
     max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
-    """Most tokens that one dispatch decodes of each sequence when nobody waits (default 4 with CPU kernels, else 1)."""
+    """Most tokens one dispatch decodes for a sequence while no request waits (default 4 with CPU kernels, else 1)."""
     speculative_config: Annotated[SpeculativeConfig, BeforeValidator(parse_object)] | None = None
     """Try tokens ahead, as {"method": "ngram", "num_speculative_tokens": 3}: the same answers in fewer steps."""
     decode_buckets: Sizes | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import tomllib
@@ -68,6 +69,10 @@ def documented() -> Iterator[Command]:
         for language, text in FENCED.findall(path.read_text(encoding="utf-8")):
             if language == "sh":
                 yield from (Command(path.name, words) for words in commands_of(text))
+            for line in re.findall(r"^ExecStart=\S*/(jaxllm .*)$", text, re.MULTILINE):
+                yield from (Command(path.name, words) for words in commands_of(line))
+            for words in re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE):  # of an image whose program is jaxllm
+                yield Command(path.name, ("jaxllm", *json.loads(words)))
         for text in re.findall(r"`(jaxllm [^`]+)`", path.read_text(encoding="utf-8")):
             if "…" not in text and len(text.split()) > 2:  # not only the name of a command
                 yield from (Command(path.name, words) for words in commands_of(text))

@@ -25,6 +25,8 @@ from tests.serving.api_tables import fields_tables, routes_table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+OWN = re.compile(r"\]\(https://github\.com/jaxllm/jaxllm/(?:blob|tree)/main/([^)#]+)")
+"""How pages of the site name files that are not among them."""
 
 
 def settings_tables() -> str:
@@ -126,14 +128,32 @@ def hub_models_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _plan_of(config: str, isq: Isq | None) -> EnginePlan:
+SIZED = (
+    "Llama-3.2-1B", "SmolLM3-3B", "Phi-4-mini-instruct", "Llama-3.1-8B", "Qwen3-8B", "gemma-3-12b-it",
+    "Mistral-Small-3.2-24B-Instruct-2506", "Qwen3-30B-A3B", "Qwen3-32B", "Llama-3.1-70B", "DeepSeek-V3",
+)  # fmt: skip
+"""Configs in tests/reference/configs whose sizes docs/memory.md shows."""
+
+
+def sizes_table() -> str:
+    """What the plan says of weights in three kinds, and of the KV cache in two."""
+    rows = [("Model", "Parameters", "bfloat16", "`q8_0`", "`q4k`", "KV", "KV int8"), ("---", *["---:"] * 6)]
+    for config in SIZED:
+        kinds = [_plan_of(config, isq) for isq in (None, "q8_0", "q4k")]
+        small = _plan_of(config, None, kv_cache_dtype="int8")
+        weights = (f"{plan.weight_bytes / 1e9:,.1f}" for plan in kinds)
+        kv = (f"{plan.kv_bytes_per_token / 1e3:.0f}" for plan in (kinds[0], small))
+        rows.append((config, f"{kinds[0].num_parameters / 1e9:.1f} B", *weights, *kv))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _plan_of(config: str, isq: Isq | None, **settings: Any) -> EnginePlan:
     with TemporaryDirectory() as folder:
         published = json.loads((ROOT / "tests" / "reference" / "configs" / f"{config}.json").read_text())
         Path(folder, "config.json").write_text(json.dumps(published["config"]))
-        settings = EngineConfig(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, isq=isq, max_model_len=8192, cpu_kernels="off"
-        )
-        return plan_engine(settings, Platform("cpu", 1, None, 64 * 2**30))
+        settings |= {"load_format": "dummy", "skip_tokenizer_init": True, "cpu_kernels": "off"}
+        asked = EngineConfig(model=folder, isq=isq, max_model_len=8192, **settings)
+        return plan_engine(asked, Platform("cpu", 1, None, 4 * 2**40))
 
 
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
@@ -146,6 +166,7 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "flags that are always so": (ROOT / "docs/coming-from.md", lambda: flags_table(ALWAYS_SO)),
     "refused flags": (ROOT / "docs/coming-from.md", lambda: flags_table(REFUSED)),
     "models of the hub": (ROOT / "docs/getting-started.md", hub_models_table),
+    "sizes": (ROOT / "docs/memory.md", sizes_table),
     "families": (ROOT / "README.md", family_table),
 }
 """Marker of a generated part -> the page it is in, and what makes it."""
@@ -168,6 +189,14 @@ def test_links_lead_somewhere(document: Path):
         link for link in LINK.findall(document.read_text(encoding="utf-8")) if not (document.parent / link).exists()
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_our_own_repository_lead_somewhere(document: Path):
+    """And no page of the site has a relative link to a file that is not on the site."""
+    text = document.read_text(encoding="utf-8")
+    assert not [link for link in OWN.findall(text) if not (ROOT / link).exists()]
+    assert document.parent == ROOT or not [link for link in LINK.findall(text) if ".." in link]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -115,21 +115,15 @@ def test_tools(server_url: str):
     assert name == "get_weather" and len(arguments) > 1 and json.loads("".join(arguments))["city"] == "Rome"
 
 
-@pytest.fixture
-def our_python_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """examples/mcp/mcp.json runs "python"."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-
-
 @pytest.mark.slow
-def test_responses_session(our_python_first: None):
+def test_responses_session():
     names, product, *steps = run("examples/responses_session.py").splitlines()
     assert "toolbox_multiply" in names and product == "42.0"
     assert 'toolbox_multiply({"a": 6, "b": 7}) -> 42.0' in steps and "-> 42.0" in steps
 
 
 @pytest.mark.slow
-def test_agents(our_python_first: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+def test_agents(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     monkeypatch.setenv("JAXLLM_MCP_CONFIG", str(EXAMPLES / "mcp" / "mcp.json"))
     output = run("examples/agents.py", request.getfixturevalue("server_url"))
     responses, chat, toolbox, approved = (part.splitlines() for part in output.split(":\n")[1:])

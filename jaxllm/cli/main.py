@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError
 
 from jaxllm.cli.bench import bench
 from jaxllm.cli.chat import chat
+from jaxllm.cli.common_help import HELP_ALL, CommonFirst, has_rare, takes_help_all
 from jaxllm.cli.compile import compile
 from jaxllm.cli.completion import completion_of
 from jaxllm.cli.convert import convert
@@ -42,7 +43,8 @@ def version() -> str:
 
 app = App(
     name="jaxllm",
-    help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help.",
+    help="LLM inference compiled by JAX/XLA. Try `jaxllm chat`, `jaxllm serve`, or COMMAND --help; COMMAND --help-all "
+    "shows rarer settings too.",
     version=version,
 )
 for command in (serve, generate, chat, pull, show, rm, ps, convert, compile, models, plan, bench, profile):
@@ -53,10 +55,14 @@ app.command(list_models, name="list")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when all went well, 2 with one line on stderr when the user's input did not."""
+    asked, everything = takes_help_all(sys.argv[1:] if arguments is None else arguments)
+    app.help_formatter = help_page = CommonFirst(everything or not has_rare(app, asked))
     try:
         try:
-            app(translated(sys.argv[1:] if arguments is None else arguments), exit_on_error=False, print_error=False)
+            app(translated(asked), exit_on_error=False, print_error=False)
         finally:
+            if help_page.num_left_out:
+                print(f"{help_page.num_left_out} more settings are shown by {HELP_ALL}.")
             sys.stdout.flush()
     except CycloptsError as error:
         error.verbose = False

@@ -70,6 +70,7 @@ def takes_settings(
 
         run.__name__, run.__doc__ = command.__name__, documentation(command)
         run.__signature__ = signature  # type: ignore[attr-defined]
+        run.takes_all_settings = only is None  # type: ignore[attr-defined]
         return run
 
     return decorate

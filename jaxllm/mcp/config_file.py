@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,9 @@ DEFAULT_PATH = Path("mcp.json")
 """What others call such a file; here it has to be named."""
 OFF = Path("off")
 """Given instead of a file: no servers, whatever lies here."""
+
+PYTHONS = ("python", "python3")
+"""Commands that mean the interpreter that runs jaxllm, for which its tool servers' packages are installed."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _LISTS = ("mcpServers", "servers")
@@ -74,7 +78,7 @@ def find_settings(path: Path | None) -> tuple[Path | None, list[ServerSettings]]
 
 
 def read_settings(path: Path, environ: Mapping[str, str] = os.environ) -> list[ServerSettings]:
-    """The servers of a file, in its order; those that are disabled are left out.
+    """The servers of a file, in its order; those that are disabled are left out. Paths in it begin at its folder.
 
     Raises:
         ConfigError: the file cannot be read, or a server in it cannot be used; one line says where and why.
@@ -85,11 +89,16 @@ def read_settings(path: Path, environ: Mapping[str, str] = os.environ) -> list[S
         raise ConfigError(f"mcp_config is {str(path)!r}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
-    return parse_settings(str(path), document, environ)
+    return parse_settings(str(path), document, environ, folder=Path(os.path.abspath(path)).parent)
 
 
-def parse_settings(source: str, document: Any, environ: Mapping[str, str] = os.environ) -> list[ServerSettings]:
-    """The servers of what a file has, or would have; `source` is what errors call it. Raises ConfigError."""
+def parse_settings(
+    source: str, document: Any, environ: Mapping[str, str] = os.environ, *, folder: Path | None = None
+) -> list[ServerSettings]:
+    """The servers of what a file has, or would have; `source` is what errors call it. Raises ConfigError.
+
+    Programs run in `folder` unless they have a cwd, which begins there; by default in the working directory.
+    """
     found: dict[str, ServerSettings] = {}
     for place, label, value in _entries(source, document):
         if not re.fullmatch(LABEL, label):
@@ -100,7 +109,7 @@ def parse_settings(source: str, document: Any, environ: Mapping[str, str] = os.e
         if entry.name is not None and entry.name != label:
             raise ConfigError(f"{place}: name is {entry.name!r}, but its key is {label!r}; leave name out")
         if not entry.disabled:
-            found[label] = _settings(place, label, entry, environ)
+            found[label] = _settings(place, label, entry, environ, folder)
     refuse_collisions(source, list(found))
     return list(found.values())
 
@@ -156,7 +165,7 @@ def _entry(place: str, value: Any) -> Entry:
         raise ConfigError(f"{place}: {one_line(name)} is {shown}: {accepted}") from None
 
 
-def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str]) -> ServerSettings:
+def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str], folder: Path | None) -> ServerSettings:
     transport = _transport(place, entry)
     given: set[str] = set()
 
@@ -185,10 +194,10 @@ def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str]) 
     return ServerSettings(
         label=label,
         transport=transport,
-        command=entry.command and filled("command", entry.command),
+        command=entry.command and _program(filled("command", entry.command), folder),
         args=tuple(filled(f"args.{at}", value) for at, value in enumerate(entry.args)),
         env={name: filled(f"env.{name}", value) for name, value in entry.env.items()},
-        cwd=entry.cwd and filled("cwd", entry.cwd),
+        cwd=None if transport != "stdio" else _directory(entry.cwd and filled("cwd", entry.cwd), folder),
         url=url,
         headers=headers,
         timeout=entry.timeout_secs,
@@ -196,6 +205,22 @@ def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str]) 
         allowed_tools=None if entry.allowed_tools is None else tuple(entry.allowed_tools),
         secrets=frozenset(given),
     )
+
+
+def _program(command: str, folder: Path | None) -> str:
+    """A name that is looked up in PATH, or a path that begins at `folder`."""
+    if command in PYTHONS:
+        return sys.executable or command
+    path = os.path.expanduser(command)
+    if folder is None or os.path.basename(path) == path:
+        return path
+    return os.path.normpath(os.path.join(folder, path))
+
+
+def _directory(cwd: str | None, folder: Path | None) -> str | None:
+    if folder is None:
+        return cwd and os.path.expanduser(cwd)
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(cwd or "")))
 
 
 def _transport(place: str, entry: Entry) -> Transport:

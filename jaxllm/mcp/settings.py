@@ -26,7 +26,7 @@ class ServerSettings:
     """What its tools' names begin with; matches LABEL."""
     transport: Transport
     command: str | None = None
-    """The program of a stdio server, looked up in PATH."""
+    """The program of a stdio server: a path, or a name that is looked up in PATH."""
     args: tuple[str, ...] = field(default=(), repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of a stdio server's, besides the few that it inherits."""

@@ -19,11 +19,13 @@ from jaxllm.serving.api_page.routes import make_router as make_api_page_router
 from jaxllm.serving.batches import files
 from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.runner import Batches
+from jaxllm.serving.http.content_encoding import ContentEncoding
 from jaxllm.serving.http.errors import install_error_handlers
 from jaxllm.serving.http.openapi import install_openapi
 from jaxllm.serving.http.origins import OriginGuard
 from jaxllm.serving.http.prefix import ProxyPrefix
 from jaxllm.serving.http.request_id import RequestIds
+from jaxllm.serving.http.same_route import SameRoute
 from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.mcp import routes as mcp
 from jaxllm.serving.metrics import collector_registry
@@ -97,7 +99,9 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
 
 
 def add_guards(app: Starlette, config: ServerConfig) -> None:
-    """What every request goes through before it reaches a route."""
+    """What every request goes through before it reaches a route, the last one added first."""
+    app.add_middleware(ContentEncoding)
+    app.add_middleware(SameRoute)
     origins = comma_separated(config.allowed_origins)
     app.add_middleware(
         OriginGuard,

@@ -194,6 +194,7 @@ class Conversation:
     Attributes:
         tools: those that the answer may call; none where it may call none.
         structured_outputs: what the answer's text must match, wherever it begins.
+        separate_reasoning: whether reasoning is told apart from the answer's text, or stays in it.
 
     Raises:
         InvalidRequestError: there are too many messages, or calls and their results do not belong together.
@@ -205,6 +206,7 @@ class Conversation:
     parallel_tool_calls: bool = True
     rendering: Rendering = Rendering()
     structured_outputs: StructuredOutputs | None = None
+    separate_reasoning: bool = True
 
     def __post_init__(self) -> None:
         check_pieces(len(self.messages) + sum(len(message.calls) for message in self.messages))

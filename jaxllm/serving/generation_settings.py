@@ -28,7 +28,7 @@ class GenerationSettings:
         max_tokens: upper bound on generated tokens; None is `default_max_tokens`, or what is left of the context.
         cut_to_context: a max_tokens that the context has no room for is cut to it, not refused.
         n: choices to return for each prompt, the best of `num_generated`.
-        truncate_prompt_tokens: keep only so many prompt tokens; -1 keeps what leaves room for max_tokens.
+        truncate_prompt_tokens: keep only this many prompt tokens; -1 keeps what leaves room for max_tokens.
         truncation_side: the end of the prompt that is cut off.
         priority: lower runs earlier.
         request_id: the caller's own, part of the answer's id.

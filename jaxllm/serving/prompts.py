@@ -45,10 +45,12 @@ class ConversationPrompt:
 
     def parser(self) -> OutputParser | None:
         """A parser for one answer; None where there is nothing to find but text."""
-        tools = self.conversation.tools
-        if self.formats.reasoning is None and not tools:
+        tools, formats = self.conversation.tools, self.formats
+        if not self.conversation.separate_reasoning:
+            formats = dataclasses.replace(formats, reasoning=None)
+        if formats.reasoning is None and not tools:
             return None
-        return OutputParser(self.formats, tools=tools, in_reasoning=self.in_reasoning, parse_tools=bool(tools))
+        return OutputParser(formats, tools=tools, in_reasoning=self.in_reasoning, parse_tools=bool(tools))
 
 
 async def render(
@@ -169,6 +171,9 @@ def _checked(
     model: ServedModel, conversation: Conversation, settings: GenerationSettings, rendered: Rendered
 ) -> ConversationPrompt:
     formats = rendered.formats
+    if formats.has_channels and not conversation.separate_reasoning:
+        reason = " is false, but this model writes its reasoning on a channel of its own; it must be true"
+        raise InvalidRequestError([Field("separate_reasoning"), reason])
     continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""
     in_reasoning = opens_reasoning(formats.reasoning, rendered.text, continued)
     constraint = answer_constraint(

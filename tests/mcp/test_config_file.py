@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,39 @@ def test_a_file_that_nobody_has_named_starts_nothing(
     with caplog.at_level(logging.WARNING):
         assert find_settings(None) == (None, [])
     assert "mcp.json in this folder is not used; start its tool servers with --mcp-config mcp.json" in caplog.text
-    assert find_settings(Path("mcp.json")) == (Path("mcp.json"), [ServerSettings("a", "stdio", command="x")])
+    expected = ServerSettings("a", "stdio", command="x", cwd=str(tmp_path))
+    assert find_settings(Path("mcp.json")) == (Path("mcp.json"), [expected])
     assert find_settings(Path("off")) == (None, [])
     elsewhere = here.rename(tmp_path / "other.json")
     assert find_settings(elsewhere)[0] == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        ("python", sys.executable),
+        ("python3", sys.executable),
+        ("npx", "npx"),
+        ("./run.sh", "{folder}/run.sh"),
+        ("bin/../run.sh", "{folder}/run.sh"),
+        ("/usr/bin/python", "/usr/bin/python"),
+        ("~/run.sh", "{home}/run.sh"),
+        ("${TOOLS}/run.sh", "{folder}/tools/run.sh"),
+    ],
+)
+def test_a_program_is_ours_in_the_path_or_in_the_files_folder(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, program: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    (server,) = read_settings(write(only(command=command)), {"TOOLS": "tools"})
+    assert server.command == program.format(folder=tmp_path, home="/home/somebody")
+
+
+@pytest.mark.parametrize(("cwd", "folder"), [(None, "."), ("data", "data"), ("..", ".."), ("/srv", "/srv")])
+def test_a_program_runs_in_the_files_folder(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cwd: str | None, folder: str
+) -> None:
+    monkeypatch.chdir("/")
+    fields = {"command": "x"} if cwd is None else {"command": "x", "cwd": cwd}
+    (server,) = read_settings(write(only(**fields)))
+    assert server.cwd == str((tmp_path / folder).resolve())

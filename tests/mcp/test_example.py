@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,11 @@ from tests.mcp.conftest import Loop, settle
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_toolbox_works(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    servers = ToolServers(read_settings(Path("examples/mcp/mcp.json")))
+def test_the_toolbox_works(loop: Loop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From any folder, and whatever `python` may be there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    servers = ToolServers(read_settings(ROOT / "examples" / "mcp" / "mcp.json"))
     settle(loop, servers)
     try:
         toolbox = servers.servers["toolbox"]

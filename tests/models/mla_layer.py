@@ -22,6 +22,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.pallas_kernels.gpu.latent import latent_attention
 from jaxllm.sharding.mesh import TENSOR, build_mesh
+from tests.gpu_here import INTERPRET
 
 SIZE = 44
 EPS = 1e-3
@@ -156,7 +157,7 @@ def metadata(chunks: Sequence[tuple[int, int, int]], tokens: int, table: np.ndar
 
 def interpreted(q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any) -> Any:
     """The latent attention of NVIDIA GPUs, on any platform and of any float type."""
-    return latent_attention(q, latent, weight.dequantize(), *arrays, **options, interpret=True)
+    return latent_attention(q, latent, weight.dequantize(), *arrays, **options, interpret=INTERPRET)
 
 
 INTERPRETED = replace(REFERENCE, latent_attention=interpreted)

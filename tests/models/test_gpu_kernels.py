@@ -1,4 +1,4 @@
-"""Models on the kernels of NVIDIA GPUs, interpreted: what transformers computes."""
+"""Models on the kernels of NVIDIA GPUs, interpreted or on such a GPU: what transformers computes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import pytest
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.products import experts
 from jaxllm.pallas_kernels.kernels import GPU
+from tests.gpu_here import INTERPRET
 from tests.models.harness import Chunk, Harness
 from tests.models.mla_layer import interpreted
 from tests.reference import load_golden
-from tests.reference.tiny import write_checkpoint
+from tests.reference.tiny import TINY_MODELS, write_checkpoint
 
 INTERPRETED = replace(
     GPU,
-    attention=partial(GPU.attention, interpret=True),
+    attention=partial(GPU.attention, interpret=INTERPRET),
     latent_attention=interpreted,
-    experts=partial(experts, interpret=True),
-    add_norm=partial(add_norm, interpret=True),
+    experts=partial(experts, interpret=INTERPRET),
+    add_norm=partial(add_norm, interpret=INTERPRET),
 )
+
+FEW = ("qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "mistral4")
+"""Those that the interpreter, which takes seconds for a layer, has time for."""
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize(
-    "name", ["qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "mistral4"]
-)
+@pytest.mark.parametrize("name", FEW if INTERPRET else TINY_MODELS)
 def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     """Experts alone and with shared ones, behind a gate or not; latents of queries that have one of their own, or not.
 

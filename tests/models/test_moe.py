@@ -27,6 +27,7 @@ from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.sharding.mesh import build_mesh
 from tests.devices import over_devices
+from tests.gpu_here import INTERPRET
 
 SIZE, EXPERTS, HIDDEN, TOKENS = 16, 16, 24, 13
 
@@ -222,7 +223,7 @@ def layer_oracle(name: str, params: Params, x: np.ndarray) -> np.ndarray:
     return out
 
 
-INTERPRETED = replace(REFERENCE, experts=partial(gpu_products.experts, interpret=True))
+INTERPRETED = replace(REFERENCE, experts=partial(gpu_products.experts, interpret=INTERPRET))
 """With the experts of NVIDIA GPUs."""
 
 

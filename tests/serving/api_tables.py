@@ -8,7 +8,7 @@ from typing import Any
 from tests.serving.api_coverage import claims
 from tests.serving.api_surface import INERT, Section, routes, sections
 
-TESTS = "../tests/serving"
+TESTS = "https://github.com/jaxllm/jaxllm/blob/main/tests/serving"
 REFUSED_TEST = f"[test_fields_of_other_servers_are_refused_by_name]({TESTS}/test_api.py)"
 INERT_TEST = f"[test_inert_fields_change_nothing]({TESTS}/test_api.py)"
 

@@ -96,8 +96,7 @@ def test_phone(open_page: Callable[..., Driver], listen: Callable[..., str], tal
     page.check_accessibility()
     page.picture("phone")
     page.button("Open the list of conversations").tap()
-    page.page.get_by_role("dialog").get_by_role("link", name="New chat").tap()
-    expect(page.turns).to_have_count(0)
+    page.new_chat()
     expect(page.page.get_by_role("dialog")).to_have_count(0)
 
 
@@ -160,8 +159,7 @@ def test_with_the_network_cut_all_that_was_loaded_still_works(page: Driver):
     expect(page.answers.locator(".katex-display")).to_be_visible()
     page.say("Hello")
     page.context.set_offline(True)
-    page.page.get_by_role("link", name="New chat").click()
-    expect(page.turns).to_have_count(0)
+    page.new_chat()
     page.page.get_by_role("link", name="Now show me code").click()
     expect(page.turns).to_have_count(4)
     expect(page.answers.first.locator(".katex-display")).to_be_visible()

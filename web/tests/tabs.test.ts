@@ -1,6 +1,7 @@
 import "fake-indexeddb/auto";
 import { describe, expect, it, vi } from "vitest";
 import { newAnswer, type Message } from "../src/store/messages";
+import { storage } from "./storage";
 import { append, EMPTY, merge, path, remove, ROOT, update } from "../src/store/tree";
 
 const said = (text: string): Message => ({ role: "user", text, files: [], created: 0 });
@@ -35,6 +36,7 @@ describe("merging what two tabs have said", () => {
 });
 
 describe("two tabs of one conversation", () => {
+  vi.stubGlobal("localStorage", storage());
   vi.stubGlobal("navigator", { languages: ["en"] });
   const tab = async () => {
     vi.resetModules();

@@ -94,7 +94,9 @@ class AsyncLLM:
         """Yield (choice, delta) as they come. Closing the iterator aborts what is not finished.
 
         Raises:
-            InvalidRequestError, QueueFullError, EngineDeadError.
+            InvalidRequestError: the request cannot be honoured.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine has stopped.
         """
         self.check(prompt_token_ids, params)
         request = EngineRequest(
@@ -141,7 +143,10 @@ class AsyncLLM:
         """Read values off the hidden states of each prompt; in their order. Cancelling aborts what is not finished.
 
         Raises:
-            InvalidRequestError, QueueFullError, EngineDeadError; JaxLLMError when a prompt failed.
+            InvalidRequestError: a prompt, or what is asked of it, cannot be honoured.
+            QueueFullError: too many requests wait.
+            EngineDeadError: the engine has stopped.
+            JaxLLMError: a prompt failed.
         """
         asked = pooling or PoolingParams()
         await asyncio.to_thread(check_pooling, self.info, prompts, asked)

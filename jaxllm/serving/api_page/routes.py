@@ -37,12 +37,13 @@ def make_router() -> APIRouter:
 
 
 async def show_page(request: Request) -> Response:
-    """The page; its addresses are relative but for that of the document, which a proxy may have a prefix for."""
+    """The page; its addresses have the prefix of a proxy, and are the same from /docs and from /docs/."""
+    prefix = request.scope.get("root_path", "")
     page = get_swagger_ui_html(
-        openapi_url=f"{request.scope.get('root_path', '')}/openapi.json",
+        openapi_url=f"{prefix}/openapi.json",
         title="jaxllm",
-        swagger_js_url=f"docs/{FILES[0]}",
-        swagger_css_url=f"docs/{FILES[1]}",
+        swagger_js_url=f"{prefix}/docs/{FILES[0]}",
+        swagger_css_url=f"{prefix}/docs/{FILES[1]}",
         swagger_favicon_url="data:,",
         swagger_ui_parameters={"validatorUrl": None},  # by default a service on the internet
     )

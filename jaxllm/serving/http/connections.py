@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 * 1024
 """Request line and headers of one request."""
@@ -19,6 +20,26 @@ MIN_BODY_RATE = 1024
 MAX_CONNECTIONS = 900
 """Most systems let a process have 1024 files open."""
 CHECK_SECONDS = 1.0
+
+
+def _until_close(cycle: RequestResponseCycle) -> Send:
+    """How HTTP/1.0 sends an answer of unknown length: it has no chunks, so the end of the connection is its end.
+
+    uvicorn would choose chunks where nobody says a length, and holds an answer without them against its length.
+    """
+    send = cycle.send
+    known_length = False
+
+    async def send_plain(message: Any) -> None:
+        nonlocal known_length
+        if message["type"] == "http.response.start":
+            known_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if known_length else False
+        elif not known_length:
+            cycle.expected_content_length = len(message.get("body", b"")) + message.get("more_body", False)
+        await send(message)
+
+    return send_plain
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -92,6 +113,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_bytes = self._body_bytes = 0
         self._since = self.loop.time()
         super().on_headers_complete()
+        if self.cycle is not None and self.parser.get_http_version() == "1.0":
+            self.cycle.send = _until_close(self.cycle)  # type: ignore[method-assign, assignment]
 
     def on_body(self, body: bytes) -> None:
         if self.cycle is not None:

@@ -38,7 +38,7 @@ from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_objec
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.prompts import render
 from jaxllm.serving.registry import leased
-from jaxllm.serving.reply import Answer, Reply, begin_reply
+from jaxllm.serving.reply import Answer, Piece, Reply, begin_reply
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["chat"])
@@ -139,6 +139,8 @@ class ChatWriter(ChunkWriter[TokenDelta]):
         self._options = stream_options(body.stream_options, config)
         self._pending: list[list[Step]] = [[] for _ in range(reply.generation.num_choices)]
         self._pending_ids: list[list[int]] = [[] for _ in range(reply.generation.num_choices)]
+        self._thoughts = ["" for _ in range(reply.generation.num_choices)]
+        """Reasoning that is sent once it has ended, for clients that ask for that."""
 
     def first(self) -> Iterator[ChatCompletionChunk]:
         echoed = self._body.echoed
@@ -158,14 +160,30 @@ class ChatWriter(ChunkWriter[TokenDelta]):
         self._pending[index] += piece.logprobs
         if self._body.return_token_ids:
             self._pending_ids[index] += piece.token_ids
-        for event in piece.events:
-            if isinstance(event, Reasoning) and not self._body.include_reasoning:
-                continue
+        for event in self._shown(index, piece):
             yield self._chunk(self._filled(ChatChunkChoice(index=index, delta=_delta(event))))
         if piece.finish_reason is not None:
             choice = self._filled(ChatChunkChoice(index=index, delta=ChatDelta()))
             choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
             yield self._chunk(choice)
+
+    def _shown(self, index: int, piece: Piece) -> Iterator[Event]:
+        """What is sent now of what the piece means: reasoning as the client wants to have it."""
+        for event in piece.events:
+            if not isinstance(event, Reasoning):
+                yield from self._ended_thoughts(index)
+                yield event
+            elif self._body.include_reasoning and self._body.stream_reasoning:
+                yield event
+            elif self._body.include_reasoning:
+                self._thoughts[index] += event.text
+        if piece.finish_reason is not None:
+            yield from self._ended_thoughts(index)
+
+    def _ended_thoughts(self, index: int) -> Iterator[Event]:
+        if self._thoughts[index]:
+            yield Reasoning(self._thoughts[index])
+            self._thoughts[index] = ""
 
     def last(self) -> Iterator[ChatCompletionChunk]:
         if self._options.include_usage:

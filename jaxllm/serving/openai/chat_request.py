@@ -24,6 +24,7 @@ _NOT_EXECUTED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logprobs": (False,), "prompt_logprobs": (),
     "return_token_ids": (False,), "echo": (False,), "continue_final_message": (False,),
     "add_generation_prompt": (True,), "truncate_prompt_tokens": (), "timings_per_token": (False,),
+    "separate_reasoning": (True,), "stream_reasoning": (True,),
 }  # fmt: skip
 """Fields that one completion of several answers cannot honour, and the values that ask nothing of it."""
 
@@ -63,6 +64,10 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """Begin each answer with the text of the last message, if that has the role of the answer."""
     include_reasoning: bool = True
     """Return the model's reasoning; false leaves it out of the answer."""
+    separate_reasoning: bool = True
+    """False leaves the reasoning in the content, with its marks, as SGLang does."""
+    stream_reasoning: bool = True
+    """False sends the reasoning of a stream in one chunk, once it has ended, as SGLang does."""
     modalities: list[Literal["text"]] | None = None
     """Only text."""
     metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA)
@@ -149,6 +154,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             parallel_tool_calls=self.parallel_tool_calls,
             rendering=self.rendering(special_tokens=self.add_special_tokens),
             structured_outputs=self.constraint(),
+            separate_reasoning=self.separate_reasoning,
         )
 
     def generation_settings(self) -> GenerationSettings:

@@ -39,7 +39,7 @@ _NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
     "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
-    "include_stop_str_in_output": (False,), "max_thinking_tokens": (),
+    "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "max_thinking_tokens": (),
 }  # fmt: skip
 """Fields that a search for the most likely text cannot honour, and the values that ask nothing of it."""
 
@@ -173,9 +173,13 @@ class GenerationRequest(SamplingFields, StructuredFields):
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    """Keep only so many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
+    """Keep only this many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
     truncation_side: Literal["left", "right"] = "left"
     """Which end of the prompt truncate_prompt_tokens cuts off."""
+    no_stop_trim: bool = False
+    """SGLang's name of include_stop_str_in_output; true is refused where tokens that are no stop strings would stay."""
+    return_hidden_states: Literal[False] = False
+    """Only false: a generated answer comes without them. /pooling gives those of a text."""
     timings_per_token: bool = False
     """Tell with the answer, and with each chunk of a stream, how long prompt and answer have taken; as llama.cpp."""
     request_id: str | None = Label
@@ -192,6 +196,24 @@ class GenerationRequest(SamplingFields, StructuredFields):
         if isinstance(value, dict) and len(value) == 1 and value.keys() <= {"Single", "Multi"}:
             return next(iter(value.values()))
         return value
+
+    @model_validator(mode="after")
+    def _one_stop_trim(self) -> Self:
+        if not self.no_stop_trim:
+            return self
+        if self.include_stop_str_in_output is False:
+            raise refuse(
+                "no_stop_trim is true and include_stop_str_in_output is false: they are one setting, give one of them",
+                "no_stop_trim",
+            )
+        if self.stop_token_ids or self.skip_special_tokens is False:
+            name = "stop_token_ids" if self.stop_token_ids else "skip_special_tokens: false"
+            raise refuse(
+                f"no_stop_trim is true, which is not available with {name}: tokens that end an answer are left out; "
+                "only strings of stop can stay",
+                "no_stop_trim",
+            )
+        return self
 
     @model_validator(mode="after")
     def _stream_fields(self) -> GenerationRequest:
@@ -226,6 +248,10 @@ class GenerationRequest(SamplingFields, StructuredFields):
                 raise refuse(f"{name} is not available with use_beam_search", name)
         if self.constraint_field is not None:
             raise refuse(f"{self.constraint_field} is not available with use_beam_search", self.constraint_field)
+
+    def sampling(self) -> dict[str, Any]:
+        kept = {"include_stop_str_in_output": True} if self.no_stop_trim else {}
+        return super().sampling() | kept
 
     def take_labels(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Read the labels that came as headers; returns the response's headers. The body wins over the headers."""

@@ -38,9 +38,9 @@ class CohereEmbedRequest(RequestModel):
     embedding_types: list[EmbeddingType] = Field(default=["float"], min_length=1, max_length=4)
     """How vectors are written: numbers, base64 of float32, or a bit a number, in bytes with a sign or without."""
     output_dimension: int | None = Field(default=None, ge=1)
-    """Keep so many leading channels, for models that were trained for it (Matryoshka)."""
+    """Keep this many leading channels, for models that were trained for it (Matryoshka)."""
     max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
-    """Cut longer texts to so many tokens; by default to the context."""
+    """Cut longer texts to this many tokens; by default to the context."""
     truncate: Literal["NONE", "START", "END"] = "END"
     """Which end of a longer text is cut off; NONE refuses it."""
     priority: int = Field(default=0, ge=0, le=999)

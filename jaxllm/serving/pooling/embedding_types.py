@@ -28,7 +28,7 @@ class PoolingFields(RequestModel):
     model: str | None = None
     """A name that /v1/models lists; by default the first."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
-    """Cut longer inputs to so many tokens; -1 cuts to the context. Without it they are refused."""
+    """Cut longer inputs to this many tokens; -1 cuts to the context. Without it they are refused."""
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
     """Lower runs earlier."""
     request_id: str | None = Label
@@ -107,7 +107,7 @@ class VectorFields(InputFields, EncodingFields):
     """Vectors of texts."""
 
     dimensions: int | None = Field(default=None, ge=1)
-    """Keep so many leading channels, for models that were trained for it (Matryoshka)."""
+    """Keep this many leading channels, for models that were trained for it (Matryoshka)."""
     normalize: bool | None = None
     """Scale to unit length; by default as the model asks, which is nearly always true."""
     use_activation: bool | None = None

@@ -39,11 +39,15 @@ class ComparisonFields(PoolingFields):
     instruction: str | None = Field(default=None, min_length=1)
     """What makes a document relevant, for rerankers that take instructions; by default that it answers a web search."""
     max_tokens_per_doc: int | None = Field(default=None, ge=0)
-    """Cut documents to so many tokens; 0 leaves them whole."""
+    """Cut documents to this many tokens; 0 leaves them whole."""
     max_tokens_per_query: int | None = Field(default=None, ge=0)
-    """Cut queries to so many tokens; 0 leaves them whole."""
+    """Cut queries to this many tokens; 0 leaves them whole."""
     use_activation: bool = True
     """False gives the raw score, before it is made a probability."""
+
+    def named_texts(self) -> dict[str, str]:
+        """Where each of the texts is in the request, such as documents[2]; of equal ones the first."""
+        raise NotImplementedError
 
 
 class ScoreRequest(ComparisonFields):
@@ -76,6 +80,9 @@ class ScoreRequest(ComparisonFields):
             )
         return self
 
+    def named_texts(self) -> dict[str, str]:
+        return _named("text_2", self.text_2) | _named("text_1", self.text_1)
+
     @property
     def pairs(self) -> list[tuple[str, str]]:
         first, second = _texts(self.text_1), _texts(self.text_2)
@@ -88,7 +95,7 @@ class DocumentRerankRequest(ComparisonFields):
     documents: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     """Where to look: texts, or objects with a `text`."""
     top_n: int = Field(default=0, ge=0)
-    """Return only so many of the best; 0 returns all."""
+    """Return only this many of the best; 0 returns all."""
     return_documents: bool | None = None
     """Repeat each document's text in its result; true by default, but not at /v2/rerank."""
 
@@ -97,6 +104,9 @@ class DocumentRerankRequest(ComparisonFields):
         if self.documents is None and not self.names_texts:
             raise refuse("documents is required", "documents")
         return self
+
+    def named_texts(self) -> dict[str, str]:
+        return _named("texts" if self.names_texts else "documents", list(self.candidates)) | {self.query: "query"}
 
     @property
     def names_texts(self) -> bool:
@@ -149,6 +159,13 @@ class RerankRequest(DocumentRerankRequest):
 def _texts(value: Text | list[Text]) -> list[str]:
     items = value if isinstance(value, list) else [value]
     return [item.text if isinstance(item, TextDocument) else item for item in items]
+
+
+def _named(field: str, value: Text | list[Text]) -> dict[str, str]:
+    texts = _texts(value)
+    if not isinstance(value, list):
+        return {texts[0]: field}
+    return {text: f"{field}[{index}]" for index, text in reversed(list(enumerate(texts)))}
 
 
 class ClassifyRequest(InputFields):

@@ -1,4 +1,4 @@
-"""The GPU kernels against the float64 oracle (interpreted, on any machine), and their lowering for CUDA."""
+"""Attention on NVIDIA GPUs, interpreted or on such a GPU, against the float64 oracle; and its lowering for CUDA."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from jaxllm.pallas_kernels.gpu.prefill import prefill_tiles
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
+from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
 
 NAN = float("nan")
@@ -31,7 +32,7 @@ def jitted(programs: int, **options: Any) -> Callable[..., Any]:
 
 
 def run(
-    batch: RaggedBatch, *, interpret: bool = True, **options: Any
+    batch: RaggedBatch, *, interpret: bool = INTERPRET, **options: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     sinks = options.pop("sinks", None)
     if "angles" in options:
@@ -42,7 +43,7 @@ def run(
     return np.asarray(out), tuple(np.asarray(buffer) for buffer in pages)
 
 
-def check(batch: RaggedBatch, *, interpret: bool = True, tolerance: float = 2e-5, **options: Any) -> None:
+def check(batch: RaggedBatch, *, interpret: bool = INTERPRET, tolerance: float = 2e-5, **options: Any) -> None:
     options = {"scale": batch.q.shape[-1] ** -0.5, **options}
     expected, expected_pages = attention_oracle(batch.q, batch.k, batch.v, batch.pages, batch.meta, **options)
     out, pages = run(batch, interpret=interpret, **options)
@@ -287,19 +288,3 @@ def test_lowers_for_cuda(shape, options, decode_only):
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H100)):
         lowered = jax.jit(attend).trace(*specs(tokens=tokens, seqs=seqs, **shape)).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == (3 if decode_only else 4)
-
-
-def has_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-4), (jnp.bfloat16, 3e-2)], ids=["f32", "bf16"])
-def test_compiled_kernel_matches_oracle(case, dtype, tolerance):
-    batch_options, options = CASES[case]
-    batch = ragged_batch(unused=NAN, dtype=dtype, **batch_options)
-    if options.get("sinks"):
-        options = {**options, "sinks": jnp.linspace(-3.0, 3.0, batch.q.shape[1])}
-    check(batch, interpret=False, tolerance=tolerance, **options)

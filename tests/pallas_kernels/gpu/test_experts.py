@@ -1,4 +1,4 @@
-"""Experts on NVIDIA GPUs, interpreted: routing and lists against float64 NumPy, the layer against a dense mixture."""
+"""Experts on NVIDIA GPUs, interpreted or on one: routing and lists against float64 NumPy, and the whole layer too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxllm.pallas_kernels.gpu.experts import experts
 from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.route import route
+from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_matmul import KINDS
 
 
@@ -124,7 +125,7 @@ def groups_of(found: RowLists, num_groups: int, tile_rows: int) -> list[list[int
 def check_routing(case: Case) -> None:
     found = route(
         jnp.asarray(case.logits), None if case.bias is None else jnp.asarray(case.bias), case.first, case.here,
-        case.router, 16, step_of(case.live), interpret=True,
+        case.router, 16, step_of(case.live), interpret=INTERPRET,
     )  # fmt: skip
     weights, lists = expected_of(case)
     np.testing.assert_allclose(found.weights, weights, rtol=2e-5, atol=1e-30)
@@ -185,7 +186,7 @@ def test_a_token_that_is_not_finite_has_no_finite_weight():
     logits = broken.logits.copy()
     logits[4, 3] = np.nan
     options = None, 0, 128, QWEN, 16, step_of(np.ones(9, bool))
-    found, clean = (route(jnp.asarray(x), *options, interpret=True) for x in (logits, broken.logits))
+    found, clean = (route(jnp.asarray(x), *options, interpret=INTERPRET) for x in (logits, broken.logits))
     assert np.isnan(found.weights[4]).all()
     np.testing.assert_array_equal(np.delete(found.weights, 4, axis=0), np.delete(clean.weights, 4, axis=0))
     pairs = sorted(pair for rows in groups_of(found.pairs, 128, 16) for pair in rows)
@@ -196,12 +197,12 @@ def test_a_token_that_is_not_finite_has_no_finite_weight():
 @pytest.mark.parametrize("groups", [1, 5, 128])
 def test_rows_are_listed_by_group(rows, groups):
     group = np.random.default_rng(rows).integers(0, groups + 1, rows)
-    found = list_rows(jnp.asarray(group, jnp.int32), groups, rows, 16, interpret=True)
+    found = list_rows(jnp.asarray(group, jnp.int32), groups, rows, 16, interpret=INTERPRET)
     assert groups_of(found, groups, 16) == [np.flatnonzero(group == index).tolist() for index in range(groups)]
 
 
 def test_lists_are_as_documented():
-    found = list_rows(jnp.asarray([2, 0, 2, 3, 2]), 3, 4, 2, interpret=True)
+    found = list_rows(jnp.asarray([2, 0, 2, 3, 2]), 3, 4, 2, interpret=INTERPRET)
     rows, tiles = np.asarray(found.rows), np.asarray(found.tiles)
     np.testing.assert_array_equal(rows[[0, 8, 9, 10]], [1, 0, 2, 4])
     np.testing.assert_array_equal(tiles[tiles[:, 2] > 0], [[0, 0, 1], [2, 8, 2], [2, 10, 1]])
@@ -239,7 +240,7 @@ def check_layer(
         routing=router,
         activation=activation[0],
         meta=step_of(routed.live),
-        interpret=True,
+        interpret=INTERPRET,
     )
     mixture = Mixture(mixture.weights, mixture.outputs, extra)
     gates, downs = (
@@ -260,7 +261,7 @@ def check_sum(x: jax.Array, mixture: Mixture) -> None:
     """Added to the residual and normed in one kernel."""
     random = np.random.default_rng(10)
     norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, x.shape[1]), jnp.float32), 1e-5)
-    total, normed = add_norm(x, mixture, norm, interpret=True)
+    total, normed = add_norm(x, mixture, norm, interpret=INTERPRET)
     assert total.dtype == normed.dtype == x.dtype
     tolerance = 1e-5 if x.dtype == jnp.float32 else 1e-2
     exact = np.asarray(x, np.float64) + np.asarray(mixture.summed(), np.float64)

@@ -1,4 +1,4 @@
-"""What stands before latent attention and behind it on NVIDIA GPUs, interpreted, against float64 NumPy."""
+"""What stands before and behind latent attention on NVIDIA GPUs, interpreted or on one, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxllm.pallas_kernels import RootMeanSquare
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage
+from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import ragged_batch
 
 STILL, VALUES = 18, 20
@@ -56,7 +57,7 @@ def check(
         meta,
         spec,
         one_product=one_product,
-        interpret=True,
+        interpret=INTERPRET,
     )
 
     def rotated(x: np.ndarray) -> np.ndarray:
@@ -129,7 +130,7 @@ def test_values_are_expanded(sizes, tokens, dtype, tolerance):
     random = np.random.default_rng(tokens)
     x = jnp.asarray(random.standard_normal((tokens, heads, latents)), dtype)
     expand = jnp.asarray(random.standard_normal((heads * (STILL + values), latents)) * latents**-0.5, dtype)
-    out = expand_heads(x, expand, STILL, interpret=True)
+    out = expand_heads(x, expand, STILL, interpret=INTERPRET)
     rows = np.asarray(expand, np.float64).reshape(heads, STILL + values, latents)[:, STILL:]
     expected = np.einsum("thl,hvl->thv", np.asarray(x, np.float64), rows)
     assert out.dtype == dtype

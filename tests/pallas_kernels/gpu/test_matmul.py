@@ -1,4 +1,4 @@
-"""Products over weights as they are stored, interpreted, against float64 NumPy; and their lowering for CUDA."""
+"""Products over weights as stored, interpreted or on a GPU, against float64 NumPy; and their lowering for CUDA."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, knows
 from jaxllm.pallas_kernels.gpu.float8 import from_e4m3, to_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul, matmul
@@ -22,6 +23,7 @@ from jaxllm.quantization.groups import Groups, GroupsKind
 from jaxllm.quantization.per_channel import INT8, PerChannelKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Dense, Weight
+from tests.gpu_here import INTERPRET
 
 F32 = np.dtype(np.float32)
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
@@ -53,6 +55,7 @@ KINDS: dict[str, Any] = {
     "fp8 blocks": fp8_blocks,
     "4 bits": lambda values: packed(GroupsKind(F32), values),
     "4 bits, symmetric, groups of 96": lambda values: packed(GroupsKind(F32, 4, 96, True), values),
+    "4 bits, symmetric": lambda values: packed(GroupsKind(F32, 4, 32, True), values),
     "4 bits, levels": levels,
     "2 bits": lambda values: packed(GroupsKind(F32, 2, 32), values),
     "8 bits": lambda values: packed(GroupsKind(F32, 8, 32), values),
@@ -76,9 +79,9 @@ def check_grouped(weight: Weight, sizes: list[int], rows: int, *, dtype: Any = j
     nobody = group == len(sizes)
     x[nobody.reshape(-1, share).all(axis=1)] = np.nan
     tile_rows = choose_tile_rows(rows, len(sizes))
-    lists = list_rows(jnp.asarray(group, jnp.int32), len(sizes), rows, tile_rows, interpret=True)
+    lists = list_rows(jnp.asarray(group, jnp.int32), len(sizes), rows, tile_rows, interpret=INTERPRET)
     x = jnp.asarray(x, dtype)
-    out = grouped_matmul(x, matrix, lists, rows, interpret=True)
+    out = grouped_matmul(x, matrix, lists, rows, interpret=INTERPRET)
     matrices, x = np.asarray(weight.dequantize(), np.float64), np.asarray(x, np.float64)
     for row in np.flatnonzero(~nobody):
         np.testing.assert_allclose(out[row], matrices[group[row]] @ x[row // share], rtol=1e-4, atol=1e-4)
@@ -129,9 +132,30 @@ def test_many_rows_take_larger_tiles():
 def test_one_matrix(kind, rows):
     weight = KINDS[kind](np.random.default_rng(0).standard_normal((136, 96)).astype(np.float32))
     x = np.random.default_rng(1).standard_normal((rows, 96)).astype(np.float32)
-    out = matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=True)
+    out = matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=INTERPRET)
     expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("rows", [1, 5, MOST_ROWS])
+@pytest.mark.parametrize("shape", [(136, 96), (40, 4672)], ids=str)
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, levels", "4 bits, symmetric", "2 bits", "8 bits"])
+def test_few_rows(kind, shape, rows):
+    """Of outputs that no block divides; of inputs that are less than a block, and of parts, the last not whole."""
+    weight = KINDS[kind](np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+    (matrix,) = weight.kernel_matrices
+    assert knows(matrix)
+    x = np.random.default_rng(1).standard_normal((rows, shape[1])).astype(np.float32)
+    out = few_rows(jnp.asarray(x), matrix, interpret=INTERPRET)
+    expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max() * shape[1] ** 0.5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "fp8 blocks", "4 bits, symmetric, groups of 96"])
+def test_few_rows_of_other_kinds_are_left_to_other_kernels(kind):
+    (matrix,) = KINDS[kind](np.ones((136, 96), np.float32)).kernel_matrices
+    assert not knows(matrix)
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "fp8"])
@@ -172,7 +196,7 @@ def test_a_sum_and_its_norm_are_the_same_at_once(dtype):
     random = np.random.default_rng(0)
     x, out = (jnp.asarray(random.standard_normal((5, 96)), dtype) for _ in range(2))
     norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, 96), jnp.float32), 1e-5)
-    total, normed = add_norm(x, out, norm, interpret=True)
+    total, normed = add_norm(x, out, norm, interpret=INTERPRET)
     np.testing.assert_array_equal(total, x + out)
     exact = np.asarray(x + out, np.float64)
     exact *= np.asarray(norm.weight, np.float64) / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)

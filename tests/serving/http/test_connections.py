@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -139,3 +140,19 @@ def test_connections_beyond_the_limit_are_refused(
     with connected(url), connected(url), connected(url), connected(url) as fourth:
         assert until_closed(fourth).startswith(b"HTTP/1.1 503 ")
     wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_to_http_1_0_has_no_chunks(listen: Callable[..., str], engine: FakeEngine, stream: bool) -> None:
+    """As nginx speaks unless it is told otherwise: the end of the connection is the end of a stream."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": stream}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with connected(listen(engine)) as connection:
+        connection.sendall(head % len(body) + body)
+        head, _, answer = until_closed(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in head
+    if stream:
+        events = answer.decode().removesuffix("\n\n").split("\n\n")
+        assert all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
+    else:
+        assert json.loads(answer)["usage"]["completion_tokens"] == 3

@@ -89,7 +89,7 @@ def test_servers_that_cannot_start_stop_nothing(
     assert post(client).status_code == 200
     wait_for(lambda: servers(client)[0]["status"] == "failed", 10)
     missing, silent = servers(client)
-    assert "'/no/such/program' cannot be started: no such file or directory" in missing["error"]
+    assert f"'/no/such/program' cannot be started in {tmp_path}: no such file or directory" in missing["error"]
     assert (silent["status"], silent["error"], silent["tools"]) == ("starting", None, [])
 
 

@@ -371,3 +371,33 @@ def test_logprobs_of_tokens_that_are_asked_for(client: TestClient, engine: FakeE
     assert [top["token"] for top in both[0]["top_logprobs"]] == ["A", "T", "a", "h", "x"]
     both = send(client, ROUTES[1], logprobs=1, **asked).json()["choices"][0]["logprobs"]
     assert both["top_logprobs"][0] == {"T": -1.0, "A": -0.5, "x": -15.0, "h": -13.0, "a": -12.125}
+
+
+@pytest.mark.covers("GenerationRequest", "no_stop_trim", "return_hidden_states")
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_sglangs_router_sends_with_every_request(client: TestClient, engine: FakeEngine, path: str) -> None:
+    neutral: dict[str, Any] = {"no_stop_trim": False, "return_hidden_states": False}
+    neutral |= {"separate_reasoning": True, "stream_reasoning": True} if "chat" in path else {}
+    send(client, path, **neutral)
+    assert not engine.seen[-1][1].include_stop_str_in_output
+    send(client, path, no_stop_trim=True, stop="x")
+    assert engine.seen[-1][1].include_stop_str_in_output
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"return_hidden_states": True}, "return_hidden_states"),
+        ({"no_stop_trim": True, "stop_token_ids": [5]}, "no_stop_trim"),
+        ({"no_stop_trim": True, "skip_special_tokens": False}, "no_stop_trim"),
+        ({"no_stop_trim": True, "include_stop_str_in_output": False}, "no_stop_trim"),
+        ({"no_stop_trim": True, "use_beam_search": True, "temperature": 0}, "no_stop_trim"),
+    ],
+)
+def test_what_of_it_cannot_be_done_is_refused(
+    client: TestClient, path: str, fields: dict[str, Any], named: str
+) -> None:
+    base: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "Hi"}
+    answer = client.post(path, json=base | fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == named

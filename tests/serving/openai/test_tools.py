@@ -124,6 +124,38 @@ def test_include_reasoning_false_leaves_it_out(client: TestClient, engine: FakeE
     assert not any("reasoning" in c["choices"][0]["delta"] for c in events(client, include_reasoning=False))
 
 
+@pytest.mark.covers("ChatRequest", "separate_reasoning")
+def test_separate_reasoning_false_leaves_it_in_the_content(client: TestClient, engine: FakeEngine) -> None:
+    engine.reply = "<think>abcd</think>Paris"
+    message = post(client, separate_reasoning=False).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": engine.reply, "refusal": None}
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(client, separate_reasoning=False)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == engine.reply
+    assert post(client, separate_reasoning=True).json()["choices"][0]["message"]["content"] == "Paris"
+
+
+def test_separate_reasoning_false_still_finds_calls(client: TestClient, engine: FakeEngine) -> None:
+    engine.reply = f"<think>abcd</think>{CALL}"
+    message = post(client, separate_reasoning=False, tools=[TOOL]).json()["choices"][0]["message"]
+    assert message["content"] == "<think>abcd</think>" and len(message["tool_calls"]) == 1
+
+
+def test_reasoning_on_a_channel_is_always_separate(make_client: Any, engine: FakeEngine) -> None:
+    answer = post(make_client(engine, reasoning_parser="harmony"), separate_reasoning=False)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "separate_reasoning"
+
+
+@pytest.mark.covers("ChatRequest", "stream_reasoning")
+@pytest.mark.parametrize("reply", ["<think>abcd</think>Paris", "<think>abcd"])
+def test_stream_reasoning_false_sends_it_at_once(client: TestClient, engine: FakeEngine, reply: str) -> None:
+    engine.reply = reply
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(client, stream_reasoning=False, logprobs=True)]
+    thoughts = [delta["reasoning"] for delta in deltas if "reasoning" in delta]
+    assert thoughts == ["abcd"]
+    said = "".join(delta.get("content") or "" for delta in deltas)
+    assert said == reply.partition("</think>")[2]
+
+
 def test_a_template_that_opens_the_reasoning(client: TestClient, engine: FakeEngine) -> None:
     engine.tokenizer = ByteTokenizer(TEMPLATE + "<think>\n")
     engine.reply = "abcd</think>Paris"
