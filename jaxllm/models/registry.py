@@ -89,7 +89,8 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5.MOE,
     hunyuan.FAMILY,
     gpt_oss.FAMILY,
-    glm4_moe.FAMILY,
+    glm4_moe.MOE,
+    glm4_moe.LITE,
     mistral4.FAMILY,
     minimax_m2.FAMILY,
 )

@@ -114,6 +114,8 @@ def other_value(key: str, value: Any, layers: int) -> Any:
         return next(other for other in OTHERS[key] if other != value)
     if key == "no_rope_layers":
         return [0] * layers
+    if key == "mlp_layer_types":
+        return ["sparse"] * layers
     if isinstance(value, bool) or value is None:
         return not value
     return value + 1 if isinstance(value, int) else value / 2

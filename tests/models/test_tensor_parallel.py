@@ -45,6 +45,7 @@ SPARSE = (
     "gpt_oss",
     "glm4_moe",
     "minimax_m2",
+    "glm4_moe_lite",
 )
 GROUPS = {
     "layouts": tuple(LAYOUTS),

@@ -292,3 +292,9 @@ def minimax_m2(c: Config) -> Config:
         "expert_feed_forward_length": c["intermediate_size"],
         "rope.dimension_count": c["rotary_dim"],
     }
+
+
+def glm4_moe_lite(c: Config) -> Config:
+    """DeepSeek's, whose scores are not stored."""
+    dense = c["mlp_layer_types"].index("sparse")
+    return deepseek2(c | {"first_k_dense_replace": dense}) | {"expert_gating_func": None}

@@ -82,19 +82,19 @@ def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
 
 
 SIGMOID = 2
-"""`expert_gating_func` of V3; V2 files say softmax, or nothing."""
+"""`expert_gating_func` of V3; V2 files say softmax, or nothing, and GLM-4.7-Flash's nothing."""
 
 
 def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     """V2 and V3 are one architecture there; how groups are ranked goes with the scores."""
     get, tensors = Metadata(checkpoint), checkpoint.tensors
-    sigmoid = get("expert_gating_func", 0) == SIGMOID
+    dense = get("leading_dense_block_count", 0)
+    has_correction = f"blk.{dense}.exp_probs_b.bias" in tensors
+    sigmoid = get("expert_gating_func", SIGMOID if has_correction else 0) == SIGMOID
     log_multiplier = get("rope.scaling.yarn_log_multiplier", 0.0)
     mscale, rotary = log_multiplier / 0.1, get("rope.dimension_count")
     # Files with the latent's own lengths keep those of a head under *_mla; older ones under the plain keys.
     key, value = (get(f"attention.{n}_length_mla", get(f"attention.{n}_length")) for n in ("key", "value"))
-    dense = get("leading_dense_block_count", 0)
-    sparse_block = f"blk.{dense}."
     hidden, shared = get("expert_feed_forward_length"), get("expert_shared_count")
     groups = get("expert_group_count", 0) or 1
     moe = MoEConfig(
@@ -102,7 +102,7 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
         top_k=get("expert_used_count"),
         hidden=hidden,
         scoring="sigmoid" if sigmoid else "softmax",
-        correction_bias=f"{sparse_block}exp_probs_b.bias" in tensors,
+        correction_bias=has_correction,
         num_groups=groups,
         top_groups=get("expert_group_used_count", 0) or groups,
         group_score="top2_sum" if sigmoid else "max",
@@ -138,8 +138,13 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     )
 
 
-def latent_config(c: dict[str, Any], moe: MoEConfig, interleaved: bool, **differences: Any) -> DecoderConfig:
-    """Latent attention and these experts, from the keys that all families with them share."""
+def latent_config(
+    c: dict[str, Any], moe: MoEConfig, interleaved: bool, *, sparse: list[bool] | None = None, **differences: Any
+) -> DecoderConfig:
+    """Latent attention and these experts, from the keys that all families with them share.
+
+    `sparse` says which layers have experts, where that is not all from `first_k_dense_replace` on.
+    """
     mla = MLAConfig(
         q_lora_rank=c["q_lora_rank"],
         kv_lora_rank=c["kv_lora_rank"],
@@ -149,11 +154,12 @@ def latent_config(c: dict[str, Any], moe: MoEConfig, interleaved: bool, **differ
     )
     rope = hf_rope(c, mla.qk_rope_head_dim, interleaved=interleaved)
     dense, bias = c.get("first_k_dense_replace", 0), c.get("attention_bias", False)
+    sparse = [i >= dense for i in range(c["num_hidden_layers"])] if sparse is None else sparse
     return DecoderConfig(
         **hf_fields(
             c,
             head_dim=mla.qk_head_dim,
-            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(c["num_hidden_layers"])),
+            layers=tuple(LayerKind(rope, sparse=is_sparse) for is_sparse in sparse),
             attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope),
             qkv_bias=bias,
             output_bias=bias,

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: half of each head rotated, and DeepSeek V3's experts (arXiv:2508.06471)."""
+"""GLM-4.5 to 4.7: half of each head rotated, and DeepSeek V3's experts (arXiv:2508.06471). Flash is a DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.families.deepseek import SIGMOID, sigmoid_experts
+from jaxllm.models.families.deepseek import SIGMOID, hf_names, latent_config, sigmoid_experts
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
@@ -19,6 +19,12 @@ DEFAULTS = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "n_routed_experts": 128,
     "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+
+LITE_DEFAULTS = DEFAULTS | {
+    "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "num_key_value_heads": 20, "max_position_embeddings": 202_752,
 }  # fmt: skip
 
 
@@ -35,6 +41,14 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
             qk_norm="rms" if c.get("use_qk_norm") else None,
         )
     )
+
+
+def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """Which layers have experts is said by `mlp_layer_types`: by default all but the first."""
+    c = LITE_DEFAULTS | c
+    kinds = c.get("mlp_layer_types") or ["dense", *["sparse"] * (c["num_hidden_layers"] - 1)]
+    sparse = [kind == "sparse" for kind in kinds]
+    return latent_config(c, sigmoid_experts(c), interleaved=bool(c.get("rope_interleave", True)), sparse=sparse)
 
 
 def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
@@ -74,7 +88,7 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return {"layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight"}
 
 
-FAMILY = Family(
+MOE = Family(
     name="GLM-4.5",
     models="GLM-4.5, 4.5-Air, 4.6, 4.7",
     architectures=("Glm4MoeForCausalLM",),
@@ -83,4 +97,14 @@ FAMILY = Family(
     gguf_architectures=("glm4moe",),
     from_gguf=from_gguf,
     gguf_names=gguf_names,
+)
+
+LITE = Family(
+    name="GLM-4.7-Flash",
+    models="GLM-4.7-Flash",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    model_types=("glm4_moe_lite",),
+    from_hf=lite_from_hf,
+    hf_names=hf_names,
+    gguf_architectures=("deepseek2",),
 )

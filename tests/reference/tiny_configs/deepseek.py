@@ -1,4 +1,5 @@
-"""DeepseekV2ForCausalLM (V2, V2-Lite), DeepseekV3ForCausalLM (V3, R1) and Mistral4ForCausalLM."""
+"""DeepseekV2ForCausalLM (V2, V2-Lite), DeepseekV3ForCausalLM (V3, R1), Glm4MoeLiteForCausalLM (GLM-4.7-Flash) and
+Mistral4ForCausalLM."""
 
 from __future__ import annotations
 
@@ -123,6 +124,22 @@ VARIANTS: dict[str, Variant] = {
             {"topk_group": 3},
             {"routed_scaling_factor": 1.0},
         ),
+    ),
+    "glm4_moe_lite": Variant(
+        "V3's attention and experts, in the layer that a list names",
+        without(_V3, "first_k_dense_replace", "topk_method", "scoring_func", "moe_layer_freq")
+        | {
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "model_type": "glm4_moe_lite",
+            "vocab_size": 145,
+            "rope_scaling": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_hidden_layers": 2,
+            "routed_scaling_factor": 1.8,
+        },
+        unlike=({"routed_scaling_factor": 1.0},),
     ),
     "mistral4": Variant(
         "latent attention whose queries grow past the original context; experts by softmax, renormalised; stacked",
