@@ -56,10 +56,8 @@ def remove_local(name: str, download_dir: Path | None = None) -> LocalModel:
         model.path.resolve().unlink()
         model.path.unlink()
         return model
-    found = next(found for found in cached.repos if found.repo_id == repo)
-    cached.delete_revisions(*(revision.commit_hash for revision in found.revisions)).execute()
-    if found.repo_path.exists():  # the library only logs that something could not be deleted
-        shutil.rmtree(found.repo_path)
+    # Not by the library's `delete_revisions`, which looks for commits alone: a copy of a repository has the same ones.
+    shutil.rmtree(next(found.repo_path for found in cached.repos if found.repo_id == repo))
     return model
 
 
