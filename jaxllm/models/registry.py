@@ -102,9 +102,12 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 """`model_type`s of models that are another family's under a name of their own."""
 
 IGNORED_TENSORS: tuple[str, ...] = (
-    "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale",
+    "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale", "model.mtp_*",
 )  # fmt: skip
-"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row."""
+"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row.
+
+Those of ERNIE's module that predicts further tokens are among them.
+"""
 
 IMAGE_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*")
 """What a wrapper has besides its language model."""

@@ -120,6 +120,17 @@ def test_mistral_4_without_query_scaling(beta, tmp_path):
     assert read(tmp_path, "mistral4", rope_parameters=ropes | {"llama_4_scaling_beta": beta}).query_scaling is None
 
 
+def test_ernies_module_for_further_tokens_is_left_out(tmp_path):
+    weights = tiny_weights("ernie4_5_moe")
+    for name in ("mtp_block.0.input_layernorm", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"):
+        weights[f"model.{name}.weight"] = np.ones(72, np.float32)
+    save_checkpoint(tiny_config("ernie4_5_moe"), weights, tmp_path)
+    golden = load_golden("ernie4_5_moe")
+    ids = golden.prompt_token_ids
+    (logits,) = Harness(tmp_path).run([ids], [Chunk(0, 0, len(ids))])
+    assert np.abs(logits - golden.logits).max() <= 1e-4
+
+
 def test_alpha_stretches_the_base_whatever_the_length(tmp_path):
     plain = read(tmp_path, "hunyuan", "rope_scaling").layers[0].rope
     rope = read(tmp_path, "hunyuan").layers[0].rope
