@@ -5,4 +5,4 @@ from __future__ import annotations
 import jax
 
 INTERPRET = jax.default_backend() != "gpu"
-"""Kernels are interpreted where there is no GPU, and compiled for it and run where there is one (`make test-gpu`)."""
+"""Kernels are interpreted where there is no GPU, and compiled for it and run where there is one."""

@@ -40,6 +40,14 @@ def test_embed(llm: LLM) -> None:
         assert output.prompt_token_ids == IDS[:length] and output.finished
 
 
+def test_a_prompt_may_fill_the_context(llm: LLM) -> None:
+    longest = llm.info.max_model_len
+    (full,) = llm.embed([[5] * longest], use_tqdm=False)
+    assert np.isfinite(full.outputs.embedding).all() and len(full.prompt_token_ids) == longest
+    with pytest.raises(InvalidRequestError, match=f"has {longest + 1} tokens; it must fit the context of {longest}"):
+        llm.embed([[5] * (longest + 1)], use_tqdm=False)
+
+
 @pytest.mark.parametrize("kind", POOLED)
 def test_pool(llm: LLM, kind: str) -> None:
     lengths = (40, 1, len(IDS))

@@ -96,7 +96,7 @@ class Request:
         params = message.sampling_params
         prompt = len(message.prompt_token_ids)
         budget = max_model_len - prompt if params.max_tokens is None else params.max_tokens
-        budget = 1 if message.pooling is not None else budget  # never sampled: all of it is done when the prompt is
+        most = min(prompt + budget, max_model_len)
         return cls(
             request_id=message.request_id,
             token_ids=list(message.prompt_token_ids),
@@ -105,7 +105,7 @@ class Request:
             arrival_time=message.arrival_time,
             priority=message.priority,
             cache_salt=message.cache_salt,
-            max_total=min(prompt + budget, max_model_len),
+            max_total=most if message.pooling is None else prompt + 1,  # never sampled: done when the prompt is
             seed=seed if params.seed is None else params.seed,
             rotary_len=prompt,
             pooling=message.pooling,

@@ -12,7 +12,7 @@ from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
 
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer", "layer_unbiased"]
 MixerKind = Literal["attention", "conv"]
 """What lets a layer's tokens see those before them."""
 
@@ -44,12 +44,18 @@ class DecoderConfig:
     Attributes:
         intermediate_size: of the dense MLPs; the experts' is in `moe`.
         layers: one entry a layer.
-        norm: "rms" (RMSNorm) or "layer" (LayerNorm with bias).
-        qk_norm: on queries and keys: "rms" or "layer" with one weight for all heads, or "layer_per_head".
-        post_norms: attention and MLP have a norm behind them too, before the residual sum.
+        norm: "rms" (RMSNorm), "layer" (LayerNorm with bias) or "layer_unbiased".
+        qk_norm: on queries and keys: "rms" or "layer" with one weight for all heads, "layer_per_head", or "rms_whole",
+            which takes the mean over all heads of a token together.
+        qk_norm_rotated: that norm is taken after the rotation.
+        pre_norms: attention and MLP have a norm in front.
+        post_norms: attention and MLP have a norm on their output, before the residual sum.
         parallel_residual: attention and MLP read the same norm, and both are added to the residual.
         gated_mlp: `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
+        attention_sinks: one more logit a head, learnt, that takes part of attention's weight and has no value.
         attention_scale: on the logits; None is one over the root of the head size.
+        residual_scale: on the output of attention and of the MLP, before the residual sum.
+        logit_scale: on the output's logits.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on attention logits and on the output's.
         num_labels: rows of a classification head in place of the vocabulary's; 0 is a language model.
     """
@@ -67,6 +73,8 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     norm: NormKind = "rms"
     qk_norm: QKNorm | None = None
+    qk_norm_rotated: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     parallel_residual: bool = False
     gated_mlp: bool = True
@@ -75,6 +83,9 @@ class DecoderConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_sinks: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None

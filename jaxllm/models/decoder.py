@@ -22,7 +22,7 @@ from jaxllm.models.layers.norm import LayerNorm, RMSNorm
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import Mixture, StepMetadata
+from jaxllm.pallas_kernels import Mixture, Norm, StepMetadata
 
 Late = Float[Array, "T E"] | Mixture
 """What is yet to be added to the residual stream."""
@@ -71,34 +71,40 @@ class Decoder(nnx.Module):
     def most_likely(self, hidden: Float[Array, "R E"]) -> Int[Array, "R"] | None:
         """The token with the highest score of each row, where the kernels find it without the scores.
 
-        A cap on the scores changes nothing in their order.
+        A cap on the scores, and a factor on them, change nothing in their order.
         """
         return (self.head or self.embed).most_likely(hidden)
 
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """float32 scores over the vocabulary, or over the classes of a model that classifies."""
         logits = (self.head or self.embed).logits(hidden)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class DecoderLayer(nnx.Module):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`: in turn, or both from one norm; with norms behind, or not.
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`: in turn, or both from one norm.
+
+    There may be norms on the outputs too, or only there, and a factor on what is added.
 
     The mixer, which lets tokens see those before them, is attention or a convolution.
     """
 
     def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
-        self.attention_norm = _norm(config, options)
+        self.attention_norm = _norm(config, options) if config.pre_norms else None
         attends = config.layers[index].mixer == "attention"
         self.attention = _attention(config, index, options) if attends else None
         self.conv = None if attends else _conv(config, options)
-        self.mlp_norm = None if config.parallel_residual else _norm(config, options)
+        self.parallel = config.parallel_residual
+        self.mlp_norm = _norm(config, options) if config.pre_norms and not self.parallel else None
         self.mlp = _mlp(config, index, options)
         self.attention_post_norm = _norm(config, options) if config.post_norms else None
         self.mlp_post_norm = _norm(config, options) if config.post_norms else None
-        plain = config.norm == "rms" and not config.parallel_residual and not config.post_norms
-        self.add_norm = options.kernels.add_norm if plain else None
+        self.residual_scale = config.residual_scale
+        plain = config.norm == "rms" and config.pre_norms and not config.parallel_residual and not config.post_norms
+        self.add_norm = options.kernels.add_norm if plain and config.residual_scale == 1.0 else None
 
     def __call__(
         self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
@@ -108,7 +114,7 @@ class DecoderLayer(nnx.Module):
 
         A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
         """
-        if self.add_norm is None or self.mlp_norm is None:
+        if self.add_norm is None or self.attention_norm is None or self.mlp_norm is None:
             x, cache = self._whole(x, angles, cache, meta)
             return x, None, cache
         norm = self.attention_norm.traced
@@ -128,15 +134,19 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], Cache]:
         before, post = x, self.attention_post_norm
-        x, cache = self._mixer(
-            x, angles, cache, meta, norm=self.attention_norm.traced, residual=x if post is None else None
-        )
-        if post is not None:
-            x = before + post(x)
-        norm, out = (self.attention_norm, before) if self.mlp_norm is None else (self.mlp_norm, x)
+        at_once = post is None and self.residual_scale == 1.0
+        residual = x if at_once else None
+        out, cache = self._mixer(x, angles, cache, meta, norm=_traced(self.attention_norm), residual=residual)
+        x = out if at_once else x + self._added(out, post)
+        norm, source = (self.attention_norm, before) if self.parallel else (self.mlp_norm, x)
         post = self.mlp_post_norm
-        out = self.mlp(out, meta, norm=norm.traced, residual=x if post is None else None)
-        return out if post is None else x + post(out), cache
+        out = self.mlp(source, meta, norm=_traced(norm), residual=x if at_once else None)
+        return out if at_once else x + self._added(out, post), cache
+
+    def _added(self, out: Float[Array, "T E"], post: Norm | None) -> Float[Array, "T E"]:
+        """What the residual stream gets of a block's output."""
+        out = out if post is None else post(out)
+        return out if self.residual_scale == 1.0 else (out * self.residual_scale).astype(out.dtype)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -146,7 +156,13 @@ def _run_layer(graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: 
 
 
 def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
-    return (RMSNorm if config.norm == "rms" else LayerNorm)(config.hidden_size, config.norm_eps, options.kernels)
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, config.norm_eps, options.kernels)
+    return LayerNorm(config.hidden_size, config.norm_eps, options.kernels, bias=config.norm == "layer")
+
+
+def _traced(norm: RMSNorm | LayerNorm | None) -> Norm | None:
+    return None if norm is None else norm.traced
 
 
 def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Attention | MLAttention:
@@ -160,6 +176,7 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
             norm_eps=LATENT_NORM_EPS,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
+            query_scaling=config.query_scaling,
         )
     return Attention(
         config.hidden_size,
@@ -173,8 +190,10 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
         bias=config.qkv_bias,
         output_bias=config.output_bias,
         qk_norm=config.qk_norm,
+        qk_norm_rotated=config.qk_norm_rotated,
         norm_eps=config.norm_eps,
         query_scaling=config.query_scaling,
+        sinks=config.attention_sinks,
     )
 
 

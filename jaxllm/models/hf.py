@@ -119,6 +119,32 @@ def hf_rope(
     )
 
 
+def hf_windows(c: dict[str, Any], *, period: int) -> list[int | None]:
+    """The sliding window of each layer, None where there is none, of families that have both kinds.
+
+    `layer_types` says it, or `sliding_window_pattern`: how often a layer without a window comes, `period` where the
+    file has no such key; or a text of L (local) and G (global) that repeats, with which the last layer is global.
+    """
+    number, window = c["num_hidden_layers"], c.get("sliding_window")
+    pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or period
+    if c.get("layer_types"):
+        slides = [kind == "sliding_attention" for kind in c["layer_types"]]
+    elif isinstance(pattern, str):
+        slides = [pattern[i % len(pattern)] == "L" and i < number - 1 for i in range(number)]
+    else:
+        slides = [(i + 1) % pattern != 0 for i in range(number)]
+    return [window if slide else None for slide in slides]
+
+
+def post_norm_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """The norms on what attention and MLP give, in families that have none in front of these."""
+    layer = "model.layers.*"
+    return {
+        "layers.*.attention_post_norm.weight": f"{layer}.post_attention_layernorm.weight",
+        "layers.*.mlp_post_norm.weight": f"{layer}.post_feedforward_layernorm.weight",
+    }
+
+
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """How much sharper YaRN makes attention at `factor` times the original context (arXiv:2309.00071, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -172,18 +198,21 @@ def hf_expert_names(
     down: str = "down_proj",
     shared: str = "shared_experts",
 ) -> dict[str, Pattern]:
-    """Tensors of the sparse MLP `block`: experts one by one, or stacked as transformers 5 keeps them in memory."""
+    """Tensors of the sparse MLP `block`: experts one by one, or stacked as transformers 5 keeps them, or as MXFP4."""
     assert config.moe is not None
     count = config.moe.num_experts
 
     def each(name: str) -> Source:
         return Source(f"{block}.experts.{{}}.{name}.weight", stack=count)
 
+    def stacked(name: str) -> tuple[str, str]:
+        return f"{block}.experts.{name}", f"{block}.experts.{name}_blocks"
+
     return {
         "layers.*.mlp.router.weight": f"{block}.gate.weight",
         "layers.*.mlp.router.correction_bias": f"{block}.gate.e_score_correction_bias",
-        "layers.*.mlp.experts.gate_up.weight": AnyOf((each(gate), each(up)), f"{block}.experts.gate_up_proj"),
-        "layers.*.mlp.experts.down.weight": AnyOf(each(down), f"{block}.experts.down_proj"),
+        "layers.*.mlp.experts.gate_up.weight": AnyOf((each(gate), each(up)), *stacked("gate_up_proj")),
+        "layers.*.mlp.experts.down.weight": AnyOf(each(down), *stacked("down_proj")),
         **hf_linear("layers.*.mlp.shared.gate_up", f"{block}.{shared}.gate_proj", f"{block}.{shared}.up_proj"),
         **hf_linear("layers.*.mlp.shared.down", f"{block}.{shared}.down_proj"),
         "layers.*.mlp.shared_gate.weight": f"{block}.shared_expert_gate.weight",

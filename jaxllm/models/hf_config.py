@@ -47,14 +47,23 @@ def _content(family: Family, c: DecoderConfig) -> dict[str, Any]:
         "hidden_activation": c.hidden_act,
         "rms_norm_eps": c.norm_eps,
         "layer_norm_eps": c.norm_eps,
+        "norm_epsilon": c.norm_eps,
         "tie_word_embeddings": c.tie_word_embeddings,
-        "attention_bias": c.output_bias,
+        "attention_bias": c.qkv_bias,
+        "attention_out_bias": c.output_bias,
         "mlp_bias": c.mlp_bias,
+        "use_bias": c.mlp_bias,
+        "use_qk_norm": c.qk_norm is not None,
+        "embedding_multiplier": c.embedding_scale,
+        "residual_multiplier": c.residual_scale,
+        "logits_scaling": 1 / c.logit_scale,
+        "logit_scale": c.logit_scale,
         "attn_logit_softcapping": c.attention_softcap,
         "final_logit_softcapping": c.logit_softcap,
     }
     if c.attention_scale:
         content["query_pre_attn_scalar"] = round(c.attention_scale**-2)
+        content["attention_multiplier"] = c.attention_scale
     everywhere = next((layer.rope for layer in c.layers if layer.window is None and layer.rope), c.layers[0].rope)
     if everywhere is not None:
         content |= _rope(everywhere, c.head_dim)

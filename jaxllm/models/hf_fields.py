@@ -36,6 +36,10 @@ THETA = real(1.001, 1e15)
 """The base of rotary frequencies, whose logarithm is divided by."""
 FACTOR = real(1e-3, 1e6)
 CAP = real(1e-3, 1e9)
+PATTERN = FieldKind(
+    "a text of L and G", lambda value: isinstance(value, str) and 0 < len(value) <= 2**10 and not value.strip("LG")
+)
+"""Which layers have a window, L for local, and which have none."""
 MAYBE_FLAG = either(FLAG, NULL)
 CAUSAL = "since encoders are not supported"
 """Why attention that sees later tokens is refused."""
@@ -62,6 +66,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "rms_norm_eps": EPSILON,
     "layer_norm_eps": EPSILON,
     "norm_eps": EPSILON,
+    "norm_epsilon": EPSILON,
     # attention
     "num_attention_heads": COUNT,
     "num_key_value_heads": maybe(COUNT),
@@ -70,6 +75,9 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "mlp_bias": MAYBE_FLAG,
     "qkv_bias": MAYBE_FLAG,
     "use_qkv_bias": MAYBE_FLAG,
+    "attention_out_bias": MAYBE_FLAG,
+    "use_bias": MAYBE_FLAG,
+    "use_qk_norm": MAYBE_FLAG,
     "qk_layernorm": MAYBE_FLAG,
     "use_parallel_residual": MAYBE_FLAG,
     "is_causal": FieldKind(f"true or null, {CAUSAL}", lambda value: value is None or value is True),
@@ -77,8 +85,14 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "query_pre_attn_scalar": real(1e-6, 1e9),
     "attn_logit_softcapping": maybe(CAP),
     "final_logit_softcapping": maybe(CAP),
+    "attention_multiplier": FACTOR,
+    "embedding_multiplier": FACTOR,
+    "residual_multiplier": FACTOR,
+    "logits_scaling": FACTOR,
+    "logit_scale": FACTOR,
     # positions and windows
     "max_position_embeddings": maybe(LENGTH),
+    "model_max_length": maybe(LENGTH),
     "original_max_position_embeddings": maybe(ORIGINAL_LENGTH),
     "rope_theta": maybe(THETA),
     "rope_local_base_freq": THETA,
@@ -86,12 +100,13 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "rope_scaling": maybe(OBJECT),
     "rope_parameters": maybe(OBJECT),
     "partial_rotary_factor": maybe(real(1e-3, 1)),
+    "rotary_dim": maybe(SIZE),
     "no_rope_layers": maybe(many(whole(0, 1), 2**10)),
     "no_rope_layer_interval": maybe(LAYERS),
     "full_attn_idxs": maybe(many(whole(0, 2**10), 2**10)),
     "sliding_window": either(LENGTH, whole(0, 0), NULL),
     "use_sliding_window": MAYBE_FLAG,
-    "sliding_window_pattern": maybe(LAYERS),
+    "sliding_window_pattern": either(LAYERS, PATTERN, NULL),
     "_sliding_window_pattern": LAYERS,
     "max_window_layers": whole(0, 2**16),
     # experts
@@ -101,6 +116,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "moe_intermediate_size": SIZE,
     "shared_expert_intermediate_size": whole(0, 2**24),
     "norm_topk_prob": MAYBE_FLAG,
+    "mlp_layer_types": maybe(many(one_of("dense", "sparse"), 2**10)),
     "decoder_sparse_step": LAYERS,
     "mlp_only_layers": maybe(many(whole(0, 2**10), 2**10)),
     "n_routed_experts": COUNT,
@@ -109,6 +125,15 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "topk_group": maybe(COUNT),
     "topk_method": TEXT,
     "routed_scaling_factor": real(-1e6, 1e6),
+    "moe_num_experts": COUNT,
+    "moe_k": COUNT,
+    "moe_num_shared_experts": whole(0, 2**10),
+    "moe_layer_start_index": whole(0, 2**10),
+    "moe_layer_end_index": whole(-1, 2**10),
+    "moe_layer_interval": LAYERS,
+    "moe_norm_min": real(0, 1e-6),
+    "swiglu_alpha": FACTOR,
+    "swiglu_limit": FACTOR,
     "first_k_dense_replace": whole(0, 2**10),
     "num_dense_layers": whole(0, 2**10),
     "use_expert_bias": FLAG,
@@ -141,6 +166,7 @@ ROPE_FIELDS: FieldKinds = {
     "beta_fast": maybe(FACTOR),
     "beta_slow": maybe(FACTOR),
     "truncate": FLAG,
+    "alpha": maybe(FACTOR),
     "mscale": maybe(real(0, 1e3)),
     "mscale_all_dim": maybe(real(0, 1e3)),
     "short_factor": many(FACTOR, 2**16),
@@ -163,6 +189,6 @@ def check_hf(c: dict[str, Any], layer_types: Sequence[str] = LAYER_TYPES) -> Non
         for kind in LAYER_TYPES:
             check_fields(given.get(kind) or {}, ROPE_FIELDS, f"{name}.{kind}.")
     layers = c.get("num_hidden_layers")
-    for name in ("layer_types", "no_rope_layers"):
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if c.get(name) and len(c[name]) != layers:
             raise CheckpointError(f"{name} has {len(c[name])} entries; accepted is one for each of {layers} layers")

@@ -54,6 +54,7 @@ class PageUse(NamedTuple):
     """Channels of a key and a value, or of a latent."""
     sequences: int
     pages_per_seq: int
+    sinks: bool = False
 
 
 class Lacks(NamedTuple):

@@ -27,6 +27,8 @@ def lacks(kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | 
         return Lacks(f"dtype {dtype.name!r}", "dtype 'bfloat16' or 'float32'")
     if use is None:
         return None
+    if use.sinks:
+        return Lacks("attention sinks")
     if len(use.dims) == 1:
         return Lacks("latent attention")
     if max(use.dims) > LANES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -85,6 +86,11 @@ class Codes:
             values -= self.zeros(codes.shape, (1, step)).astype(np.float32)[..., None]
         values = (values * scale).reshape(codes.shape)
         return values if self.order is None else np.take_along_axis(values, _inverse(self.order)[..., None, :], -1)
+
+    def moved(self, transform: Callable[[np.ndarray], np.ndarray]) -> Codes:
+        """Of the same rows elsewhere, of a coding that has scales for each row."""
+        assert self.coding.block[0] == 1 and self.order is None
+        return replace(self, scale=transform(self.scale), zero=None if self.zero is None else transform(self.zero))
 
     def rows(self, index: slice, axis: int, shape: tuple[int, ...]) -> Codes:
         """Of some of a matrix's rows, or of some matrices."""

@@ -17,6 +17,9 @@ _SAYS_MORE = {
 }  # fmt: skip
 """A schema with one of these says itself which properties may come, or in ways that are not followed here."""
 
+_COUNTS = {"minProperties", "maxProperties"}
+"""An object of several parts, one of which counts its properties, stays open."""
+
 
 def closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` wherever it names properties and does not say what others may come.
@@ -77,25 +80,30 @@ class _Closing:
         if "properties" not in node and self._is_alone(node):
             return None
         names = self._declared([node])
-        enough = names is not None and node.get("minProperties", 0) <= len(names)
-        return names if enough and names is not None and any(names.values()) | ("properties" in node) else None
+        if names is None or not (any(names.values()) or "properties" in node):
+            return None
+        counted = [part for part in self._described([node]) if not part.keys().isdisjoint(_COUNTS)]
+        return names if not counted or (counted == [node] and node.get("minProperties", 0) <= len(names)) else None
 
     def _declared(self, nodes: list[Any]) -> dict[str, bool] | None:
         """What the schemas require or declare, which is true; None where one of them says more about properties."""
         names: dict[str, bool] = {}
-        seen, todo = set(), list(nodes)
-        while todo:
-            node = todo.pop(0)
-            if not isinstance(node, dict) or id(node) in seen:
-                continue
-            seen.add(id(node))
-            members = self._members(node)
-            if members is None or not node.keys().isdisjoint(_SAYS_MORE):
+        for node in self._described(nodes):
+            if self._members(node) is None or not node.keys().isdisjoint(_SAYS_MORE):
                 return None
             names |= dict.fromkeys(node.get("properties", {}), True)
             names = dict.fromkeys(node.get("required", []), False) | names
-            todo += members
         return names
+
+    def _described(self, nodes: list[Any]) -> Iterator[dict[str, Any]]:
+        """The schemas, and those that describe the same value with them."""
+        seen, todo = set(), list(nodes)
+        while todo:
+            node = todo.pop(0)
+            if isinstance(node, dict) and id(node) not in seen:
+                seen.add(id(node))
+                yield node
+                todo += self._members(node) or []
 
     def _members(self, node: dict[str, Any]) -> list[Any] | None:
         """The schemas that describe the same value as `node`; None where a reference leads outside."""
@@ -110,7 +118,7 @@ class _Closing:
         keys = _ALONE & node.keys()
         if not keys:
             return True
-        if len(keys) > 1 or not node.keys().isdisjoint({"properties", "required", *_SAYS_MORE}):
+        if len(keys) > 1 or not node.keys().isdisjoint({"properties", "required", *_COUNTS, *_SAYS_MORE}):
             return False
         if "oneOf" in keys:
             return self._are_told_apart(node["oneOf"])

@@ -121,12 +121,7 @@ def check_length(kind: str, length: int) -> None:
 def _json_grammar(outputs: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
-    schema = plain(json.loads(outputs.json or ""))
-    narrow = closed(schema)
-    if narrow is not schema:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(narrow), JSON_OPTIONS)
-        if len(grammar) <= MAX_GRAMMAR_LENGTH and not LLMatcher.validate_grammar(grammar):
-            return grammar
+    schema = closed(plain(json.loads(outputs.json or "")))
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), JSON_OPTIONS)
 
 

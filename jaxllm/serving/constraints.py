@@ -60,7 +60,7 @@ def _constraint(
 
     if choice != "auto" or answer is None:
         return _compiled_calls(lambda: calls(choice), tools)
-    if formats.has_channels:
+    if formats.channels:
         raise _needs_choice(answer)
     compiled(answer)
 

@@ -171,7 +171,7 @@ def _checked(
     model: ServedModel, conversation: Conversation, settings: GenerationSettings, rendered: Rendered
 ) -> ConversationPrompt:
     formats = rendered.formats
-    if formats.has_channels and not conversation.separate_reasoning:
+    if formats.channels and not conversation.separate_reasoning:
         reason = " is false, but this model writes its reasoning on a channel of its own; it must be true"
         raise InvalidRequestError([Field("separate_reasoning"), reason])
     continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""

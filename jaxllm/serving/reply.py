@@ -11,7 +11,7 @@ from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Choice, Generation, Step, Usage
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.parsing.events import Content, Event, ToolArguments, ToolCall
-from jaxllm.serving.parsing.parser import ParsedCall, join_events
+from jaxllm.serving.parsing.parsed import ParsedCall, join_events
 from jaxllm.serving.prompts import ConversationPrompt, conversation_prompt
 from jaxllm.serving.registry import Lease
 from jaxllm.serving.state import ServerState

@@ -16,7 +16,7 @@ from jaxllm.mcp.servers import RESULT_LIMIT
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.serving.conversation import parse_arguments
 from jaxllm.serving.parsing.events import Content, Event, Reasoning
-from jaxllm.serving.parsing.parser import join_events
+from jaxllm.serving.parsing.parsed import join_events
 from jaxllm.session.models import ChatModel, ClientModel, Ended, EngineModel
 from jaxllm.session.steps import ConversationResult, Said, Step, Thought, ToolCalled, ToolReturned
 from jaxllm.session.thread import LoopThread

@@ -29,6 +29,7 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -52,14 +53,15 @@ class _Split(NamedTuple):
 
 
 _SPLITS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo"), _Split((_GPT2,))),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), _Split((_GPT2,))),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _Split((r"\p{N}", _GPT2))),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Split((_LLAMA3,), whole_words=True, add_bos=True)),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), _Split((_QWEN2,))),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Split((_GPT4O,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split((_GPT4O,))),
     "tekken": _Split((_TEKKEN,), whole_words=True, add_bos=True),
-    "deepseek-v3": _Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    "seed-coder": _Split((_SEED,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3))),
 }
 
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

@@ -22,6 +22,11 @@ HARMONY = "harmony"
 HARMONY_TOKENS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
 )  # fmt: skip
+MUSE = "muse"
+"""Muse's messages to itself, the user and tools, which have a parser of their own too."""
+MUSE_TOKENS = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
+CHANNELS = (HARMONY, MUSE)
+"""Formats whose answers are messages, calls among them."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class ReasoningFormat:
         variants: other opening and closing marks that models of the family write.
         special: further special tokens that the answer's parser must see.
         always_open: the answer begins inside the reasoning even if neither template nor model opens it.
+        in_content: the reasoning, with its marks, is the beginning of the content.
+        variant_of: who asks for the format of that name gets this one where the template speaks it.
     """
 
     name: str
@@ -50,6 +57,8 @@ class ReasoningFormat:
     special: tuple[str, ...] = ()
     wrapper: tuple[str, str] | None = None
     variants: tuple[tuple[str, str], ...] = ()
+    in_content: bool = False
+    variant_of: str = ""
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -82,6 +91,15 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         behind="<|start|>assistant",
         answer="<|channel|>final<|message|>",
         special=HARMONY_TOKENS,
+    ),
+    ReasoningFormat(
+        MUSE,
+        " to=self<|message|>",
+        "<|eom|>",
+        ("<atem:function_calls>",),
+        behind="<|start|>assistant",
+        answer=" to=user<|message|>",
+        special=MUSE_TOKENS,
     ),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
@@ -137,8 +155,18 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         behind="\n\n",
         wrapper=("<response>", "</response>"),
     ),
+    ReasoningFormat(
+        "hy_v3_opensource",
+        "<think:opensource>",
+        "</think:opensource>",
+        (("<think", ":opensource"),),
+        variant_of="think",
+    ),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), behind="\n\n"),
     ReasoningFormat("deepseek_r1", "<think>", "</think>", (), behind="\n\n", always_open=True),
+    ReasoningFormat(
+        "minimax_m2_append_think", "<think>", "</think>", (), behind="\n\n", always_open=True, in_content=True
+    ),
 )
 
 

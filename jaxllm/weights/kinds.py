@@ -107,7 +107,8 @@ class KindChooser:
             if self._input_parts(spec) == 1:
                 return OrderedKind(replace(saved.kind, dtype=spec.dtype))  # type: ignore[type-var]
         types, codings = sorted({info.dtype for info in infos}), {info.coding for info in infos}
-        if source.transform is None and (coding := _common(codings)) and not self._parts_order(spec, coding):
+        coding = _common(codings)
+        if coding is not None and source.keeps(coding) and not self._parts_order(spec, coding):
             rows, inputs, devices = self._row_counts(spec), spec.shape[-1], self._input_parts(spec)
             return coded_kind(coding, spec.dtype, rows, inputs, devices=devices, blocks=self.tiles)
         if len(types) == 1 and types[0] in FORMATS and source.moves_rows:

@@ -59,7 +59,8 @@ def remove_local(name: str, download_dir: Path | None = None) -> LocalModel:
         model.path.resolve().unlink()
         model.path.unlink()
         return model
-    shutil.rmtree(found.repo_path)  # the library deletes by commit, which a copied repository has as well
+    # Not by the library's `delete_revisions`, which looks for commits alone: a copy of a repository has the same ones.
+    shutil.rmtree(found.repo_path)
     return model
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxllm.quantization.coded import Coding
+
 Transform = Callable[..., np.ndarray]
 
 
@@ -29,6 +31,10 @@ class Source:
     def moves_rows(self) -> bool:
         """Whether rows stay whole on the way, so that they may be packed."""
         return self.transform is None or self.by_rows
+
+    def keeps(self, coding: Coding) -> bool:
+        """Whether codes survive the way: where rows move, each has its scales to itself."""
+        return self.transform is None or (self.by_rows and coding.block[0] == 1 and not coding.ordered)
 
     @property
     def tensors(self) -> list[str]:
@@ -89,6 +95,16 @@ def plus_one(weight: np.ndarray) -> np.ndarray:
 def without_middle_axis(weight: np.ndarray) -> np.ndarray:
     """A depthwise convolution's taps, `[channels, 1, taps]` or already `[channels, taps]`, as `[channels, taps]`."""
     return weight.reshape(weight.shape[0], -1)
+
+
+def halves_apart(weight: np.ndarray) -> np.ndarray:
+    """Rows of gate and up by turns, of each matrix of a stack, as first all of the gate and then all of up."""
+    return np.concatenate([weight[:, ::2], weight[:, 1::2]], axis=1)
+
+
+def transposed(weight: np.ndarray) -> np.ndarray:
+    """Each matrix of a stack, stored `[in, out]`, as `[out, in]`."""
+    return weight.swapaxes(-1, -2)
 
 
 def unpermute_rope(head_dim: int) -> Transform:

@@ -83,7 +83,9 @@ def test_rm_asks_and_removes(cli, downloads: Path, tmp_path: Path, monkeypatch) 
 def test_rm_removes_what_the_hub_gave_and_nothing_of_ones_own(cli, downloads: Path, tmp_path: Path) -> None:
     snapshot = cache_repository(tmp_path / "hub", "org/small", model__safetensors=b"x")
     files = cache_repository(tmp_path / "hub", "org/files", a__gguf=b"x", b__gguf=b"y")
+    copies = [cache_repository(tmp_path / "hub", f"copy{n}/small", model__safetensors=b"x") for n in range(9)]
     assert cli("rm", "org/small", "--yes").code == 0 and not snapshot.exists()
+    assert files.exists() and all(copy.exists() for copy in copies)  # of the same commit
     assert cli("rm", "org/files:a.gguf", "--yes").code == 0
     assert [file.name for file in files.iterdir()] == ["b.gguf"]
     mine = tmp_path / "mine.gguf"

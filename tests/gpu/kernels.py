@@ -27,6 +27,7 @@ from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
+from jaxllm.pallas_kernels.gpu.few_rows import few_rows
 from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
@@ -154,6 +155,20 @@ def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
     return Fp8Blocks(codes, array(count, outputs // 128, inputs // 128, dtype=F32), BF16)
 
 
+def few(kind: GroupsKind) -> Program:
+    """Rows of one part, and of several, in a model of that type."""
+
+    def run(*arrays: Any) -> Any:
+        found = []
+        for x, weight in zip(arrays[::2], arrays[1::2], strict=True):
+            (matrix,) = weight.kernel_matrices or ()
+            found.append(few_rows(x, matrix))
+        return found
+
+    short, long = (kind.abstract((4096, inputs)) for inputs in (2048, 14336))
+    return run, (array(2, 2048, dtype=kind.dtype), short, array(16, 14336, dtype=kind.dtype), long)
+
+
 def norm(size: int) -> Program:
     """Behind a layer, and behind a mixture of six experts without shared ones and with them."""
 
@@ -226,6 +241,12 @@ CASES: dict[str, Callable[[], Program]] = {
     "experts 4 bits, levels": lambda: experts(GroupsKind(BF16, 4, 32, True, levels=FP4).abstract(EXPERTS)),
     "experts 2 bits": lambda: experts(GroupsKind(BF16, 2).abstract(EXPERTS)),
     "experts 8 bits": lambda: experts(GroupsKind(BF16, 8).abstract(EXPERTS)),
+    "few rows, 4 bits": lambda: few(GroupsKind(BF16)),
+    "few rows, 4 bits, symmetric, by 128": lambda: few(GroupsKind(BF16, 4, 128, symmetric=True)),
+    "few rows, 4 bits, levels": lambda: few(GroupsKind(BF16, 4, 32, True, levels=FP4)),
+    "few rows, 4 bits, f32": lambda: few(GroupsKind(F32)),
+    "few rows, 2 bits": lambda: few(GroupsKind(BF16, 2)),
+    "few rows, 8 bits": lambda: few(GroupsKind(BF16, 8)),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
     "latents of 16 heads": lambda: latents(16),
     "norm of 1024": lambda: norm(1024),

@@ -49,6 +49,8 @@ def test_no_kernel_spills(architecture: str) -> None:
         names = {name.partition("__")[0] for name in kernels}
         if "pages" in case:
             assert names >= (LATENT if "DeepSeek" in case else ATTENTION)
+        elif "few rows" in case:
+            assert "few_rows" in names
         elif "latents" in case:
             assert names >= {"absorb_and_store", "expand_heads"}
         elif "experts" in case:

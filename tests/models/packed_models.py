@@ -52,6 +52,7 @@ OTHERS: dict[str, tuple[str, Mapping[int, int], Packing]] = {
     "mixtral:awq": ("mixtral", {}, packings.awq(8)),
     "mixtral:bitsandbytes_nf4": ("mixtral", {}, packings.bitsandbytes_nf4()),
     "mixtral:mxfp4": ("mixtral", {80: 64, 104: 96}, packings.mxfp4()),
+    "gpt_oss:mxfp4": ("gpt_oss", {72: 64, 44: 32, 88: 64}, packings.mxfp4(transposed=True)),
     "deepseek_v3:fp8_blocks": ("deepseek_v3", {}, packings.fp8_blocks(32, 32)),
     "deepseek_v3:compressed_w8a16": ("deepseek_v3", {}, packings.compressed_int8(rounds_inputs=False)),
 }
@@ -80,7 +81,7 @@ def write(case: str, folder: Path) -> tuple[Path, Path]:
     if case not in OTHERS:
         shapes = {name: _llama_shape(name, shape) for name, shape in shapes.items()}
     weights = draw_weights(model, shapes)
-    if case.endswith("mxfp4"):
+    if case == "mixtral:mxfp4":
         weights = _stacked(weights, config["num_local_experts"])
     return packings.write(packing, config, weights, folder)
 

@@ -23,6 +23,8 @@ HARMLESS = {
     "embd_pdrop": "in training only",
     "hidden_dropout": "in training only",
     "resid_pdrop": "in training only",
+    "residual_dropout": "in training only",
+    "embedding_dropout": "in training only",
     "initializer_range": "of weights that are not loaded",
     "router_aux_loss_coef": "of a loss",
     "router_jitter_noise": "in training only",
@@ -31,6 +33,8 @@ HARMLESS = {
     "pretraining_tp": "how it is computed",
     "bos_token_id": "the tokenizer says what a prompt begins with",
     "pad_token_id": "prompts are not padded",
+    "eod_token_id": "when to stop, which the tokenizer reads",
+    "moe_norm_min": "less than any sum of the scores that it is the least of; larger ones are refused",
     "eos_token_id": "when to stop, which the tokenizer reads",
     "num_nextn_predict_layers": "layers past the last, whose tensors are left out",
     "num_mtp_layers": "layers past the last, whose tensors are left out",
@@ -41,6 +45,8 @@ WITHOUT_MEANING = {
     ("ministral3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
+    ("mistral4", "max_position_embeddings"): "YaRN's context is its factor times the original length",
+    ("gpt_oss", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "head_dim"): "transformers replaces it by qk_rope_head_dim",
     ("deepseek_v3", "head_dim"): "transformers replaces it by qk_rope_head_dim",
     ("stablelm", "head_dim"): "transformers shares the hidden size out among the heads",
@@ -108,6 +114,8 @@ def other_value(key: str, value: Any, layers: int) -> Any:
         return next(other for other in OTHERS[key] if other != value)
     if key == "no_rope_layers":
         return [0] * layers
+    if key == "mlp_layer_types":
+        return ["sparse"] * layers
     if isinstance(value, bool) or value is None:
         return not value
     return value + 1 if isinstance(value, int) else value / 2
@@ -151,6 +159,11 @@ NOT_NULL = {
     ("deepseek_v2", "num_experts_per_tok"), ("deepseek_v2", "topk_method"), ("deepseek_v3", "v_head_dim"),
     ("deepseek_v3", "n_group"), ("deepseek_v3", "topk_group"), ("deepseek_v3", "num_experts_per_tok"),
     ("deepseek_v3", "first_k_dense_replace"), ("glm", "head_dim"),
+    ("cohere", "logit_scale"), ("cohere", "layer_norm_eps"), ("ernie4_5_moe", "moe_k"),
+    ("ernie4_5_moe", "moe_norm_min"), ("ernie4_5_moe", "moe_num_experts"), ("ernie4_5_moe", "moe_num_shared_experts"),
+    ("ernie4_5_moe", "moe_layer_start_index"), ("ernie4_5_moe", "moe_layer_end_index"),
+    ("ernie4_5_moe", "moe_layer_interval"), ("mistral4", "v_head_dim"), ("mistral4", "num_experts_per_tok"),
+    ("mistral4", "first_k_dense_replace"),
 }  # fmt: skip
 """Keys that the class lets be null, and without which its model cannot be built, or not at this size."""
 SIZES = {"num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "num_experts_per_tok"}

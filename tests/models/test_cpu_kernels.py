@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.
 SHAPES = (
     "llama_gqa", "llama_bias", "phi", "phi3_window", "qwen2_moe", "qwen3", "stablelm_parallel", "stablelm_qk_layernorm",
     "gemma2", "gemma3_small", "deepseek_v2_lite", "mixtral", "ministral3", "glm4",
+    "olmo2", "cohere_qk_norm", "granite", "hunyuan", "ernie4_5_moe", "gpt_oss",
 )  # fmt: skip
 """One of each shape of layer: norms, activations, windows, caps, latents, experts, biases, parallel residuals."""
 

@@ -27,7 +27,7 @@ INTERPRETED = replace(
     add_norm=partial(add_norm, interpret=INTERPRET),
 )
 
-FEW = ("qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3")
+FEW = ("qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "mistral4")
 """Those that the interpreter, which takes seconds for a layer, has time for."""
 
 
@@ -44,3 +44,14 @@ def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     parts = [model.run([ids], [Chunk(0, a, b)])[0] for a, b in pairwise([0, 1, 17, len(ids) - 1])]
     parts.append(model.decode(ids[-1], len(ids) - 1)[None])
     assert np.abs(np.concatenate(parts) - golden.logits[: len(ids)]).max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["olmo2", "cohere", "granite", "hunyuan", "gpt_oss"])
+def test_what_kernels_do_not_do_is_not_left_to_them(name: str, tmp_path: Path) -> None:
+    """No norm in front, one over all heads or after the rotation, parallel blocks, factors on residual sums; biases of
+    experts and a clamped gate are added between kernels, and sinks are theirs."""
+    golden = load_golden(name)
+    ids = golden.prompt_token_ids
+    model = Harness(write_checkpoint(name, tmp_path), kernels=INTERPRETED)
+    logits = np.concatenate([model.run([ids], [Chunk(0, a, b)])[0] for a, b in pairwise([0, 21, len(ids)])])
+    assert np.abs(logits - golden.logits).max() <= 1e-4

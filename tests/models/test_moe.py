@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import CheckpointError
+from jaxllm.models.layers.mlp import ClampedSwiglu
 from jaxllm.models.layers.moe import MoE, MoEConfig, route
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
@@ -79,6 +80,12 @@ def greedy(s: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def greedy_normalized(s: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     weights, experts = greedy(s, bias)
     return weights / weights.sum(), experts
+
+
+def gpt_oss(s: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax over the chosen."""
+    chosen = best(s, 3)
+    return softmax(s[chosen]), chosen
 
 
 def deepseek_v2(s: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -148,8 +155,11 @@ LAYERS: dict[str, MoEConfig] = {
     "mixtral": config(top_k=2, renormalize=True),
     "qwen2-moe": config(shared_hidden=40, shared_gate=True),
     "deepseek-v3": config(**V3, shared_hidden=48),
+    "gpt-oss": config(
+        top_k=3, renormalize=True, router_bias=True, expert_bias=True, swiglu=ClampedSwiglu(alpha=1.702, limit=0.7)
+    ),
 }
-ORACLES: dict[str, Oracle] = {"mixtral": mixtral, "qwen2-moe": greedy, "deepseek-v3": deepseek_v3}
+ORACLES: dict[str, Oracle] = {"mixtral": mixtral, "qwen2-moe": greedy, "deepseek-v3": deepseek_v3, "gpt-oss": gpt_oss}
 
 
 def random_params(moe: MoEConfig, seed: int = 0) -> Params:
@@ -163,6 +173,11 @@ def random_params(moe: MoEConfig, seed: int = 0) -> Params:
         "experts.gate_up.weight": (tensor(EXPERTS, HIDDEN, SIZE), tensor(EXPERTS, HIDDEN, SIZE)),
         "experts.down.weight": tensor(EXPERTS, SIZE, HIDDEN),
     }
+    if moe.router_bias:
+        params["router.bias"] = random.standard_normal(EXPERTS).astype(np.float32)
+    if moe.expert_bias:
+        biases = [random.standard_normal((EXPERTS, size)).astype(np.float32) for size in (HIDDEN, HIDDEN, SIZE)]
+        params |= {"experts.gate_up.bias": (biases[0], biases[1]), "experts.down.bias": biases[2]}
     if moe.correction_bias:
         params["router.correction_bias"] = random.standard_normal(EXPERTS).astype(np.float32)
     if moe.shared_hidden:
@@ -186,11 +201,22 @@ def layer_oracle(name: str, params: Params, x: np.ndarray) -> np.ndarray:
     def mlp(gate: np.ndarray, up: np.ndarray, down: np.ndarray, v: np.ndarray) -> np.ndarray:
         return down @ ((gate @ v) * sigmoid(gate @ v) * (up @ v))
 
+    def expert(e: int, v: np.ndarray) -> np.ndarray:
+        (gates, ups), downs = p["experts.gate_up.weight"], p["experts.down.weight"]
+        if not moe.expert_bias:
+            return mlp(gates[e], ups[e], downs[e], v)
+        gate_bias, up_bias = p["experts.gate_up.bias"]
+        assert moe.swiglu is not None
+        limit = moe.swiglu.limit
+        gate = np.minimum(gates[e] @ v + gate_bias[e], limit)
+        up = np.clip(ups[e] @ v + up_bias[e], -limit, limit)
+        return downs[e] @ (gate * sigmoid(moe.swiglu.alpha * gate) * (up + 1)) + p["experts.down.bias"][e]
+
     out = np.zeros_like(x)
     for t, v in enumerate(x):
-        for weight, e in zip(*ORACLES[name](p["router.weight"] @ v, bias), strict=True):
-            gate, up = p["experts.gate_up.weight"]
-            out[t] += weight * mlp(gate[e], up[e], p["experts.down.weight"][e], v)
+        logits = p["router.weight"] @ v + p.get("router.bias", 0)
+        for weight, e in zip(*ORACLES[name](logits, bias), strict=True):
+            out[t] += weight * expert(e, v)
         if moe.shared_hidden:
             gate = sigmoid(p["shared_gate.weight"] @ v) if moe.shared_gate else 1.0
             out[t] += gate * mlp(*p["shared.gate_up.weight"], p["shared.down.weight"], v)
@@ -306,13 +332,14 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels):
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, INTERPRETED], ids=["reference", "gpu"])
-def test_rows_that_are_not_live_get_the_shared_experts_only(kernels):
-    moe = LAYERS["deepseek-v3"]
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
+def test_rows_that_are_not_live_get_the_shared_experts_only(name, kernels):
+    moe = LAYERS[name]
     params, x = random_params(moe), random_tokens()
     live = np.arange(TOKENS) < 9
-    silent = params | {"experts.down.weight": np.zeros_like(params["experts.down.weight"])}
-    expected = layer_oracle("deepseek-v3", params, x)
-    expected[~live] = layer_oracle("deepseek-v3", silent, x)[~live]
+    down = {key: np.zeros_like(value) for key, value in params.items() if key.startswith("experts.down")}
+    expected = layer_oracle(name, params, x)
+    expected[~live] = layer_oracle(name, params | down, x)[~live]
     np.testing.assert_allclose(run(moe, params, x, live, kernels=kernels), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -323,11 +350,19 @@ SHARDED = [
     ("qwen2-moe", 4, True, False),
     ("mixtral", 1, True, False),
     ("mixtral", 8, True, False),
+    ("gpt-oss", 4, False, False),
+    ("gpt-oss", 4, True, False),
     ("deepseek-v3", 4, True, True),
 ]
 
 
-ON_GPUS = [("deepseek-v3", 2, False, False), ("qwen2-moe", 4, True, False), ("deepseek-v3", 4, True, True)]
+ON_GPUS = [
+    ("deepseek-v3", 2, False, False),
+    ("qwen2-moe", 4, True, False),
+    ("deepseek-v3", 4, True, True),
+    ("gpt-oss", 4, False, False),
+    ("gpt-oss", 4, True, False),
+]
 """Those that run with the experts of GPUs as well."""
 
 

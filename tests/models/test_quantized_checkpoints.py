@@ -19,6 +19,7 @@ from jaxllm.models.registry import model_spec
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.quantization.coded import Codes, Coding
 from jaxllm.quantization.coded_kinds import coded_kind
+from jaxllm.quantization.groups import GroupsKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import Dense, DenseKind
@@ -60,6 +61,7 @@ def test_inputs_are_rounded_where_a_checkpoint_is_made_for_it(tmp_path):
 TILED = {
     "llama:gptq": "q4_0", "llama:gptq_sorted": "u4", "llama:awq": "u4", "llama:compressed_w4": "q4_0",
     "llama:gptq_8bit": "q8_0", W8A8: "i8", "mixtral:mxfp4": "q5_0",
+    "gpt_oss:mxfp4": "q5_0",
 }  # fmt: skip
 
 
@@ -115,6 +117,7 @@ SHARDED: dict[str, tuple[tuple[int, str], ...]] = {
     "llama:bitsandbytes_nf4": ((4, ""),),
     "mixtral:gptq_sorted": ((4, "ep"),),
     "mixtral:mxfp4": ((2, ""), (4, "ep")),
+    "gpt_oss:mxfp4": ((2, ""), (4, "ep")),
     "deepseek_v3:fp8_blocks": ((2, ""), (4, "ep")),
 }
 """Sorted inputs of rows that are summed over devices are encoded anew, as Q8_0, which has an error."""
@@ -126,6 +129,16 @@ def test_a_shard_inside_what_is_stored_together_is_refused(tmp_path):
     kind = coded_kind(Coding(4, (1, 4), np.dtype(np.float16)), spec.dtype, [8], 28, devices=4)
     with pytest.raises(CheckpointError, match=r"^w: 28 inputs on 4 devices part a block of 4; accepted is"):
         replace(spec, kinds=(kind,)).check_shards(4)
+
+
+def test_rows_of_gate_and_up_by_turns_stay_packed(tmp_path):
+    """gpt-oss's, which the layer has apart: rows are moved with their scales, and none is encoded anew."""
+    packed, _ = write("gpt_oss:mxfp4", tmp_path)
+    kinds = chooser(packed)
+    _, params = abstract_model(model_spec(open_checkpoint(packed)), BuildOptions(jnp.float32), kinds)
+    experts = [param for param in params if ".experts." in param.path and param.path.endswith("weight")]
+    assert len(experts) == 2 * 3 and all(isinstance(param.kinds[0], GroupsKind) for param in experts)
+    assert kinds.notes == []
 
 
 def test_what_cannot_be_kept_is_said(tmp_path):

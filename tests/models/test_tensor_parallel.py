@@ -22,6 +22,7 @@ LAYOUTS = {
     "llama_mha8:8": "one head a device",
     "llama_tp3:3": "an odd degree, 257 tokens of vocabulary over 3 devices",
     "llama_gqa:4": "more devices than KV heads: two hold each",
+    "olmo2:2": "a norm over the heads of all devices",
     "llama_bias:2": "biases of split rows are split, those of summed outputs are added once",
     "gemma3_mqa:4": "one KV head on every device; the embedding is the head",
     "mixtral:8": "as many devices as heads",
@@ -30,12 +31,25 @@ LAYOUTS = {
 }
 DENSE = (
     "smollm3", "mistral_nemo", "ministral3_text", "phi", "phi3", "qwen2", "qwen3", "stablelm_qk_layernorm", "gemma",
-    "gemma2", "gemma3_small", "glm", "glm4", "lfm2", "lfm2_bias",
+    "gemma2", "gemma3_small", "glm", "glm4", "lfm2", "lfm2_bias", "olmo2", "exaone4", "cohere2",
 )  # fmt: skip
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "lfm2_moe")
+BY_THREE = ("olmo3", "mistral4", "cohere", "granite", "ernie4_5", "starcoder2", "seed_oss", "hunyuan")
+SPARSE = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "lfm2_moe",
+    "ernie4_5_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "minimax_m2",
+    "glm4_moe_lite",
+)
 GROUPS = {
     "layouts": tuple(LAYOUTS),
-    "dense": tuple(f"{name}:4" for name in DENSE),
+    "dense": (*(f"{name}:4" for name in DENSE), *(f"{name}:3" for name in BY_THREE)),
     "sparse": tuple(f"{name}{how}" for name in SPARSE for how in (":4", ":2:ep")),
 }
 QUANTIZED = ("llama_gqa:4:int8", "llama_gqa:2:fp8", "mixtral:4:int8", "mixtral:4:ep:fp8", "deepseek_v2_lite:2:int8")

@@ -193,3 +193,108 @@ def lfm2(c: Config) -> Config:
 
 def glm4(c: Config) -> Config:
     return shared(c) | {"rope.dimension_count": int(c["head_dim"] * _partial(c))}
+
+
+def windowed(c: Config) -> Config:
+    """A flag for each layer that has a window, and no keys where none may."""
+    if not c.get("sliding_window"):
+        return shared(c)
+    flags = [kind == "sliding_attention" for kind in c["layer_types"]]
+    return shared(c) | {"attention.sliding_window": c["sliding_window"], "attention.sliding_window_pattern": flags}
+
+
+def exaone4(c: Config) -> Config:
+    return windowed(c) | {"vocab_size": c["vocab_size"]}
+
+
+def with_layer_norm(c: Config) -> Config:
+    epsilon = c.get("layer_norm_eps") or c.get("norm_epsilon")
+    return shared(c | {"rms_norm_eps": None}) | {"attention.layer_norm_epsilon": epsilon}
+
+
+def cohere(c: Config) -> Config:
+    return with_layer_norm(c) | {"logit_scale": c["logit_scale"], "rope.scaling.type": "none"}
+
+
+def cohere2(c: Config) -> Config:
+    """Which layers have no window is not stored: every fourth."""
+    return cohere(c) | {
+        "attention.sliding_window": c["sliding_window"],
+        "vocab_size": c["vocab_size"],
+        "rope.dimension_count": c["hidden_size"] // c["num_attention_heads"],
+    }
+
+
+def granite(c: Config) -> Config:
+    scales = {
+        "attention.scale": c["attention_multiplier"],
+        "embedding_scale": c["embedding_multiplier"],
+        "residual_scale": c["residual_multiplier"],
+        "logit_scale": c["logits_scaling"],
+    }
+    return llama(c) | {key: float(scale) for key, scale in scales.items()}
+
+
+def ernie4_5_moe(c: Config) -> Config:
+    return shared(c) | {
+        "expert_count": c["moe_num_experts"],
+        "expert_used_count": c["moe_k"],
+        "interleave_moe_layer_step": c["moe_layer_interval"],
+        "leading_dense_block_count": c["moe_layer_start_index"],
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "expert_shared_count": c["moe_num_shared_experts"],
+        "expert_shared_feed_forward_length": c["intermediate_size"] // c["num_key_value_heads"],
+    }
+
+
+def hunyuan(c: Config) -> Config:
+    """The stretched base takes the place of the other, and of the scaling."""
+    rope, keys = c["rope_parameters"], shared(c)
+    if rope.get("rope_type") != "dynamic":
+        return keys
+    size = c["head_dim"]
+    return keys | {
+        "rope.freq_base": rope["rope_theta"] * rope["alpha"] ** (size / (size - 2)),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 256 * 1024,
+        "context_length": 256 * 1024,
+    }
+
+
+def gpt_oss(c: Config) -> Config:
+    """Which layers have a window is not stored: every other one. Nor is it what the gate is."""
+    return shared(c) | {
+        "attention.sliding_window": c["sliding_window"],
+        "expert_feed_forward_length": c["intermediate_size"],
+    }
+
+
+def glm4_moe(c: Config) -> Config:
+    """The layer that predicts a further token counts."""
+    further = c["num_nextn_predict_layers"]
+    return shared(c) | {
+        "block_count": c["num_hidden_layers"] + further,
+        "nextn_predict_layers": further,
+        "rope.dimension_count": int(c["head_dim"] * _partial(c)),
+        "expert_count": c["n_routed_experts"],
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "expert_shared_count": c["n_shared_experts"],
+        "leading_dense_block_count": c["first_k_dense_replace"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": _float(c["routed_scaling_factor"]),
+        "expert_weights_norm": c["norm_topk_prob"],
+    }
+
+
+def minimax_m2(c: Config) -> Config:
+    return shared(c) | {
+        "expert_feed_forward_length": c["intermediate_size"],
+        "rope.dimension_count": c["rotary_dim"],
+    }
+
+
+def glm4_moe_lite(c: Config) -> Config:
+    """DeepSeek's, whose scores are not stored."""
+    dense = c["mlp_layer_types"].index("sparse")
+    return deepseek2(c | {"first_k_dense_replace": dense}) | {"expert_gating_func": None}

@@ -94,6 +94,8 @@ def with_split_kv_b(c: Config, tensors: Tensors) -> Tensors:
             heads = weight.reshape(c["num_attention_heads"], c["qk_nope_head_dim"] + c["v_head_dim"], -1)
             split[name.replace("kv_b", "k_b")] = heads[:, : c["qk_nope_head_dim"]].transpose(0, 2, 1)
             split[name.replace("kv_b", "v_b")] = heads[:, c["qk_nope_head_dim"] :]
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # stacked by Mistral 4's own checkpoints
+            split[f"{name}.weight"] = weight
         else:
             split[name] = weight
     return split
@@ -103,6 +105,23 @@ def with_flat_convolutions(c: Config, tensors: Tensors) -> Tensors:
     """The taps of each channel as a row of a matrix."""
     tensors = {name.replace("expert_bias", "expert_bias.bias"): weight for name, weight in tensors.items()}
     return {name: weight[:, 0] if name.endswith("conv.conv.weight") else weight for name, weight in tensors.items()}
+
+
+def of_gpt_oss(c: Config, tensors: Tensors) -> Tensors:
+    """Matrices of experts `[out, in]`; gate and up, which alternate, in two tensors."""
+    found = {}
+    for name, weight in tensors.items():
+        stem, is_bias = name.removesuffix("_bias"), name.endswith("_proj_bias")
+        if not stem.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name.replace("self_attn.sinks", "self_attn.sinks.weight")] = weight
+            continue
+        suffix, rows = ("bias", weight) if is_bias else ("weight", weight.swapaxes(1, 2))
+        if stem.endswith("down_proj"):
+            found[f"{stem}.{suffix}"] = rows
+        else:
+            found[f"{stem.replace('gate_up', 'gate')}.{suffix}"] = rows[:, ::2]
+            found[f"{stem.replace('gate_up', 'up')}.{suffix}"] = rows[:, 1::2]
+    return found
 
 
 def llama3_divisors(c: Config) -> Iterator[tuple[str, np.ndarray]]:
@@ -122,6 +141,11 @@ def longrope_divisors(c: Config) -> Iterator[tuple[str, np.ndarray]]:
     for length in ("long", "short"):
         if factors := c["rope_parameters"].get(f"{length}_factor"):
             yield f"rope_factors_{length}.weight", np.asarray(factors)
+
+
+def further_layer(c: Config) -> Iterator[tuple[str, np.ndarray]]:
+    """One of the tensors of a layer that predicts a further token."""
+    yield f"blk.{c['num_hidden_layers']}.nextn.enorm.weight", np.ones(c["hidden_size"])
 
 
 def nothing(c: Config) -> Iterator[tuple[str, np.ndarray]]:

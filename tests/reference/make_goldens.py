@@ -107,7 +107,8 @@ def dropped_vectors(model: PreTrainedModel, ids: list[int], logits: torch.Tensor
     """How far the logits move when all norm weights or biases of one kind are as if they were not there."""
     kinds: dict[str, list[torch.Tensor]] = {}
     for tensor, value in [*model.named_parameters(), *model.named_buffers()]:
-        if value.ndim == 1 and not re.search("vision_tower|multi_modal_projector|inv_freq|embed_scale", tensor):
+        is_vector = value.ndim == 1 or tensor.endswith("_proj_bias")  # of each expert
+        if is_vector and not re.search("vision_tower|multi_modal_projector|inv_freq|embed_scale", tensor):
             kinds.setdefault(re.sub(r"\d+", "*", tensor), []).append(value)
     moved = {}
     gemma = tiny_config(name)["model_type"] in GEMMA

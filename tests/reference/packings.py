@@ -269,10 +269,11 @@ def bitsandbytes_nf4(block: int = 64) -> Packing:
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
-def mxfp4() -> Packing:
-    """gpt-oss's; a stack of matrices at a time, whose name stands for itself."""
+def mxfp4(*, transposed: bool = False) -> Packing:
+    """gpt-oss's; a stack of matrices at a time, whose name stands for itself; `transposed` is the plain checkpoint."""
 
     def pack(values: np.ndarray) -> Module:
+        values = values.swapaxes(-1, -2) if transposed else values
         groups = values.reshape(*values.shape[:-1], -1, 32)
         exponent = np.ceil(np.log2(np.abs(groups).max(-1) / 6)).astype(int)
         scaled = groups / 2.0 ** exponent[..., None]
@@ -281,7 +282,8 @@ def mxfp4() -> Packing:
         )
         meant = np.where(codes & 8, -1, 1) * E2M1[codes & 7] * 2.0 ** exponent[..., None]
         tensors = {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": (exponent + 127).astype(np.uint8)}
-        return tensors, meant.reshape(values.shape).astype(np.float32)
+        meant = meant.reshape(values.shape).astype(np.float32)
+        return tensors, meant.swapaxes(-1, -2) if transposed else meant
 
     return Packing(
         {"quant_method": "mxfp4"}, pack, lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj"))

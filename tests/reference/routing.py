@@ -25,6 +25,8 @@ def routing_gap(model: PreTrainedModel, ids: list[int]) -> float | None:
 
 def _gap(router: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
     """`[T]`, from the router's logits `[T, X]`."""
+    if statics := getattr(router, "moe_statics", None):  # ERNIE's own place for a bias on the scores
+        return _lead(statics(logits.softmax(-1)), router.top_k)
     bias = getattr(router, "e_score_correction_bias", None)
     scores = logits if bias is None else logits.sigmoid() + bias
     if bias is None and getattr(router, "topk_method", "greedy") == "greedy":

@@ -95,6 +95,25 @@ GGUF_MODELS: dict[str, Config] = {
     "lfm2": {},
     "lfm2_bias": {},
     "lfm2_moe": {},
+    "olmo2": {},
+    "olmo3": {},
+    "olmo3_new_rope": {},
+    "exaone4": {},
+    "exaone4_full": {},
+    "cohere": {},
+    "cohere_qk_norm": {},
+    "cohere2": {},
+    "granite": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "starcoder2": {"sliding_window": None},
+    "seed_oss": {},
+    "hunyuan": {},
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "glm4_moe": {},
+    "minimax_m2": {},
+    "mistral4": {},
+    "glm4_moe_lite": {},
 }
 """The variants that llama.cpp has an architecture for, and what of their config to change for what GGUF cannot say."""
 
@@ -200,6 +219,7 @@ class _Architecture:
 _LLAMA = _Architecture("llama", keys_of.llama, tensors_of.permuted, tensors_of.llama3_divisors)
 _MISTRAL3 = _Architecture("mistral3", keys_of.mistral3, tensors_of.permuted)
 _GEMMA3 = _Architecture("gemma3", keys_of.gemma3, tensors_of.norms_plus_one)
+_OLMO2 = _Architecture("olmo2", keys_of.windowed)
 _DEEPSEEK2 = _Architecture("deepseek2", keys_of.deepseek2, tensors_of.with_split_kv_b)
 
 _ARCHITECTURES = {
@@ -225,6 +245,22 @@ _ARCHITECTURES = {
     "glm4": _Architecture("glm4", keys_of.glm4),
     "lfm2": _Architecture("lfm2", keys_of.lfm2, tensors_of.with_flat_convolutions),
     "lfm2_moe": _Architecture("lfm2moe", keys_of.lfm2, tensors_of.with_flat_convolutions),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "exaone4": _Architecture("exaone4", keys_of.exaone4, extra=tensors_of.llama3_divisors),
+    "cohere": _Architecture("command-r", keys_of.cohere),
+    "cohere2": _Architecture("cohere2", keys_of.cohere2),
+    "granite": _Architecture("granite", keys_of.granite, tensors_of.permuted),
+    "ernie4_5": _Architecture("ernie4_5", keys_of.shared),
+    "ernie4_5_moe": _Architecture("ernie4_5-moe", keys_of.ernie4_5_moe),
+    "starcoder2": _Architecture("starcoder2", keys_of.with_layer_norm),
+    "seed_oss": _Architecture("seed_oss", keys_of.shared),
+    "glm4_moe_lite": _Architecture("deepseek2", keys_of.glm4_moe_lite, tensors_of.with_split_kv_b),
+    "mistral4": _Architecture("mistral4", keys_of.deepseek2, tensors_of.with_split_kv_b),
+    "glm4_moe": _Architecture("glm4moe", keys_of.glm4_moe, extra=tensors_of.further_layer),
+    "minimax_m2": _Architecture("minimax-m2", keys_of.minimax_m2),
+    "gpt_oss": _Architecture("gpt-oss", keys_of.gpt_oss, tensors_of.of_gpt_oss),
+    "hunyuan_v1_dense": _Architecture("hunyuan-dense", keys_of.hunyuan),
 }
 """By `model_type`."""
 

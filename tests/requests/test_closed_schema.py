@@ -9,6 +9,7 @@ import jsonschema
 import llguidance
 import pytest
 
+from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -102,6 +103,32 @@ def test_only_what_is_declared(name: str) -> None:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(value, closed(schema))
         assert not accepts(grammar, json.dumps(value)), value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {}, "$ref": "#/$defs/d", "$defs": {"d": {"minProperties": 2}}},
+        {
+            "allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}],
+            "minProperties": 2,
+        },
+        {"oneOf": [{"type": "object", "properties": {}}], "minProperties": 2},
+        {"type": "object", "properties": {}, "anyOf": [{"properties": {"a": {}}}, {"maxProperties": 3}]},
+    ],
+)
+def test_more_properties_than_are_declared_may_come_where_another_part_asks_for_them(schema: dict[str, Any]) -> None:
+    grammar = compile_grammar(StructuredOutputs(json=schema))
+    jsonschema.validate({"a": 1, "x": 1}, schema)
+    assert accepts(grammar, json.dumps({"a": 1, "x": 1}))
+
+
+def test_what_is_refused_closed_is_refused() -> None:
+    """Nothing is enforced in part: an object that may have other properties is refused for the same reasons."""
+    optional = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}
+    for schema in (optional, {**optional, "additionalProperties": True}):
+        with pytest.raises(InvalidRequestError, match="min/maxProperties"):
+            compile_grammar(StructuredOutputs(json=schema))
 
 
 def test_what_would_match_nothing_stays_open() -> None:

@@ -62,6 +62,12 @@ class Driver:
     def button(self, name: str) -> Any:
         return self.page.get_by_role("button", name=name, exact=True)
 
+    def new_chat(self) -> None:
+        """Begin a conversation: it is shown when this returns."""
+        self.page.get_by_role("link", name="New chat").click()
+        expect(self.page).to_have_url(f"{self.url}/#/")
+        expect(self.turns).to_have_count(0)
+
     def write(self, text: str) -> None:
         self.page.get_by_placeholder("Write a message").fill(text)
 

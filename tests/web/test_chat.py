@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -77,6 +78,20 @@ def test_stop_frees_the_engine_and_continue_goes_on(page: Driver, talker: Talker
     expect(page.button("Continue")).to_have_count(0)
 
 
+def test_a_reload_keeps_the_last_moments_of_an_answer(page: Driver, talker: Talker):
+    talker.delay = 0.01
+    page.write("Tell me a story")
+    page.button("Send").click()
+    expect(page.answers).to_contain_text("Sentence 9")
+    seen = page.answers.evaluate("answer => { location.reload(); return answer.querySelector('.markdown').innerText; }")
+    expect(page.answers).to_contain_text("Stopped.")
+    kept = page.answers.locator(".markdown").inner_text()
+    assert kept.startswith(seen) and LONG.startswith(kept)
+    talker.delay = 0
+    page.button("Continue").click()
+    expect(page.answers.locator(".markdown")).to_have_text(LONG)
+
+
 def test_escape_stops_too(page: Driver, talker: Talker):
     talker.delay = 0.05
     page.write("Tell me a story")
@@ -149,7 +164,9 @@ def test_branching_makes_a_conversation_of_its_own(page: Driver):
     page.say("What about code?")
     page.answers.first.get_by_role("button", name="Branch into a new conversation").click()
     expect(page.turns).to_have_count(2)
-    expect(page.page.get_by_role("navigation").get_by_role("link", name="Hello")).to_have_count(2)
+    expect(page.page.get_by_role("navigation").get_by_role("link")).to_have_text(["Hello (2)", "Hello"])
+    page.answers.first.get_by_role("button", name="Branch into a new conversation").click()
+    expect(page.page.locator("h1")).to_have_text("Hello (3)")
 
 
 def test_deleting_and_copying(page: Driver):
@@ -175,18 +192,37 @@ def test_answers_go_on_in_conversations_that_are_not_shown(page: Driver, talker:
     page.write("Hello")
     page.button("Send").click()
     page.button("Stop").wait_for()
-    page.page.get_by_role("link", name="New chat").click()
-    expect(page.turns).to_have_count(0)
+    page.new_chat()
     page.say("Another one")
     page.page.get_by_role("link", name="Hello", exact=True).click()
     expect(page.answers).to_contain_text(REPLY)
 
 
-def test_a_server_that_goes_away_is_told(page: Driver, talker: Talker):
+def test_an_answer_waits_for_a_server_that_has_gone_away(page: Driver, talker: Talker):
     page.expected += ["ERR_INTERNET_DISCONNECTED", "Failed to load"]
     page.context.set_offline(True)
+    page.write("Hello")
+    page.button("Send").click()
+    expect(page.answers.get_by_role("alert")).to_contain_text("The connection to the server is lost.")
+    expect(page.page.get_by_role("alert").first).to_contain_text("The server cannot be reached. It is asked again")
+    page.check_accessibility()
+    page.context.set_offline(False)
+    page.wait()
+    expect(page.answers).to_contain_text(REPLY)
+    expect(page.page.get_by_role("alert")).to_have_count(0)
+    assert len(talker.seen) == 1
+
+
+def test_an_answer_whose_connection_breaks_goes_on(page: Driver, talker: Talker):
+    half = json.dumps({"choices": [{"delta": {"content": REPLY[:9]}}]})
+    page.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=f"data: {half}\n\n"),
+        times=1,
+    )
     page.say("Hello")
-    expect(page.answers.get_by_role("alert")).to_contain_text("The server cannot be reached")
+    expect(page.answers.locator(".markdown")).to_have_text(REPLY)
+    assert len(talker.seen) == 1
 
 
 def test_two_pages_of_one_browser(page: Driver, open_page: Callable[..., Driver]):

@@ -45,9 +45,35 @@ def test_what_is_no_text_is_refused(page: Driver, tmp_path: Path):
 
 def test_dropped_files_and_long_pastes_become_files(page: Driver, talker: Talker):
     page.page.get_by_placeholder("Write a message").evaluate(PASTE, "long " * 2000)
-    expect(page.page.get_by_text("pasted.txt")).to_be_visible()
+    expect(page.page.get_by_text("The text is long: it is attached as pasted.txt.")).to_be_visible()
+    expect(page.button("Remove pasted.txt")).to_be_visible()
     page.page.locator("body").evaluate(DRAG, ["dragenter", ""])
     area = page.page.locator(".ant-attachment-drop-area")
     expect(area).to_contain_text("Drop text files here")
     area.locator(".ant-upload-btn").evaluate(DRAG, ["drop", "dropped.txt"])
     expect(page.page.get_by_text("dropped.txt")).to_be_visible()
+
+
+def test_a_long_paste_can_become_text_again(page: Driver):
+    for text in ("first\n" * 100, "second\n" * 100):
+        page.page.evaluate("text => navigator.clipboard.writeText(text)", text)
+        page.page.get_by_placeholder("Write a message").press("Control+v")
+    expect(page.button("Remove pasted.txt")).to_be_visible()
+    page.check_accessibility()
+    page.button("Put pasted-2.txt into the message as text").click()
+    expect(page.page.get_by_placeholder("Write a message")).to_have_value("second\n" * 100)
+    expect(page.button("Remove pasted-2.txt")).to_have_count(0)
+
+
+def test_the_tokens_of_a_draft_are_counted_with_its_files(page: Driver, tmp_path: Path):
+    count = page.page.locator(".draft-tokens")
+    expect(count).to_have_count(0)
+    page.write("Hello")
+    expect(count).to_have_text("5 tokens")
+    file = tmp_path / "a.md"
+    file.write_text("abc")
+    page.page.locator(".composer input[type=file]").set_input_files(file)
+    expect(count).to_have_text(f"{5 + len('a.md:```abc```') + 3} tokens")
+    page.write("")
+    page.button("Remove a.md").click()
+    expect(count).to_have_count(0)

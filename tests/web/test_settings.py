@@ -49,14 +49,14 @@ def test_settings_belong_to_a_conversation_unless_they_are_made_the_default(page
     page.page.keyboard.press("Escape")
     page.say("Again")
     assert talker.seen[-1][1].temperature == 0
-    page.page.get_by_role("link", name="New chat").click()
+    page.new_chat()
     page.say("Something else")
     assert talker.seen[-1][1].temperature == 0.5
     page.page.get_by_role("link", name="Hello").click()
     page.button("Settings").click()
     page.button("Use for new conversations").click()
     page.page.keyboard.press("Escape")
-    page.page.get_by_role("link", name="New chat").click()
+    page.new_chat()
     page.say("A third one")
     assert talker.seen[-1][1].temperature == 0
 

@@ -6,10 +6,11 @@ import deDE from "antd/locale/de_DE";
 import enUS from "antd/locale/en_US";
 import zhCN from "antd/locale/zh_CN";
 import { useEffect } from "react";
+import { takeIn } from "./chat/run";
 import { deX } from "./i18n/antd";
 import type { Language } from "./i18n/languages";
 import { Shell } from "./Shell";
-import { loadEntries, writeAll } from "./store/conversations";
+import { keepUnwritten, loadEntries, writeAll } from "./store/conversations";
 import { usePreferences } from "./store/preferences";
 import { themeConfig, ThemeVariables, useDark } from "./theme";
 
@@ -24,7 +25,11 @@ export function App() {
   }, [language]);
   useEffect(() => {
     void loadEntries();
-    const write = () => void writeAll();
+    const write = () => {
+      takeIn();
+      keepUnwritten();
+      void writeAll();
+    };
     addEventListener("pagehide", write);
     return () => removeEventListener("pagehide", write);
   }, []);

@@ -14,13 +14,34 @@ export function hrefOf(route: Route): string {
   return route.page === "chat" ? `#/c/${route.id}` : route.page === "server" ? "#/server" : "#/";
 }
 
+const listeners = new Set<() => void>();
+
+/** Show this now. A changed location.hash is told by an event some time later, until when the old view takes what is typed. */
 export function go(route: Route): void {
-  location.hash = hrefOf(route);
+  const href = hrefOf(route);
+  if (location.hash !== href) history.pushState(null, "", href);
+  for (const listener of listeners) listener();
+}
+
+/** A click on one of the page's own links. */
+function follow(event: MouseEvent): void {
+  const link = (event.target as Element).closest("a");
+  const href = link?.getAttribute("href") ?? "";
+  const elsewhere = event.button !== 0 || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey || link?.target;
+  if (!href.startsWith("#/") || elsewhere || event.defaultPrevented) return;
+  event.preventDefault();
+  go(parse(href));
 }
 
 function subscribe(listener: () => void): () => void {
+  listeners.add(listener);
   addEventListener("hashchange", listener);
-  return () => removeEventListener("hashchange", listener);
+  document.addEventListener("click", follow);
+  return () => {
+    listeners.delete(listener);
+    removeEventListener("hashchange", listener);
+    if (listeners.size === 0) document.removeEventListener("click", follow);
+  };
 }
 
 export function useRoute(): Route {

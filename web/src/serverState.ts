@@ -8,11 +8,14 @@ interface State {
   models: Model[];
   defaults: SamplingDefaults;
   toolServers: ToolServer[];
+  /** Null until it has been asked. False: it is asked again until it answers. */
   reachable: boolean | null;
   loading: LoadingStage | null;
 }
 
 const POLL_MILLISECONDS = 1000;
+const FIRST_WAIT_MILLISECONDS = 500;
+const LONGEST_WAIT_MILLISECONDS = 5000;
 
 export const useServer = create<State>()(() => ({ models: [], defaults: {}, toolServers: [], reachable: null, loading: null }));
 
@@ -22,9 +25,36 @@ export async function loadServer(): Promise<void> {
     useServer.setState({ models, defaults, toolServers, reachable: true, loading: null });
   } catch (error) {
     const loading = error instanceof APIError && error.status === 503 ? await loadingStage().catch(() => null) : null;
-    useServer.setState({ loading, reachable: loading !== null });
+    useServer.setState({ loading, reachable: loading !== null || !isLost(error) });
     if (loading !== null) await untilLoaded();
+    else if (isLost(error)) void untilReachable();
   }
+}
+
+/** Whether no server has answered: none was reached, or a proxy before it says that it reaches none. */
+export function isLost(error: unknown): boolean {
+  return error instanceof APIError && [0, 502, 503, 504].includes(error.status);
+}
+
+let search: Promise<void> | null = null;
+
+/** Ask a server that has been lost again and again, less and less often, until it answers and has loaded its model. */
+export function untilReachable(): Promise<void> {
+  search ??= look().finally(() => (search = null));
+  return search;
+}
+
+async function look(): Promise<void> {
+  useServer.setState({ reachable: false });
+  for (let wait = FIRST_WAIT_MILLISECONDS; ; wait = Math.min(2 * wait, LONGEST_WAIT_MILLISECONDS)) {
+    await pause(wait);
+    await loadServer();
+    if (useServer.getState().reachable) return;
+  }
+}
+
+function pause(milliseconds: number): Promise<void> {
+  return new Promise((done) => setTimeout(done, milliseconds));
 }
 
 /** Show how far the server is until it has loaded its model, and then ask again what it has. */
@@ -32,11 +62,11 @@ async function untilLoaded(): Promise<void> {
   try {
     for (let loading = await loadingStage(); loading !== null; loading = await loadingStage()) {
       useServer.setState({ loading });
-      await new Promise((done) => setTimeout(done, POLL_MILLISECONDS));
+      await pause(POLL_MILLISECONDS);
     }
   } catch {
     useServer.setState({ loading: null, reachable: false });
-    return;
+    return void untilReachable();
   }
   await loadServer();
 }

@@ -33,4 +33,24 @@ describe("a server that is loading its model", () => {
     await done;
     expect(useServer.getState()).toMatchObject({ loading: null, reachable: true, models: MODELS.data });
   });
+
+  it("is looked for until it answers, and an error of its own is no silence", async () => {
+    let status = 0;
+    vi.stubGlobal("fetch", (url: URL) => {
+      if (status === 0) return Promise.reject(new TypeError("Failed to fetch"));
+      return Promise.resolve(new Response(JSON.stringify(LOADED[url.pathname.slice(1)]), { status }));
+    });
+    vi.resetModules();
+    const { loadServer, useServer } = await import("../src/serverState");
+    await loadServer();
+    expect(useServer.getState().reachable).toBe(false);
+    await vi.advanceTimersByTimeAsync(60_000);
+    expect(useServer.getState().reachable).toBe(false);
+    status = 200;
+    await vi.advanceTimersByTimeAsync(5000);
+    expect(useServer.getState()).toMatchObject({ reachable: true, models: MODELS.data });
+    status = 500;
+    await loadServer();
+    expect(useServer.getState().reachable).toBe(true);
+  });
 });

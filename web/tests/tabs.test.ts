@@ -1,6 +1,7 @@
 import "fake-indexeddb/auto";
 import { describe, expect, it, vi } from "vitest";
 import { newAnswer, type Message } from "../src/store/messages";
+import { storage } from "./storage";
 import { append, EMPTY, merge, path, remove, ROOT, update } from "../src/store/tree";
 
 const said = (text: string): Message => ({ role: "user", text, files: [], created: 0 });
@@ -34,7 +35,18 @@ describe("merging what two tabs have said", () => {
   });
 });
 
+it("takes no older copy of an answer for a newer one, whatever their lengths", () => {
+  const call = (state: "asking" | "running", id: string): Message => ({
+    ...newAnswer("m", 0), parts: [{ kind: "call", id, server: "s", name: "n", arguments: "{}", state, output: null, error: null, approval: "mcpr_1" }],
+  });
+  const kept = append(start, "a", "x", call("asking", "mcpr_1"));
+  const now = update(kept, "x", () => call("running", "mcp_1"));
+  expect(merge(now, kept)).toBe(now);
+  expect(merge(kept, now).nodes.x!.message).toEqual(call("running", "mcp_1"));
+});
+
 describe("two tabs of one conversation", () => {
+  vi.stubGlobal("localStorage", storage());
   vi.stubGlobal("navigator", { languages: ["en"] });
   const tab = async () => {
     vi.resetModules();

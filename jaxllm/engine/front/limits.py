@@ -34,11 +34,10 @@ def check_request(
     bad = next((i for i in ids if not 0 <= i < info.vocab_size), None)
     if bad is not None:
         raise InvalidRequestError(f"prompt has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param="prompt")
-    if len(ids) >= info.max_model_len:
+    if len(ids) > info.max_model_len - (not pools):
+        room = "it must fit" if pools else "with at least one to generate it must be shorter than"
         raise InvalidRequestError(
-            f"prompt has {len(ids)} tokens; with at least one to generate it must be shorter than the context of "
-            f"{info.max_model_len} tokens",
-            param="prompt",
+            f"prompt has {len(ids)} tokens; {room} the context of {info.max_model_len} tokens", param="prompt"
         )
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "logprob_token_ids"):
         tokens = getattr(params, name) or ()

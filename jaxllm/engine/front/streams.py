@@ -102,9 +102,14 @@ class Streams:
                 )
             for (index, request), sequence in zip(sequences, named, strict=True):
                 self._places[sequence.request_id] = Place(stream, index, request.request_id)
+        client = self.client
         for sequence in named:
             stream.names.append(sequence.request_id)
-            self.client.add(sequence)
+            try:
+                client.add(sequence)
+            except EngineDeadError:
+                self._end_of(client)
+                raise
 
     def close(self, stream: Stream) -> None:
         """Drop what of a stream has not finished; nothing more comes."""
@@ -143,6 +148,12 @@ class Streams:
         self.client = self._start(self._closing)
         self.is_dead = False
         self._begin_reading()
+
+    def _end_of(self, client: EngineClient) -> None:
+        """Say so at once, whoever noticed first: who is told of a death must not find the engine alive."""
+        with self._lock:
+            if client is self.client:
+                self.is_dead = True
 
     def _begin_reading(self) -> None:
         self._reader = threading.Thread(target=self._read, name="outputs", daemon=True)
@@ -196,7 +207,8 @@ class Streams:
             except (JaxLLMError, OSError) as error:
                 logger.error("the engine did not start: %s", error)
                 continue
-            self.client = client
+            with self._lock:
+                self.client = client
             if self._closing.is_set():  # while it was starting
                 client.shutdown()
                 return False

@@ -38,7 +38,10 @@ def build_options(
         ConfigError: the attention backend cannot run there, or not this model.
     """
     dtype, tp = DTYPES[config.dtype], config.tensor_parallel_size
-    uses = [PageUse(max(g.heads, tp) // tp, g.dims, max_num_seqs, pages_per_seq) for g in model.page_groups]
+    uses = [
+        PageUse(max(group.heads, tp) // tp, group.dims, max_num_seqs, pages_per_seq, model.attention_sinks)
+        for group in model.page_groups
+    ]
     kernels = choose_kernels(
         config.attention_backend,
         platform.name,

@@ -12,7 +12,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_head_dim, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
@@ -56,23 +56,13 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "max_position_embeddings": 131_072,
     } | c  # fmt: skip
     _refuse_attention_softcap(c.get("attn_logit_softcapping"))
-    number = c["num_hidden_layers"]
-    pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern", 6)
-    kinds = c.get("layer_types") or [
-        "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(number)
-    ]
     ropes = c.get("rope_parameters") or {}
     local = {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | (ropes.get("sliding_attention") or {})
-    kind_of = {
-        "full_attention": LayerKind(
-            hf_rope(c, hf_head_dim(c), theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))
-        ),
-        "sliding_attention": LayerKind(hf_rope(c, hf_head_dim(c), parameters=local), c["sliding_window"]),
-    }
+    everywhere = hf_rope(c, hf_head_dim(c), theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))
+    near = hf_rope(c, hf_head_dim(c), parameters=local)
+    layers = tuple(LayerKind(everywhere if window is None else near, window) for window in hf_windows(c, period=6))
     return DecoderConfig(
-        **_later_fields(
-            c, tuple(kind_of[kind] for kind in kinds), max_position_embeddings=c["max_position_embeddings"]
-        ),
+        **_later_fields(c, layers, max_position_embeddings=c["max_position_embeddings"]),
         qk_norm="rms",
         logit_softcap=c.get("final_logit_softcapping"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,20 @@ def gated(gate_up: Float[Array, "N n"], activation: str) -> Float[Array, "N n//2
     """`act(gate) * up` of the two side by side, in float32."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return ACTIVATIONS[activation](gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's gate: `(up + 1) * gate * sigmoid(alpha * gate)`, gates up to `limit`, ups within `limit` of 0."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: Float[Array, "N n"]) -> Float[Array, "N n//2"]:
+        """Of the two side by side, in float32."""
+        gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 class GatedMLP(nnx.Module):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.linear import Linear
-from jaxllm.models.layers.mlp import ACTIVATIONS, GatedMLP, gated
+from jaxllm.models.layers.mlp import ACTIVATIONS, ClampedSwiglu, GatedMLP, gated
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Mixture, Norm, StepMetadata
@@ -44,12 +44,16 @@ class MoEConfig:
         renormalize: the chosen scores are divided by their sum plus `renormalize_eps`.
         scale: factor on the weights, after that.
         shared_gate: the shared MLP's output is multiplied by the sigmoid of one more logit.
+        router_bias: on the logits.
+        expert_bias: on all products of the experts.
+        swiglu: what the experts' gates do; None is `act(gate) * up`.
 
     The published routers:
 
         Mixtral (arXiv:2401.04088)       softmax, renormalize
         Qwen 2 MoE, Qwen 3 MoE           softmax, renormalize where `norm_topk_prob` says so
         DeepSeek V2 (arXiv:2405.04434)   softmax, groups by max (Lite: one group), scale
+        gpt-oss (arXiv:2508.10925)       softmax over the chosen, which is softmax and renormalize; router_bias
         DeepSeek V3 (arXiv:2412.19437)   sigmoid, correction_bias, groups by top2_sum, renormalize with 1e-20, scale
 
     Raises:
@@ -69,6 +73,9 @@ class MoEConfig:
     scale: float = 1.0
     shared_hidden: int = 0
     shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    swiglu: ClampedSwiglu | None = None
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_experts % self.num_groups:
@@ -199,16 +206,18 @@ class MoE(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Logits of all experts, in float32 on every device, and the correction bias if there is one."""
+    """Logits of all experts, in float32 on every device, and the correction bias of the choice if there is one."""
 
     def __init__(self, size: int, config: MoEConfig, options: BuildOptions):
         self.weight = weight((config.num_experts, size), jnp.float32)
+        self.bias = param((config.num_experts,), jnp.float32) if config.router_bias else None
         self.correction_bias = param((config.num_experts,), jnp.float32) if config.correction_bias else None
         self.kernels = options.kernels
 
     def __call__(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T X"], Float[Array, "X"] | None]:
-        bias = None if self.correction_bias is None else self.correction_bias[...]
-        return self.kernels.linear(x, self.weight.get_value()), bias
+        logits = self.kernels.linear(x, self.weight.get_value())
+        correction = None if self.correction_bias is None else self.correction_bias[...]
+        return logits if self.bias is None else logits + self.bias[...], correction
 
 
 class Experts(nnx.Module):
@@ -224,11 +233,16 @@ class Experts(nnx.Module):
             (TENSOR, None, None) if whole else (None, TENSOR, None),
             options,
             layout,
+            bias=config.expert_bias,
         )
         self.down = ExpertLinear(
-            (config.num_experts, size, config.hidden), (TENSOR, None, None) if whole else (None, None, TENSOR), options
+            (config.num_experts, size, config.hidden),
+            (TENSOR, None, None) if whole else (None, None, TENSOR),
+            options,
+            bias=config.expert_bias,
         )
         self.activation = activation
+        self.swiglu = config.swiglu
         self.here = config.num_experts // options.tp if whole else config.num_experts
         """How many of the experts a device has, or has a part of."""
         self.kernels = options.kernels
@@ -238,6 +252,7 @@ class Experts(nnx.Module):
         first: jax.Array | int, meta: StepMetadata,
     ) -> Mixture | None:  # fmt: skip
         """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
+        biases = self.gate_up.own_bias, self.down.own_bias
         return self.kernels.experts(
             x,
             logits,
@@ -248,19 +263,47 @@ class Experts(nnx.Module):
             first=first,
             here=self.here,
             activation=ACTIVATIONS[self.activation],
+            gate=self.swiglu,
+            biases=biases if routing.expert_bias else None,
             meta=meta,
         )
 
     def __call__(self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"]) -> Float[Array, "N E"]:
-        return self.down(gated(self.gate_up(rows, group_sizes), self.activation), group_sizes)
+        gate_up = self.gate_up(rows, group_sizes)
+        hidden = gated(gate_up, self.activation) if self.swiglu is None else self.swiglu(gate_up)
+        return self.down(hidden, group_sizes)
 
 
 class ExpertLinear(nnx.Module):
-    """One `[o, i]` weight for each expert."""
+    """One `[o, i]` weight for each expert, and a bias or none.
 
-    def __init__(self, shape: tuple[int, int, int], axes: Axes, options: BuildOptions, layout: Layout | None = None):
+    Where devices share the inputs, whose products are summed later, the first alone adds the bias.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        axes: Axes,
+        options: BuildOptions,
+        layout: Layout | None = None,
+        *,
+        bias: bool = False,
+    ):
         self.weight = weight(shape, options.dtype, axes, layout)
+        self.bias = param(shape[:2], jnp.float32, axes[:2], layout) if bias else None
+        self.shares_inputs = axes[2] is not None
         self.kernels = options.kernels
 
+    @property
+    def own_bias(self) -> Float[Array, "X o"] | None:
+        """What this device adds."""
+        if self.bias is None or not self.shares_inputs or tensor_size() == 1:
+            return None if self.bias is None else self.bias[...]
+        return jnp.where(tensor_rank() == 0, self.bias[...], 0)
+
     def __call__(self, rows: Float[Array, "N i"], group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
-        return self.kernels.grouped_matmul(rows, self.weight.get_value(), group_sizes)
+        out, bias = self.kernels.grouped_matmul(rows, self.weight.get_value(), group_sizes), self.own_bias
+        if bias is None:
+            return out
+        group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(rows)), side="right")
+        return out + bias.at[group].get(mode="fill", fill_value=0)  # rows past all groups stay zero

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.models.layers.params import param
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Kernels, Norm, RootMeanSquare
+from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
 from jaxllm.sharding.layout import Layout, Segment
 from jaxllm.sharding.mesh import TENSOR
 
@@ -33,12 +35,34 @@ class RMSNorm(nnx.Module):
         return RootMeanSquare(self.weight[...], self.eps, self.kernels.normalise)
 
 
+class WholeRMSNorm(nnx.Module):
+    """A root mean square over all heads of a token together, whose channels are divided over the tensor axis.
+
+    With more devices than heads some have the same ones: each counts as often as the others.
+    """
+
+    def __init__(self, size: int, eps: float, shards: int, options: BuildOptions):
+        layout = Layout((Segment(size, shards),), options.tp)
+        self.weight = param((layout.rows,), jnp.float32, (TENSOR,), layout)
+        self.eps = eps
+        self.kernels = options.kernels
+
+    def __call__(self, x: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
+        flat, weight = x.reshape(x.shape[0], -1), self.weight[...]
+        if tensor_size() == 1:
+            return self.kernels.normalise(flat, weight, None, self.eps, False).reshape(x.shape)
+        y = flat.astype(jnp.float32)
+        squares = sum_over_tensor(jnp.sum(y * y, axis=-1, keepdims=True))
+        y = y * lax.rsqrt(squares / (tensor_size() * y.shape[-1]) + self.eps) * weight
+        return y.astype(x.dtype).reshape(x.shape)
+
+
 class LayerNorm(nnx.Module):
     """Mean and variance over the last axis (Ba et al. 2016, arXiv:1607.06450), in float32."""
 
-    def __init__(self, size: int, eps: float, kernels: Kernels):
+    def __init__(self, size: int, eps: float, kernels: Kernels, bias: bool = True):
         self.weight = param((size,), jnp.float32)
-        self.bias = param((size,), jnp.float32)
+        self.bias = param((size,), jnp.float32) if bias else None
         self.eps = eps
         self.kernels = kernels
 
@@ -48,7 +72,8 @@ class LayerNorm(nnx.Module):
         return self.__call__
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
-        return self.kernels.normalise(x, self.weight[...], self.bias[...], self.eps, True)
+        bias = None if self.bias is None else self.bias[...]
+        return self.kernels.normalise(x, self.weight[...], bias, self.eps, True)
 
 
 class HeadLayerNorms(nnx.Module):

@@ -62,9 +62,11 @@ def add_norm(
 
 def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
-        from jaxllm.pallas_kernels.gpu import matmul as kernel
+        from jaxllm.pallas_kernels.gpu import few_rows, matmul
 
-        return kernel.matmul(x, matrix).astype(dtype)
+        if x.shape[0] <= few_rows.MOST_ROWS and few_rows.knows(matrix):
+            return few_rows.few_rows(x, matrix).astype(dtype)
+        return matmul.matmul(x, matrix).astype(dtype)
     factors = matrix.dtype if matrix.scale is None else x.dtype
     out = lax.dot_general(
         x.astype(factors),

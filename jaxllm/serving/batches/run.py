@@ -173,7 +173,7 @@ class BatchRun:
 
     async def _run_line(self, endpoint: str, line: Line) -> None:
         model = self._started[line.custom_id] = self._caller.model_of(line)
-        await asyncio.to_thread(self._journal.start, line.custom_id)
+        await _to_its_end(self._journal.start, line.custom_id)
         try:
             result = await self._caller.call(endpoint, line)
         except Unavailable:
@@ -244,6 +244,15 @@ class BatchRun:
                 session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
             )
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
+
+
+async def _to_its_end(write: Callable[[str], None], custom_id: str) -> None:
+    """Call `write` in a thread. A task that is cancelled meanwhile ends only after it: what comes next may undo it."""
+    writing = asyncio.create_task(asyncio.to_thread(write, custom_id))
+    try:
+        await asyncio.shield(writing)
+    finally:
+        await writing
 
 
 def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:

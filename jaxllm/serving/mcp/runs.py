@@ -11,7 +11,7 @@ from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.serving.conversation import parse_arguments
-from jaxllm.serving.parsing.parser import ParsedCall
+from jaxllm.serving.parsing.parsed import ParsedCall
 from jaxllm.serving.shown import shown
 
 

@@ -81,7 +81,7 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
         )
         own = with_completion_markers(model, params, token_ids)
         ready = fitted(model, token_ids, own, settings, Field("prompt"))
-        if body.echo:
+        if body.echo and model.engine.tokenizer is not None:  # else all texts are empty
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):
                 ready.text = prompt
             else:  # of ids, the special ones were the caller's own: they stay, unless asked otherwise

@@ -35,16 +35,18 @@ _NUMBER = re.compile(r"[0-9]+")
 CallScan = Callable[[Source, CallWriter], Scan[None]]
 
 
-def tool_name(source: Source, writer: CallWriter) -> Scan[str]:
-    """A known tool's name, given up at the first character that makes it another."""
+def tool_name(source: Source, writer: CallWriter, *, doubled: bool = False) -> Scan[str]:
+    """A known tool's name, given up at the first character that makes it another. NAME.NAME is NAME if `doubled`."""
+    known = {f"{name}.{name}": name for name in writer.schemas} if doubled else {}
+    known |= {name: name for name in writer.schemas}
     name = ""
     while (yield from any_left(source)) and (piece := source.take_run(_NAME)):
         name += piece
-        if not any(known.startswith(name) for known in writer.schemas):
+        if not any(other.startswith(name) for other in known):
             raise MalformedError
-    if name not in writer.schemas:
+    if name not in known:
         raise MalformedError if source.at < len(source.text) else UnfinishedError
-    return name
+    return known[name]
 
 
 class BrokenCallError(MalformedError):

@@ -92,7 +92,8 @@ def _invoked(name: str, prefix: str, calls: str, typed: bool) -> ToolFormat:
     scan = partial(invoked_calls, prefix=prefix, end=close)
     parts = ((prefix, calls.removeprefix(prefix)),) if prefix and not prefix.endswith(" ") else ()
     detect = ((open,), *parts)
-    return ToolFormat(name, _sections(scan, open, f'<{prefix}invoke name="'), layout, detect, (open, close))
+    markers = (prefix.strip(),) if prefix else (open, close)
+    return ToolFormat(name, _sections(scan, open, f'<{prefix}invoke name="'), layout, detect, markers)
 
 
 def _function_tags(
@@ -319,15 +320,26 @@ def detect_formats(
 
     `chat_template` is its Jinja source. A template that shows no format of tool calls gets "json". A parser of "auto"
     is detected from the template, "none" parses nothing, and a name takes that format; vLLM's names are known too.
+    Where one of the two is a format of messages on channels, "auto" means the same for the other.
 
     Raises:
-        ConfigError: a parser has an unknown name.
+        ConfigError: a parser has an unknown name, or the two do not go together.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if _speaks(template, known)), None)
     tools = _choose("tool_call_parser", tool_call_parser, TOOL_FORMATS, TOOL_ALIASES, spoken)
     detected = template_reasoning(template)
     reasoning = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, detected)
+    channels = OutputFormats(tools, reasoning).channels
+    if channels and tool_call_parser == "auto":
+        tools = next(known for known in TOOL_FORMATS if known.name == channels)
+    if channels and reasoning_parser == "auto":
+        reasoning = next(known for known in REASONING_FORMATS if known.name == channels)
+    if channels and {known.name for known in (tools, reasoning) if known} != {channels}:
+        raise ConfigError(
+            f"tool_call_parser is {tool_call_parser!r} and reasoning_parser is {reasoning_parser!r}; answers in the "
+            f"format {channels} are messages, so both must be {channels}, auto or none"
+        )
     return OutputFormats(tools, reasoning)
 
 
@@ -342,7 +354,7 @@ def _choose(
     found = own.get(wanted) or own.get(aliases.get(wanted, ""))
     if found is None:
         raise ConfigError(f"{field} is {wanted!r}{_unknown(wanted, ('auto', 'none', *own), aliases)}")
-    return found
+    return detected if detected is not None and detected.variant_of == found.name else found
 
 
 def _unknown(wanted: str, names: Sequence[str], aliases: Mapping[str, str]) -> str:

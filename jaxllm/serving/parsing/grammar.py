@@ -23,6 +23,8 @@ from jaxllm.serving.parsing.text_limits import text_limits
 from jaxllm.serving.parsing.values import followed, value_types
 
 _Value = Callable[[str, int, Any, dict[str, Any], bool], str]
+_MARKER = r"<\|[a-z]+\|>"
+"""What may end a message, or begin another, in a thought that comes before calls."""
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -91,7 +93,7 @@ class _Grammar:
         self._rules["call"] = " | ".join(calls)
         if self._layout.thought is not None:
             open, close = self._layout.thought
-            self._rules["thought"] = f"{self._text(open)} {self._raw_text('thinking', close)}"
+            self._rules["thought"] = f"{self._text(open)} {self._raw_text('thinking', close, also_ends=_MARKER)}"
             space = "thought? "
         return self._lark(f"{space}{self._text(self._layout.start)} call{repeated} {self._text(self._layout.stop)}")
 
@@ -111,15 +113,22 @@ class _Grammar:
         return self._lark("calls* prose" if parallel else "calls | prose")
 
     def _trigger(self, mark: str, formats: OutputFormats) -> str:
-        """Free text up to and with `mark`; reasoning's special tokens may be in it."""
+        """Free text up to and with `mark`; reasoning's marks, with the special tokens in them, may be in it."""
         self._rules["TEXT"] = r"/(.|\n)*/"
-        reasoning = (formats.reasoning.open, formats.reasoning.close) if formats.reasoning else ()
-        tokens = " | ".join(self._special[marker] for marker in reasoning if marker in self._special)
-        self._rules["prose"] = f"TEXT (({tokens}) TEXT)*" if tokens else "TEXT"
-        if mark in self._special:
-            return f"prose {self._special[mark]}"
-        self._rules["trigger[lazy]"] = f"TEXT {_quoted(mark)}"
-        return f"prose ({tokens}) trigger | trigger" if tokens else "trigger"
+        known = formats.reasoning
+        marks = (*known.opens, *known.closes, *known.around) if known and self._split else ()
+        special = {self._text(text): None for text in marks if self._split and self._split.search(text)}
+        others = f"({' | '.join(special)})"
+        self._rules["prose"] = f"TEXT ({others} TEXT)*" if special else "TEXT"
+        first = self._split.search(mark) if self._split else None
+        if first is None:
+            self._rules["trigger[lazy]"] = f"TEXT {_quoted(mark)}"
+            return f"prose {others} trigger | trigger" if special else "trigger"
+        before, rest = mark[: first.start()], self._text(mark[first.start() :])
+        if not before:
+            return f"prose {rest}"
+        self._rules["BEFORE"] = rf"/(.|\n)*{re.escape(before)}/"
+        return f"(TEXT {others})* BEFORE {rest}" if special else f"BEFORE {rest}"
 
     def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> list[str]:
         """One alternative for each tool; `skip` leaves out that much of its beginning."""
@@ -173,31 +182,46 @@ class _Grammar:
             self._rules[f"{rule}_json"] = _json_rule(_subschema(schema, root), strict)
             return f"{rule}_json {self._text(tags.close)}"
         schema = followed(schema, root)
+        if tags.literal is not None:
+            return self._text_or_literal(rule, schema, tags, tags.literal, strict)
         if choices := _choices(schema):
             return f"({choices}) {self._text(tags.close)}"
         return self._raw_text(f"{rule}_text", tags.close, text_limits(schema, strict), tags.also_ends)
 
+    def _text_or_literal(
+        self, rule: str, schema: dict[str, Any], tags: Tags, around: tuple[str, str], strict: bool
+    ) -> str:
+        """Text without markup, or any text with `around` around it."""
+        opening, closing = around
+        if values := _allowed_texts(schema):
+            marked = {value for value in values if any(char in value for char in tags.markup)}
+            texts = (f"{opening}{value}{closing}" if value in marked else value for value in values)
+            return f"({' | '.join(map(_quoted_even_empty, texts))}) {self._text(tags.close)}"
+        limits = text_limits(schema, strict)
+        plain_text = self._raw_text(f"{rule}_text", tags.close, limits, also_ends=f"[{tags.markup}]")
+        literal = f"{_quoted(opening)} {self._raw_text(f'{rule}_literal', closing, limits)} {self._text(tags.close)}"
+        self._rules[f"{rule}_either"] = f"{plain_text} | {literal}"
+        return f"{rule}_either"
+
     def _raw_text(self, rule: str, close: str, limits: Sequence[str] = (), also_ends: str = "") -> str:
-        """Text within `limits`, regular expressions that all of it matches, up to `close`; and `close`."""
-        mark = self._split.match(close) if self._split else None
-        if mark is not None and mark.group() != close:
-            return f"{self._raw_text(rule, mark.group(), limits, also_ends)} {self._text(close[mark.end() :])}"
+        """Text within `limits`, regular expressions that all of it matches, up to `close`; and `close`.
+
+        The text cannot have `close` in it: a lexeme ends there, or at a special token, which no lexeme matches.
+        """
         name = rule.upper()
+        special = self._split.search(close) if self._split else None
         ends = [also_ends] if also_ends else []
-        if close in self._special:
-            if not limits:
-                self._rules["ANY"] = r"/(.|\n)*/"
-                return f"ANY {self._special[close]}"
-        elif limits:  # what they allow may go on behind `close`
+        if special is None and limits:  # what they allow may go on behind `close`
             ends.append(re.escape(close).replace("/", r"\/").replace("\\\n", r"\n"))
         for at, limit in enumerate(limits or [r"(.|\n)*"]):
             self._rules[f"{name}_L{at}"] = f"/{limit}/"
         parts = [f"{name}_L{at}" for at in range(max(len(limits), 1))]
         parts += [f"~/(?s:.*)({end})(?s:.*)/" for end in ends]
         self._rules[f"{name}_VALUE"] = " & ".join(parts)
-        if close in self._special:
-            return f"{name}_VALUE {self._special[close]}"
-        self._rules[name] = f"{name}_VALUE {_quoted(close)}"
+        before = close if special is None else close[: special.start()]
+        self._rules[name] = f"{name}_VALUE {_quoted(before)}"
+        if special is not None:
+            return f"{name} {self._text(close[special.start() :])}"
         self._rules[f"{rule}[lazy]"] = name
         return rule
 
@@ -278,10 +302,19 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
+def _quoted_even_empty(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _choices(schema: dict[str, Any]) -> str:
     """A string's allowed values as alternatives; "" if any will do."""
+    return " | ".join(map(_quoted_even_empty, _allowed_texts(schema)))
+
+
+def _allowed_texts(schema: dict[str, Any]) -> list[str]:
+    """A string's allowed values; none if any will do."""
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    return " | ".join(json.dumps(value, ensure_ascii=False) for value in values if isinstance(value, str))
+    return [value for value in values if isinstance(value, str)]
 
 
 def _json_rule(schema: Any, strict: bool) -> str:

@@ -25,18 +25,20 @@ _STATED: dict[str, set[str]] = {'string="true">': {"string"}, 'string="false">':
 """What a parameter's tag may say of its value: text as it is, or JSON."""
 
 
-def invoked_calls(source: Source, writer: CallWriter, *, prefix: str, end: str, inside: bool = False) -> Scan[None]:
+def invoked_calls(
+    source: Source, writer: CallWriter, *, prefix: str, end: str, inside: bool = False, doubled: bool = False
+) -> Scan[None]:
     """<invoke name="NAME">, <parameter name="KEY">raw value</parameter> …, </invoke>, one call after the other; `end`.
 
     `prefix` begins the tags' names. `inside` is behind the first <invoke name=". A closing tag may be missing where
-    another tag says as much.
+    another tag says as much. `doubled` is tool_name's.
     """
     opening = f'<{prefix}invoke name="'
     if not inside:
         yield from skip_space(source)
         yield from expect(source, opening)
     while True:
-        tag = yield from _invocation(source, writer, prefix, end)
+        tag = yield from _invocation(source, writer, prefix, end, doubled)
         yield from skip_space(source)
         if tag != opening and not ((yield from any_left(source)) and (yield from literal(source, opening))):
             break
@@ -70,9 +72,9 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
     yield from closing(source, writer, STEP_CALLS_END)
 
 
-def _invocation(source: Source, writer: CallWriter, prefix: str, end: str) -> Scan[str]:
+def _invocation(source: Source, writer: CallWriter, prefix: str, end: str, doubled: bool = False) -> Scan[str]:
     """The call whose name comes next; the tag that ended it."""
-    name = yield from tool_name(source, writer)
+    name = yield from tool_name(source, writer, doubled=doubled)
     writer.begin(name)
     if (yield from one_of(source, ('"/>', '">'))) == '"/>':
         writer.end()

@@ -6,6 +6,16 @@ from functools import partial
 
 from jaxllm.serving.parsing.calls import json_calls, named_objects, sectioned_calls
 from jaxllm.serving.parsing.elements import CALLS, CALLS_END, INVOKE, INVOKE_END, MARK, element_calls
+from jaxllm.serving.parsing.function_elements import (
+    CDATA,
+    CDATA_END,
+    FUNCTION,
+    FUNCTION_END,
+    NAMES,
+    PARAM,
+    PARAM_END,
+    function_elements,
+)
 from jaxllm.serving.parsing.invocations import (
     STEP_CALL,
     STEP_CALL_END,
@@ -15,10 +25,12 @@ from jaxllm.serving.parsing.invocations import (
     invoked_calls,
     step_calls,
 )
-from jaxllm.serving.parsing.notations import keyed_calls
+from jaxllm.serving.parsing.muse import ATEM, ATEM_CALLS, ATEM_CALLS_END
+from jaxllm.serving.parsing.notations import KeyedTags, keyed_calls
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, Tags, ToolFormat
 from jaxllm.serving.parsing.pythonic import listed_calls, python_lines
 from jaxllm.serving.parsing.xtml import ARGUMENT, ARGUMENT_END, CALL, CALL_END, SEP, TOOLS, TOOLS_END, xtml_calls
+from jaxllm.text.reasoning import MUSE, MUSE_TOKENS
 
 _CALL = '{"name": "{name}", "arguments": '
 _PLAMO = {
@@ -37,24 +49,40 @@ def _json_between(name: str, open: str, close: str) -> ToolFormat:
     return ToolFormat(name, (syntax,), layout, ((open,),), tuple(filter(None, (open, close))))
 
 
-def _keyed(name: str, prefix: str, separator: str, detect: tuple[str, ...], between: str = "") -> ToolFormat:
-    """Names and raw arguments between tags whose names begin with `prefix`, in a section."""
-    scan = partial(keyed_calls, prefix=prefix, separator=separator)
-    open, close = f"<{prefix}tool_calls>", f"</{prefix}tool_calls>"
-    call, end = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
-    arguments = Tags((f"<{prefix}arg_key>{{key}}</{prefix}arg_key>", f"<{prefix}arg_value>"), f"</{prefix}arg_value>")
+def _keyed(
+    name: str, form: str, separator: str, detect: tuple[str, ...], between: str = "", variant_of: str = ""
+) -> ToolFormat:
+    """Names and raw arguments between tags that are called as `form` says, in a section."""
+    tags = KeyedTags(form)
+    scan = partial(keyed_calls, tags=tags, separator=separator)
+    start, call = tags.open("tool_calls"), tags.open("tool_call")
+    key = f"{tags.open('arg_key')}{{key}}{tags.close('arg_key')}"
     layout = Layout(
-        f"{call}{{name}}{separator}", end, start=open, between=between, stop=close, marked=open, arguments=arguments
+        f"{call}{{name}}{separator}",
+        tags.close("tool_call"),
+        start=start,
+        between=between,
+        stop=tags.close("tool_calls"),
+        marked=start,
+        arguments=Tags((key, tags.open("arg_value")), tags.close("arg_value")),
     )
-    parts = (f"{end}{prefix}{part}>" for part in ("arg_key", "arg_value") for end in ("<", "</"))
-    markers = (open, close, call, end, *filter(None, (separator,)), *parts)
-    syntaxes = CallSyntax(scan, open, ends_reasoning=True), CallSyntax(partial(scan, inside=True), call)
-    return ToolFormat(name, syntaxes, layout, (detect,), markers)
+    names = ("tool_calls", "tool_call", "arg_key", "arg_value")
+    markers = (*filter(None, (separator,)), *(mark for name in names for mark in (tags.open(name), tags.close(name))))
+    syntaxes = CallSyntax(scan, start, ends_reasoning=True), CallSyntax(partial(scan, inside=True), call)
+    return ToolFormat(name, syntaxes, layout, (detect,), markers, variant_of=variant_of)
 
 
 MORE_FORMATS: tuple[ToolFormat, ...] = (
-    _keyed("hy_v3", "", "<tool_sep>", ("<tool_calls>", "<tool_sep>"), between="\n"),
-    _keyed("k2_horizon", "ifm|", "", ("<ifm|tool_calls>",), between="\n"),
+    _keyed("hy_v3", "{}", "<tool_sep>", ("<tool_calls>", "<tool_sep>"), between="\n"),
+    _keyed(
+        "hy_v3_opensource",
+        "{}:opensource",
+        "<tool_sep:opensource>",
+        ("<tool_sep", ":opensource"),
+        between="\n",
+        variant_of="hy_v3",
+    ),
+    _keyed("k2_horizon", "ifm|{}", "", ("<ifm|tool_calls>",), between="\n"),
     ToolFormat(
         "step3",
         (
@@ -72,6 +100,39 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
         ),
         (("<steptml:",), (STEP_CALLS,)),
         (STEP_CALLS, STEP_CALLS_END, STEP_CALL, STEP_CALL_END, STEP_SEPARATOR),
+    ),
+    ToolFormat(
+        MUSE,
+        (),
+        Layout(
+            f' to={{name}}<|message|>{ATEM_CALLS}\n<{ATEM}invoke name="{{name}}">\n',
+            f"</{ATEM}invoke>\n{ATEM_CALLS_END}",
+            between="<|eom|><|start|>assistant",
+            thought=(" to=self<|message|>", "<|eom|><|start|>assistant"),
+            arguments=Tags((f'<{ATEM}parameter name="{{key}}">',), f"</{ATEM}parameter>"),
+        ),
+        ((ATEM_CALLS,),),
+        MUSE_TOKENS,
+    ),
+    ToolFormat(
+        "minicpm5",
+        tuple(CallSyntax(function_elements, FUNCTION + name, ends_reasoning=True) for name in NAMES),
+        Layout(
+            f'{FUNCTION} name="{{name}}">',
+            FUNCTION_END,
+            between="\n",
+            marked=f'{FUNCTION} name="',
+            arguments=Tags(
+                (f'{PARAM} name="{{key}}">',),
+                PARAM_END,
+                exact=True,
+                between="",
+                literal=(CDATA, CDATA_END),
+                markup="<&\n",
+            ),
+        ),
+        ((f"{FUNCTION} name=", f"{PARAM} name="),),
+        (FUNCTION, FUNCTION_END, PARAM, PARAM_END),
     ),
     ToolFormat(
         "lfm2",
@@ -125,6 +186,7 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
             CALL_END,
             start=TOOLS,
             stop=TOOLS_END,
+            marked=TOOLS,
             arguments=Tags((f'{ARGUMENT}{{key}}" type="{{type}}"{SEP}',), ARGUMENT_END, exact=True, between=""),
         ),
         (("'<|open|>'", "'tools'"), (TOOLS,)),
@@ -141,9 +203,11 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
             f"{INVOKE_END}\n",
             start=f"{CALLS}\n",
             stop=CALLS_END,
+            marked=CALLS,
             arguments=Tags((f"{MARK}<{{key}}>",), f"{MARK}</{{key}}>", exact=True, between=""),
         ),
         ((MARK,),),
+        (MARK,),
     ),
     ToolFormat(
         "dots",
@@ -199,6 +263,7 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
             f"<|action_start|><|plugin|>\n{_CALL.replace('arguments', 'parameters')}",
             "}\n<|action_end|>",
             between="\n",
+            marked="<|action_start|><|plugin|>",
         ),
         (("<|action_start|>", "<|plugin|>"),),
         ("<|action_start|>", "<|plugin|>", "<|action_end|>"),

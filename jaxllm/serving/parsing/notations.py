@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.serving.parsing.calls import closing, json_calls, named_arguments, tool_name
@@ -40,17 +41,33 @@ def keyed_call(source: Source, writer: CallWriter) -> Scan[None]:
     yield from skip_space(source)
     name = yield from tool_name(source, writer)
     writer.begin(name)
-    yield from _keyed_arguments(source, writer, name, "")
+    yield from _keyed_arguments(source, writer, name, PLAIN_TAGS)
+
+
+@dataclass(frozen=True)
+class KeyedTags:
+    """What a family's tags are called: `form` has {} where the plain name stands, as in "ifm|{}"."""
+
+    form: str
+
+    def open(self, name: str) -> str:
+        return f"<{self.form.format(name)}>"
+
+    def close(self, name: str) -> str:
+        return f"</{self.form.format(name)}>"
+
+
+PLAIN_TAGS = KeyedTags("{}")
 
 
 def keyed_calls(
-    source: Source, writer: CallWriter, *, prefix: str = "", separator: str = "", inside: bool = False
+    source: Source, writer: CallWriter, *, tags: KeyedTags = PLAIN_TAGS, separator: str = "", inside: bool = False
 ) -> Scan[None]:
     """<tool_call>name, `separator`, arguments as keyed_call's, or a call as JSON, one after the other; </tool_calls>.
 
-    `prefix` begins the tags' names. `inside` is behind the first <tool_call>.
+    `inside` is behind the first <tool_call>.
     """
-    opening, close = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
+    opening, close = tags.open("tool_call"), tags.close("tool_call")
     if not inside:
         yield from skip_space(source)
         yield from expect(source, opening)
@@ -64,24 +81,24 @@ def keyed_calls(
             yield from skip_space(source)
             if separator:
                 yield from literal(source, separator)
-            yield from _keyed_arguments(source, writer, name, prefix)
+            yield from _keyed_arguments(source, writer, name, tags)
         yield from skip_space(source)
         if not ((yield from any_left(source)) and (yield from literal(source, opening))):
             break
-    yield from closing(source, writer, f"</{prefix}tool_calls>")
+    yield from closing(source, writer, tags.close("tool_calls"))
 
 
-def _keyed_arguments(source: Source, writer: CallWriter, name: str, prefix: str) -> Scan[None]:
+def _keyed_arguments(source: Source, writer: CallWriter, name: str, tags: KeyedTags) -> Scan[None]:
     """Keys and raw values between tags, up to and with </tool_call>. A value's type may be between the two."""
-    key_tag, value_tag = f"<{prefix}arg_key>", f"<{prefix}arg_value>"
-    type_tag, end = f"<{prefix}arg_type>", f"</{prefix}arg_value>"
+    key_tag, value_tag = tags.open("arg_key"), tags.open("arg_value")
+    type_tag, end = tags.open("arg_type"), tags.close("arg_value")
     yield from skip_space(source)
-    while (yield from one_of(source, (key_tag, f"</{prefix}tool_call>"))) == key_tag:
-        key = (yield from text_until(source, f"</{prefix}arg_key>")).strip()
+    while (yield from one_of(source, (key_tag, tags.close("tool_call")))) == key_tag:
+        key = (yield from text_until(source, tags.close("arg_key"))).strip()
         yield from skip_space(source)
         types = parameter_types(writer, name, key)
         if (yield from one_of(source, (value_tag, type_tag))) == type_tag:
-            stated = (yield from text_until(source, f"</{prefix}arg_type>")).strip().lower()
+            stated = (yield from text_until(source, tags.close("arg_type"))).strip().lower()
             types = types or value_types({"type": stated}, {})
             yield from skip_space(source)
             yield from expect(source, value_tag)

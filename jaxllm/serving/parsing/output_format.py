@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxllm.serving.parsing.calls import CallScan
 from jaxllm.serving.parsing.writer import long_id
-from jaxllm.text.reasoning import HARMONY, ReasoningFormat
+from jaxllm.text.reasoning import CHANNELS, ReasoningFormat
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Tags:
         also_ends: a regular expression of other text that ends a value, so that none can have it.
         exact: newlines are where `open` and `close` have them, and `between` is behind each argument; else they may
             come.
+        literal: what stands around a text that holds one of the characters in `markup`.
     """
 
     open: tuple[str, ...]
@@ -46,6 +47,8 @@ class Tags:
     also_ends: str = ""
     exact: bool = False
     between: str = "\n"
+    literal: tuple[str, str] | None = None
+    markup: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class ToolFormat:
     Attributes:
         detect: it is the format of a template that contains all strings of one of these groups.
         markers: strings that may be special tokens and that the parser must see.
+        variant_of: who asks for the format of that name gets this one where the template speaks it.
     """
 
     name: str
@@ -89,6 +93,7 @@ class ToolFormat:
     detect: tuple[tuple[str, ...], ...]
     markers: tuple[str, ...] = ()
     new_id: Callable[[], str] = long_id
+    variant_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class OutputFormats:
         return (*reasoning, *(self.tools.markers if self.tools else ()))
 
     @property
-    def has_channels(self) -> bool:
-        """The answer is made of messages on channels."""
-        return HARMONY in (self.tools and self.tools.name, self.reasoning and self.reasoning.name)
+    def channels(self) -> str:
+        """The name of the format whose answers are messages; "" where they are one text."""
+        names = {known.name for known in (self.tools, self.reasoning) if known is not None}
+        return next((name for name in CHANNELS if name in names), "")

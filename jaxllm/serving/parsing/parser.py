@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-import msgspec
-
 from jaxllm.serving.conversation import Tool
+from jaxllm.serving.parsing.channels import MessageReader
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.parsing.harmony import Harmony
+from jaxllm.serving.parsing.muse import Muse
 from jaxllm.serving.parsing.output_format import CallSyntax, OutputFormats
 from jaxllm.serving.parsing.source import (
     WHITESPACE,
@@ -28,8 +28,9 @@ from jaxllm.serving.parsing.source import (
     skip_space,
 )
 from jaxllm.serving.parsing.writer import CallWriter
-from jaxllm.text.reasoning import CITATION_END, ReasoningFormat
+from jaxllm.text.reasoning import CITATION_END, HARMONY, MUSE, ReasoningFormat
 
+_MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse}
 _CITED = re.compile(r"[0-9:,.\[\] ]+")
 
 
@@ -82,18 +83,18 @@ class OutputParser:
         self._space: list[str] = []  # held back
         self._looked_through = 0  # up to this position of the source, for the second time
         self._thoughts = _TrailingSpaceLeftOut(self._source, self._events)
-        self._harmony: Harmony | None = None
-        if formats.has_channels:
+        self._messages: MessageReader | None = None
+        if formats.channels:
             calls = self._format is not None
-            self._harmony = Harmony(
+            self._messages = _MESSAGES[formats.channels](
                 self._source, self._writer, self._events, in_analysis=self._in_reasoning, calls=calls
             )
-        self._scan = self._harmony.answer() if self._harmony else self._answer(formats.reasoning)
+        self._scan = self._messages.answer() if self._messages else self._answer(formats.reasoning)
 
     @property
     def in_reasoning(self) -> bool:
         """Whether what comes next is reasoning."""
-        return self._harmony.in_analysis if self._harmony else self._in_reasoning and not self._writer.count
+        return self._messages.in_analysis if self._messages else self._in_reasoning and not self._writer.count
 
     @property
     def num_tool_calls(self) -> int:
@@ -137,6 +138,9 @@ class OutputParser:
             self._in_reasoning = True
             source.take(len(opened))
             yield from skip_space(source)
+        if self._in_reasoning and reasoning.in_content:
+            yield from self._thinking_aloud(reasoning, opened)
+            return
         if self._in_reasoning:
             self._after_block = True
             yield from self._thinking(reasoning)
@@ -178,6 +182,19 @@ class OutputParser:
             source.take(len(stop))
         except UnfinishedError:
             pass
+
+    def _thinking_aloud(self, reasoning: ReasoningFormat, opened: str) -> Scan[None]:
+        """Reasoning and its marks as the beginning of the content."""
+        source = self._source
+        self._content(("" if opened else reasoning.open) + "".join(source.kept))
+        calls = [syntax.marker for syntax in self._syntaxes if syntax.ends_reasoning]
+        try:
+            stop = yield from copy_until(source, (*reasoning.closes, *calls), self._content)
+            if stop in reasoning.closes:
+                self._content(source.take(len(stop)))
+        except UnfinishedError:
+            pass
+        self._in_reasoning = False
 
     def _text(self) -> Scan[None]:
         """Content up to the next call, and that call."""
@@ -363,39 +380,3 @@ def _merged(events: Iterable[Event]) -> Iterable[Event]:
                 yield ToolArguments(index, "".join(map(attrgetter("text"), fragments)))
         elif text := "".join(map(attrgetter("text"), group)):
             yield kind(text)
-
-
-class ParsedCall(msgspec.Struct):
-    """A call of an answer that is complete."""
-
-    id: str
-    name: str
-    arguments: str
-    """JSON text of an object; what there is of it where the answer broke off or was malformed inside."""
-
-
-class ParsedOutput(msgspec.Struct):
-    """An answer's parts; None where there is no such text."""
-
-    content: str | None
-    reasoning: str | None
-    tool_calls: list[ParsedCall]
-
-
-def join_events(events: Iterable[Event]) -> ParsedOutput:
-    """All the events of one answer as its parts."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: list[tuple[ToolCall, list[str]]] = []
-    for event in events:
-        match event:
-            case Content(text=text):
-                content.append(text)
-            case Reasoning(text=text):
-                reasoning.append(text)
-            case ToolCall():
-                calls.append((event, []))
-            case ToolArguments(index=index, text=text):
-                calls[index][1].append(text)
-    parsed = [ParsedCall(call.id, call.name, "".join(arguments)) for call, arguments in calls]
-    return ParsedOutput("".join(content) or None, "".join(reasoning) or None, parsed)

@@ -56,11 +56,16 @@ async def score_pairs(
     """
     method = score_method(model.config, model.engine.info.tasks)
     _check_fields(model, body, method)
-    pairs = await state.offload(_shorten_pairs, model, pairs, body)
+    names = body.named_texts()
+    short = await state.offload(_shorten_pairs, model, pairs, body, names)
+    names = {
+        cut: names[text] for pair, cuts in zip(pairs, short, strict=True) for text, cut in zip(pair, cuts, strict=True)
+    }
+    pairs = short
     if method == "cosine":
-        return await _cosines(state, model, request, pairs, body, run)
+        return await _cosines(state, model, request, pairs, body, run, names)
     params = PoolingParams(kind="logits", token_ids=_answers(model) if method == "yes_no" else ())
-    prompts = await state.offload(lambda: [_pair_prompt(model, pair, body) for pair in pairs])
+    prompts = await state.offload(lambda: [_pair_prompt(model, pair, body, names) for pair in pairs])
     logits = np.stack(await run.run(request, prompts, params)).astype(np.float64)
     return _relevance(logits, model.engine.info.tasks, raw=not body.use_activation).tolist()
 
@@ -86,11 +91,17 @@ def _relevance(logits: np.ndarray, tasks: ModelTasks, *, raw: bool) -> np.ndarra
 
 
 async def _cosines(
-    state: ServerState, model: ServedModel, request: Request, pairs: list[Pair], body: ComparisonFields, run: PoolingRun
+    state: ServerState,
+    model: ServedModel,
+    request: Request,
+    pairs: list[Pair],
+    body: ComparisonFields,
+    run: PoolingRun,
+    names: dict[str, str],
 ) -> list[float]:
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     keep = kept_tokens(model, body)
-    prompts = await state.offload(lambda: [text_prompt(model, text, keep, _quoted(text)) for text in texts])
+    prompts = await state.offload(lambda: [text_prompt(model, text, keep, names[text]) for text in texts])
     vectors = np.stack(await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     unit = dict(zip(texts, units, strict=True))
@@ -124,10 +135,12 @@ def _answers(model: ServedModel) -> tuple[int, int]:
     return ids[0][0], ids[1][0]
 
 
-def _pair_prompt(model: ServedModel, pair: Pair, body: ComparisonFields) -> list[int]:
+def _pair_prompt(model: ServedModel, pair: Pair, body: ComparisonFields, names: dict[str, str]) -> list[int]:
     """Token ids of one pair, its document cut where the whole is longer than truncate_prompt_tokens."""
     query, document = pair
-    keep, source = kept_tokens(model, body), _quoted(document)
+    keep = kept_tokens(model, body)
+    for text in pair:
+        model.check_length(text, Field(names[text]), may_be_cut=True)
     ids = _encode_pair(model, query, document, body)
     length = len(model.tokenizer.encode(document, add_special_tokens=False)) if len(ids) > keep else 0
     while len(ids) > keep:
@@ -138,19 +151,17 @@ def _pair_prompt(model: ServedModel, pair: Pair, body: ComparisonFields) -> list
                 "truncate_prompt_tokens",
             )
         ids = _encode_pair(model, query, _first_tokens(model, document, length), body)
-    return check_length(model, ids, source)
+    return check_length(model, ids, names[document])
 
 
 def _encode_pair(model: ServedModel, query: str, document: str, body: ComparisonFields) -> list[int]:
-    for text in (query, document):
-        model.check_length(text, Field(_quoted(text)), may_be_cut=True)
     if not _judges(model):
         return model.tokenizer.encode_pair(query, document)
     text = JUDGE_PROMPT.format(instruction=body.instruction or INSTRUCTION, query=query, document=document)
     return model.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields) -> list[Pair]:
+def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields, names: dict[str, str]) -> list[Pair]:
     limits = body.max_tokens_per_query, body.max_tokens_per_doc
     if not any(limits):
         return pairs
@@ -158,6 +169,7 @@ def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields
 
     def shorten(text: str, limit: int | None) -> str:
         if limit and (text, limit) not in known:
+            model.check_length(text, Field(names[text]), may_be_cut=True)
             known[text, limit] = _first_tokens(model, text, limit)
         return known.get((text, limit), text)
 
@@ -165,11 +177,5 @@ def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields
 
 
 def _first_tokens(model: ServedModel, text: str, count: int) -> str:
-    model.check_length(text, Field(_quoted(text)), may_be_cut=True)
     ids = model.tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= count else model.tokenizer.decode(ids[:count], skip_special_tokens=False)
-
-
-def _quoted(text: str) -> str:
-    """How an error names one text of many."""
-    return f"the text {text[:40]!r}{'…' if len(text) > 40 else ''}"

@@ -30,7 +30,7 @@ async def input_prompts(state: ServerState, model: ServedModel, body: InputField
 
 def text_prompt(model: ServedModel, text: str, keep: int, source: str, side: str = "right") -> list[int]:
     """Token ids of a text with its special tokens, which stay when it is cut to `keep` tokens."""
-    ids = model.encode(text, Field(source), may_be_cut=keep <= longest_prompt(model))
+    ids = model.encode(text, Field(source), may_be_cut=keep <= model.engine.info.max_model_len)
     if len(ids) > keep:
         plain = model.tokenizer.encode(text, add_special_tokens=False)
         start = next(i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
@@ -47,7 +47,7 @@ def text_prompt(model: ServedModel, text: str, keep: int, source: str, side: str
 
 def kept_tokens(model: ServedModel, fields: PoolingFields) -> int:
     """How many tokens truncate_prompt_tokens leaves; more than any text has where it is not set."""
-    longest = longest_prompt(model)
+    longest = model.engine.info.max_model_len
     match fields.truncate_prompt_tokens:
         case None:
             return 2**63
@@ -55,11 +55,6 @@ def kept_tokens(model: ServedModel, fields: PoolingFields) -> int:
             return longest
         case count:
             return min(count, longest)
-
-
-def longest_prompt(model: ServedModel) -> int:
-    """Tokens that a prompt may have: the engine keeps room for one more."""
-    return model.engine.info.max_model_len - 1
 
 
 def cut(ids: list[int], keep: int, side: str = "right") -> list[int]:
@@ -71,11 +66,10 @@ def check_length(model: ServedModel, ids: list[int], source: str) -> list[int]:
     """`ids` again. Raises InvalidRequestError when there are none, or more than the context holds."""
     if not ids:
         raise InvalidRequestError(f"{source} is empty; it must have at least one token", source)
-    longest = longest_prompt(model)
+    longest = model.engine.info.max_model_len
     if len(ids) > longest:
         message = (
-            f"{source} has {len(ids)} tokens; at most {longest} fit the context of {longest + 1}. "
-            "truncate_prompt_tokens cuts what is longer"
+            f"{source} has {len(ids)} tokens; the context holds {longest}. truncate_prompt_tokens cuts what is longer"
         )
         raise ContextLengthError(message, source)
     return ids

@@ -45,6 +45,10 @@ class ComparisonFields(PoolingFields):
     use_activation: bool = True
     """False gives the raw score, before it is made a probability."""
 
+    def named_texts(self) -> dict[str, str]:
+        """Where each of the texts is in the request, such as documents[2]; of equal ones the first."""
+        raise NotImplementedError
+
 
 class ScoreRequest(ComparisonFields):
     text_1: Text | list[Text]
@@ -76,6 +80,9 @@ class ScoreRequest(ComparisonFields):
             )
         return self
 
+    def named_texts(self) -> dict[str, str]:
+        return _named("text_2", self.text_2) | _named("text_1", self.text_1)
+
     @property
     def pairs(self) -> list[tuple[str, str]]:
         first, second = _texts(self.text_1), _texts(self.text_2)
@@ -97,6 +104,9 @@ class DocumentRerankRequest(ComparisonFields):
         if self.documents is None and not self.names_texts:
             raise refuse("documents is required", "documents")
         return self
+
+    def named_texts(self) -> dict[str, str]:
+        return _named("texts" if self.names_texts else "documents", list(self.candidates)) | {self.query: "query"}
 
     @property
     def names_texts(self) -> bool:
@@ -149,6 +159,13 @@ class RerankRequest(DocumentRerankRequest):
 def _texts(value: Text | list[Text]) -> list[str]:
     items = value if isinstance(value, list) else [value]
     return [item.text if isinstance(item, TextDocument) else item for item in items]
+
+
+def _named(field: str, value: Text | list[Text]) -> dict[str, str]:
+    texts = _texts(value)
+    if not isinstance(value, list):
+        return {texts[0]: field}
+    return {text: f"{field}[{index}]" for index, text in reversed(list(enumerate(texts)))}
 
 
 class ClassifyRequest(InputFields):

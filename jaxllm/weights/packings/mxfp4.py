@@ -23,8 +23,11 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 def find(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every MXFP4 matrix, or stack of them, by its name."""
-    return {name: _matrix(Parts(checkpoint, name, name)) for name in modules(checkpoint, "_blocks")}
+    """Every MXFP4 matrix, or stack of them, by the name of its codes.
+
+    What has the name without `_blocks` in other files of gpt-oss lies transposed there.
+    """
+    return {f"{name}_blocks": _matrix(Parts(checkpoint, name, name)) for name in modules(checkpoint, "_blocks")}
 
 
 def _matrix(parts: Parts) -> Packed:

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, knows
 from jaxllm.pallas_kernels.gpu.float8 import from_e4m3, to_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul, matmul
@@ -54,6 +55,7 @@ KINDS: dict[str, Any] = {
     "fp8 blocks": fp8_blocks,
     "4 bits": lambda values: packed(GroupsKind(F32), values),
     "4 bits, symmetric, groups of 96": lambda values: packed(GroupsKind(F32, 4, 96, True), values),
+    "4 bits, symmetric": lambda values: packed(GroupsKind(F32, 4, 32, True), values),
     "4 bits, levels": levels,
     "2 bits": lambda values: packed(GroupsKind(F32, 2, 32), values),
     "8 bits": lambda values: packed(GroupsKind(F32, 8, 32), values),
@@ -133,6 +135,27 @@ def test_one_matrix(kind, rows):
     out = matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=INTERPRET)
     expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("rows", [1, 5, MOST_ROWS])
+@pytest.mark.parametrize("shape", [(136, 96), (40, 4672)], ids=str)
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, levels", "4 bits, symmetric", "2 bits", "8 bits"])
+def test_few_rows(kind, shape, rows):
+    """Of outputs that no block divides; of inputs that are less than a block, and of parts, the last not whole."""
+    weight = KINDS[kind](np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+    (matrix,) = weight.kernel_matrices
+    assert knows(matrix)
+    x = np.random.default_rng(1).standard_normal((rows, shape[1])).astype(np.float32)
+    out = few_rows(jnp.asarray(x), matrix, interpret=INTERPRET)
+    expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max() * shape[1] ** 0.5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int8", "fp8 blocks", "4 bits, symmetric, groups of 96"])
+def test_few_rows_of_other_kinds_are_left_to_other_kernels(kind):
+    (matrix,) = KINDS[kind](np.ones((136, 96), np.float32)).kernel_matrices
+    assert not knows(matrix)
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "fp8"])

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from tests.reference.tiny_configs import classifier, deepseek, gemma, glm, lfm2, llama, mistral, phi, qwen, stablelm
+from tests.reference.tiny_configs import (
+    classifier,
+    cohere,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    lfm2,
+    llama,
+    mistral,
+    olmo,
+    others,
+    phi,
+    qwen,
+    stablelm,
+)
 from tests.reference.tiny_configs.variant import Variant
 
 VARIANTS: dict[str, Variant] = {
@@ -15,6 +33,13 @@ VARIANTS: dict[str, Variant] = {
     **deepseek.VARIANTS,
     **glm.VARIANTS,
     **lfm2.VARIANTS,
+    **olmo.VARIANTS,
+    **exaone.VARIANTS,
+    **cohere.VARIANTS,
+    **granite.VARIANTS,
+    **ernie.VARIANTS,
+    **others.VARIANTS,
+    **gpt_oss.VARIANTS,
 }
 
 CLASSIFIERS: dict[str, Variant] = classifier.VARIANTS

@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.serving.mcp.runs import ToolRun, ToolRuns
-from jaxllm.serving.parsing.parser import ParsedCall
+from jaxllm.serving.parsing.parsed import ParsedCall
 from tests.serving.api_surface import OneTool
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import CACHED, FakeEngine

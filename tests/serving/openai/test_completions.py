@@ -161,3 +161,11 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused(make_client: Any) -> N
     assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:84"]
     response = post(client, prompt="Hi")
     assert response.status_code == 400 and "tokenizer" in response.json()["error"]["message"]
+
+
+def test_without_a_tokenizer_an_echo_has_ids_and_no_text(make_client: Any) -> None:
+    client = make_client(FakeEngine(tokenizer=False))
+    fields = {"prompt": [1, 2], "echo": True, "logprobs": 0, "max_tokens": 1, "return_token_ids": True}
+    choice = post(client, **fields).json()["choices"][0]
+    assert (choice["text"], choice["prompt_token_ids"], choice["token_ids"]) == ("", [1, 2], [84])
+    assert choice["logprobs"]["tokens"] == ["token_id:1", "token_id:2", "token_id:84"]

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.output_format import Tags, ToolFormat
-from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput, join_events
+from jaxllm.serving.parsing.parsed import ParsedOutput, join_events
+from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.text.reasoning import CHANNELS
 
 WEATHER = {
     "type": "object",
@@ -31,9 +33,8 @@ PARIS_CALL = ("get_weather", PARIS)
 TOOLS = [tool("get_weather", WEATHER), tool("get_time")]
 
 
-def parser(
-    tools: str, reasoning: str = "think", *, in_reasoning: bool = False, parse_tools: bool = True
-) -> OutputParser:
+def parser(tools: str, reasoning: str = "", *, in_reasoning: bool = False, parse_tools: bool = True) -> OutputParser:
+    reasoning = reasoning or (tools if tools in CHANNELS else "think")
     formats = detect_formats(None, tools, reasoning)
     return OutputParser(formats, tools=TOOLS, in_reasoning=in_reasoning, parse_tools=parse_tools)
 
@@ -80,12 +81,14 @@ def written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
         else:
             tags = layout.arguments
             assert isinstance(tags, Tags)
+            before, behind = tags.literal or ("", "")
             body = "".join(
                 "".join(tags.open)
                 .replace("{key}", key)
                 .replace("{string}", str(isinstance(value, str)).lower())
                 .replace("{type}", {str: "string", int: "number", list: "array"}[type(value)])
-                + f"{value}{tags.close.replace('{key}', key)}"
+                + (f"{before}{value}{behind}" if any(char in str(value) for char in tags.markup) else str(value))
+                + tags.close.replace("{key}", key)
                 + tags.between * tags.exact
                 for key, value in arguments.items()
             )

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.serving.parsing.formats import TOOL_FORMATS
 from jaxllm.serving.parsing.output_format import ToolFormat
-from jaxllm.serving.parsing.parser import join_events
+from jaxllm.serving.parsing.parsed import join_events
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.parsing.splitting import parser, seen, written
 from tests.serving.parsing.test_grammar import PARIS
@@ -21,11 +21,10 @@ SYMBOL = 2
 @pytest.mark.parametrize("known", TOOL_FORMATS, ids=lambda known: known.name)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_cut_call_is_no_content(known: ToolFormat, streamed: bool) -> None:
-    reasoning = "harmony" if known.name == "harmony" else "think"
     text = written(known, PARIS)
     for end in range(SYMBOL, len(text)):
         cut = text[:end]
-        fresh = parser(known.name, reasoning)
+        fresh = parser(known.name)
         events = [event for piece in (cut if streamed else [cut]) for event in fresh.feed(piece)]
         content, _, _ = seen(join_events([*events, *fresh.finish(cut=True)]))
         assert content is None or cut.strip().isalnum() or cut.strip() in ("to", "to="), cut

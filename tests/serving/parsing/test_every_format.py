@@ -172,6 +172,38 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
         ),
         ("hy_v3", "<tool_call>get_time</tool_call>", [("get_time", "{}")]),
         (
+            "hy_v3_opensource",
+            "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+            "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
+            "</tool_call:opensource>\n<tool_call:opensource>get_time<tool_sep:opensource></tool_call:opensource>\n"
+            "</tool_calls:opensource>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "minicpm5",
+            '<function name="get_weather"><param name="city"><![CDATA[A <b>\n&amp; ]]></b>]]></param>'
+            '<param name="days">2</param></function>\n<function name="get_time"></function>',
+            [("get_weather", '{"city": "A <b>\\n&amp; ]]></b>", "days": 2}'), ("get_time", "{}")],
+        ),
+        (
+            "minicpm5",
+            "<functionname='get_weather'>\n  <paramname='city'>R&amp;D &lt;x></param>\n</function>",
+            [("get_weather", '{"city": "R&D <x>"}')],
+        ),
+        (
+            "minicpm5",
+            '<function name="get_weather"><param name="city">\n<![CDATA[ Paris]]>\n</param></function>',
+            [("get_weather", '{"city": " Paris"}')],
+        ),
+        ("minicpm5", '<function name="get_weather"><param name="city">Paris</function>', [PARIS_CALL]),
+        (
+            "muse",
+            ' to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n'
+            '<atem:parameter name="city">Paris</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|>'
+            '<|start|>assistant to=get_time.get_time<|message|><atem:invoke name="get_time.get_time">\n</atem:invoke>',
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
             "k2_horizon",
             "<ifm|tool_calls><ifm|tool_call>get_weather<ifm|arg_key>city</ifm|arg_key><ifm|arg_value>Paris"
             "</ifm|arg_value></ifm|tool_call>\n<ifm|tool_call>get_time</ifm|tool_call></ifm|tool_calls>",

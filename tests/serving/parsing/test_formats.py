@@ -9,7 +9,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.serving.parsing.aliases import REASONING_ALIASES, TOOL_ALIASES, UNREAD
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
-from jaxllm.text.reasoning import REASONING_FORMATS, opens_reasoning
+from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, opens_reasoning
 
 # What is telling in the families' templates.
 TEMPLATES = {
@@ -28,6 +28,23 @@ TEMPLATES = {
     "dots": ("<dots_function_call><invoke name=", "dots", None),
     "PLaMo 3": ("<|plamo:begin_tool_requests:plamo|> <|plamo:begin_think:plamo|>", "plamo3", "plamo3"),
     "Hy 3": ("<tool_calls><tool_call>' + name + '<tool_sep>' <arg_key> <think></think>", "hy_v3", "think"),
+    "Hy 3, as released": (
+        "{% set HYTK = ':opensource' %}{{ '<tool_calls{}>'.format(HYTK) }}{{ '<tool_sep{}>'.format(HYTK) }}"
+        "{{ '<arg_key{}>'.format(HYTK) }}{{ '<think{}></think{}>'.format(HYTK, HYTK) }}",
+        "hy_v3_opensource",
+        "hy_v3_opensource",
+    ),
+    "MiniCPM5": (
+        "<tools></tools> using:\n<function name=\"function-name\"><param name=\"param-name\">param-value</param>"
+        "{{- '<think>\n\n</think>\n\n' }}",
+        "minicpm5",
+        "think",
+    ),
+    "Muse": (
+        "writing a \"<atem:function_calls>\" block: <atem:invoke name=\"$FUNCTION_NAME\"> # Valid recipients: \"self\"",
+        "muse",
+        "muse",
+    ),
     "K2 Horizon": ("<ifm|tool_calls><ifm|tool_call>", "k2_horizon", None),
     "Step 3": ("<｜tool_calls_begin｜> function <｜tool_sep｜> <steptml:invoke name=", "step3", None),
     "LongCat": ("<longcat_tool_call> <longcat_think>", "longcat", "longcat"),
@@ -182,7 +199,30 @@ def test_aliases_name_formats_and_hide_none() -> None:
     for aliases, formats in ((TOOL_ALIASES, TOOL_FORMATS), (REASONING_ALIASES, REASONING_FORMATS)):
         own = {known.name for known in formats}
         assert set(aliases.values()) <= own and not set(aliases) & own
-    assert detect_formats(None, "openai", "openai_gptoss").has_channels
+    assert detect_formats(None, "openai", "openai_gptoss").channels == "harmony"
+
+
+def test_a_variant_of_the_named_format_that_the_template_speaks() -> None:
+    released = TEMPLATES["Hy 3, as released"][0]
+    formats = detect_formats(released, "hy_v3", "hy_v3")
+    assert formats.tools is not None and formats.tools.name == "hy_v3_opensource"
+    assert formats.reasoning is not None and formats.reasoning.close == "</think:opensource>"
+    formats = detect_formats(TEMPLATES["Hy 3"][0], "hy_v3", "hy_v3")
+    assert formats.tools is not None and formats.tools.name == "hy_v3"
+    assert formats.reasoning is not None and formats.reasoning.close == "</think>"
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_messages_on_channels_are_read_for_calls_and_reasoning_alike(name: str) -> None:
+    for tools, reasoning in ((name, "auto"), ("auto", name), (name, name)):
+        formats = detect_formats(TEMPLATES["Qwen3"][0], tools, reasoning)
+        assert formats.tools is not None and formats.reasoning is not None
+        assert (formats.tools.name, formats.reasoning.name) == (name, name)
+    assert detect_formats(None, "none", name).tools is None
+    assert detect_formats(None, name, "none").reasoning is None
+    for tools, reasoning in ((name, "think"), ("hermes", name)):
+        with pytest.raises(ConfigError, match=f"'{tools}' and reasoning_parser is '{reasoning}'.*both must be {name}"):
+            detect_formats(None, tools, reasoning)
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
@@ -218,6 +258,23 @@ def test_markers_of_one_format_are_told_apart_at_once() -> None:
 def test_opens_reasoning(prompt: str, continued: str, opens: bool) -> None:
     assert opens_reasoning(detect_formats(None, reasoning_parser="think").reasoning, prompt, continued) is opens
     assert opens_reasoning(detect_formats(None, reasoning_parser="none").reasoning, prompt, continued) is False
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "opens"),
+    [
+        ("kimi_k2", "<|im_assistant|>assistant<|im_middle|>", False),
+        ("kimi_k2", "<|im_assistant|>assistant<|im_middle|><think>", True),
+        ("kimi_k2", "<|im_assistant|>assistant<|im_middle|><think></think>", False),
+        ("hy_v3", "<｜hy_Assistant｜><think>", True),
+        ("hy_v3_opensource", "<｜hy_Assistant:opensource｜><think:opensource>", True),
+        ("hy_v3_opensource", "<｜hy_Assistant:opensource｜><think:opensource></think:opensource>", False),
+        ("minimax_m2_append_think", "]~b]ai\n<think>\n", True),
+        ("muse", "<|start|>assistant", False),
+    ],
+)
+def test_prompts_of_families_that_open_their_reasoning(parser: str, prompt: str, opens: bool) -> None:
+    assert opens_reasoning(detect_formats(None, reasoning_parser=parser).reasoning, prompt) is opens
 
 
 def test_a_model_that_never_opens_its_reasoning() -> None:

@@ -22,7 +22,9 @@ SCRAPS = [
     '<｜DSML｜invoke name="get_time">', '<｜DSML｜parameter name="days" string="false">', "</｜DSML｜parameter>",
     "Action: ", " to=functions.get_weather", "analysis", "final", "(", ")", "city=", "'a\\'b\\x41'", "True",
     '"tool_name"', '{"name": "get_news", "arguments": {"a": [1]}}', '{"name": "get_time", "arguments": "soon"}',
-    "get_news(a=(1, 2))", '<invoke name="get_news">', "</think>",
+    '<param name="city">', "<![CDATA[", "]]></param>", "&lt;", "to=self<|message|>", "<atem:function_calls>",
+    ' to=get_time<|message|><atem:invoke name="get_time">', "get_news(a=(1, 2))", '<invoke name="get_news">',
+    "</think>",
 ]  # fmt: skip
 formats = st.builds(OutputFormats, st.sampled_from(TOOL_FORMATS), st.sampled_from([None, *REASONING_FORMATS]))
 
@@ -60,7 +62,7 @@ def test_any_split_gives_what_the_whole_gives(answer, data, in_reasoning: bool, 
 def test_text_without_calls_or_reasoning_comes_back_whole(answer) -> None:
     chosen, text = answer
     content, reasoning, calls = seen(parse_whole(fresh(OutputFormats(chosen.tools, None)), text))
-    if chosen.has_channels:
+    if chosen.channels:
         return  # its markers are no text
     assert reasoning is None
     if not calls:

@@ -17,7 +17,8 @@ from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
 from jaxllm.serving.parsing.output_format import OutputFormats, Tags, ToolFormat
-from jaxllm.serving.parsing.parser import OutputParser, ParsedOutput
+from jaxllm.serving.parsing.parsed import ParsedOutput
+from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model
 from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, tool, written
@@ -25,7 +26,8 @@ from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, t
 llguidance = pytest.importorskip("llguidance")
 
 ENDINGS = [
-    "<|end|><|start|>assistant", "]<]minimax[>[</city>", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
+    "<|end|><|start|>assistant", "<|eom|><|start|>assistant", "</atem:parameter>",
+    "]<]minimax[>[</city>", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
     '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
     '<|"|>}', "<escape>}", "}",
 ]  # fmt: skip
@@ -189,6 +191,22 @@ def test_auto_leaves_text_free_and_holds_calls_to_the_schema(words: str, vocabul
         assert not _accepts(vocabulary, outputs, written(known, ("get_news", {})))
 
 
+def test_auto_allows_marks_of_reasoning_that_are_made_of_several_tokens(vocabularies: dict[str, Vocabulary]) -> None:
+    formats = detect_formats(None, "kimi_k3", "kimi_k3")
+    assert formats.tools is not None
+    prose = "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Hi<|close|>response<|sep|>"
+    vocabulary = vocabularies["marked"]
+    outputs = tool_constraint(formats, STRICT, "auto", parallel=True, after=None, special_tokens=vocabulary.special)
+    assert _accepts(vocabulary, outputs, prose)
+    assert _accepts(vocabulary, outputs, prose + written(formats.tools, PARIS))
+    assert not _accepts(vocabulary, outputs, prose + written(formats.tools, ("get_weather", {"days": 2})))
+
+
+def test_calls_whose_beginning_is_marked_are_held_to_strict_schemas() -> None:
+    unmarked = {known.name for known in TOOL_FORMATS if not known.layout.marked}
+    assert unmarked == {"harmony", "muse", "llama3_json", "llama4_pythonic", "glm4", "json"}
+
+
 def test_auto_is_free_where_nothing_is_strict() -> None:
     formats = detect_formats(None, "hermes")
     assert tool_constraint(formats, TOOLS, "auto", parallel=True, after=None, special_tokens={}) is None
@@ -245,6 +263,19 @@ def test_properties_that_a_schema_does_not_name_come_only_where_it_says_so(
     )
     for arguments, ok in (({"at": {"x": 1}}, True), ({"at": {"x": 1, "y": 2}}, accepted), ({"at": {}, "z": 1}, False)):
         assert _accepts(vocabularies["byte"], outputs, written(formats.tools, ("go", arguments))) is ok
+
+
+def test_a_tool_whose_parts_count_its_properties_may_get_others(vocabularies: dict[str, Vocabulary]) -> None:
+    one = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    at_least_two = {"allOf": [one], "minProperties": 2}
+    formats = detect_formats(None, "hermes")
+    assert formats.tools is not None
+    outputs = tool_constraint(
+        formats, [tool("go", at_least_two, strict=True)], "required", parallel=False, after=None, special_tokens={}
+    )
+    good = written(formats.tools, ("go", {"city": "Paris", "x": 1}))
+    assert _accepts(vocabularies["byte"], outputs, good)
+    assert not _accepts(vocabularies["byte"], outputs, written(formats.tools, ("go", {"city": 1, "x": 1})))
 
 
 RAW_STRINGS = [known for known in TOOL_FORMATS if isinstance(known.layout.arguments, Tags) or known.layout.quote]

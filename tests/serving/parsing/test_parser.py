@@ -113,6 +113,14 @@ def test_whitespace_around_calls(answer: str, content: str | None) -> None:
         ("think", "Say <think> and </think>.", False, ("Say <think> and </think>.", None)),
         ("think", "<thin ice", False, ("<thin ice", None)),
         ("deepseek_r1", "Hm.</think>Hi", True, ("Hi", "Hm.")),
+        ("minimax_m2_append_think", "Hm.\n</think>\n\nHi\n", True, ("<think>Hm.\n</think>\n\nHi\n", None)),
+        ("minimax_m2_append_think", "<think>Hm.</think>Hi", True, ("<think>Hm.</think>Hi", None)),
+        ("minimax_m2_append_think", "\nHm. </thi", True, ("<think>\nHm. </thi", None)),
+        ("minimax_m2_append_think", "", True, ("<think>", None)),
+        ("minimax_m2_append_think", "Hi", False, ("Hi", None)),
+        ("hy_v3_opensource", "Hm.</think:opensource>Hi", True, ("Hi", "Hm.")),
+        ("hy_v3_opensource", "<think:opensource>Hm.</think></think:opensource>Hi", False, ("Hi", "Hm.</think>")),
+        ("kimi_k2", "<think>Hm.</think>Hi", False, ("Hi", "Hm.")),
         ("mistral", "[THINK]Hm.[/THINK]Hi", False, ("Hi", "Hm.")),
         ("gemma4", "<|channel>thought\nHm.<channel|>Hi", False, ("Hi", "Hm.")),
         ("none", "<think>Hm.</think>Hi", True, ("<think>Hm.</think>Hi", None)),
@@ -132,8 +140,18 @@ def test_calls_in_reasoning_are_reasoning_where_their_marker_may_be_quoted() -> 
     assert seen(output) == ("Hi", JSON_CALL, [])
 
 
-def test_in_reasoning_follows_the_text() -> None:
-    fresh = parser("hermes")
+def test_a_call_behind_reasoning_that_stays_in_the_content() -> None:
+    call = '<minimax:tool_call>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>'
+    for thought in ("Hm.</think>\n\n", "Hm.\n"):
+        output = parse_every_way(
+            lambda: parser("minimax_m2", "minimax_m2_append_think", in_reasoning=True), thought + call
+        )
+        assert output == (f"<think>{thought.rstrip()}", None, [("get_time", "{}")])
+
+
+@pytest.mark.parametrize("name", ["think", "minimax_m2_append_think"])
+def test_in_reasoning_follows_the_text(name: str) -> None:
+    fresh = parser("hermes", name)
     states = []
     for piece in ("<think>", "Hm.", "</think>", "Hi"):
         fresh.feed(piece)

@@ -214,7 +214,7 @@ def test_cutting_keeps_special_tokens(
 
 def test_cutting_to_the_context(client: TestClient, engine: FakeEngine) -> None:
     embed(client, input=["x" * 1000, "y", [5] * 1000], truncate_prompt_tokens=-1)
-    assert sorted(len(seen[0]) for seen in engine.pooled) == [2, CONTEXT - 1, CONTEXT - 1]
+    assert sorted(len(seen[0]) for seen in engine.pooled) == [2, CONTEXT, CONTEXT]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_cutting_to_the_context(client: TestClient, engine: FakeEngine) -> None:
         ({"input": [[1, 300]]}, "input[0]", "input[0] has token id 300; ids go from 0 to 299"),
         ({"input": [-1]}, "input", "input has token id -1"),
         ({"input": ["a"] * 2049}, "input", "input has 2049 entries; at most 2048"),
-        ({"input": ["a", "x" * 300]}, "input[1]", f"input[1] has 301 tokens; at most 255 fit the context of {CONTEXT}"),
+        ({"input": ["a", "x" * 300]}, "input[1]", f"input[1] has 301 tokens; the context holds {CONTEXT}."),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1, or 1 or more"),
         ({"input": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "1 special tokens leave no room"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),

@@ -223,7 +223,7 @@ def test_only_the_document_is_cut_out_of_the_judges_prompt(make_client: Any) -> 
     post(client, "/score", text_1="q", text_2="abcdefgh", truncate_prompt_tokens=around + 3)
     assert engine.pooled[0][0] == tokenizer.encode(PROMPT.format(WEB_SEARCH, "q", "abc"), add_special_tokens=False)
     post(client, "/score", text_1="q", text_2="x" * 5000, truncate_prompt_tokens=-1)
-    assert len(engine.pooled[1][0]) == 1023
+    assert len(engine.pooled[1][0]) == 1024
     short = {"text_1": "q", "text_2": "abc", "truncate_prompt_tokens": around}
     error = client.post("/score", json=short).json()["error"]
     assert error["param"] == "truncate_prompt_tokens" and "leaves no room for a document" in error["message"]
@@ -237,7 +237,22 @@ def test_only_the_document_is_cut_out_of_the_judges_prompt(make_client: Any) -> 
         ("/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1", "text_1 has 2 entries and text_2 1"),
         ("/score", {"text_1": "a", "text_2": []}, "text_2", "text_2 has 0 entries; it must have from 1 to 2048"),
         ("/score", {"text_1": "a", "text_2": 5}, "text_2", "text_2 is 5"),
-        ("/score", {"text_1": "a", "text_2": "b" * 300}, None, f"at most 255 fit the context of {CONTEXT}"),
+        (
+            "/score",
+            {"text_1": "a", "text_2": "b" * 300},
+            "text_2",
+            f"text_2 has 301 tokens; the context holds {CONTEXT}",
+        ),
+        ("/score", {"text_1": ["b" * 300] * 2, "text_2": ["a"] * 2}, "text_1[0]", "text_1[0] has 301 tokens"),
+        ("/rerank", {"query": "b" * 300, "documents": ["a"]}, "query", "query has 301 tokens"),
+        ("/rerank", {"query": "a", "documents": ["b", "c" * 300]}, "documents[1]", "documents[1] has 301 tokens"),
+        ("/rerank", {"query": "a", "texts": ["b", "c" * 300]}, "texts[1]", "texts[1] has 301 tokens"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b", "c" * 300], "max_tokens_per_doc": 299},
+            "documents[1]",
+            "documents[1] has 300 tokens",
+        ),
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "no place in how this model"),
         ("/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation", "a cosine has no"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "documents is []"),

@@ -56,7 +56,7 @@ export function chatRequest(settings: Settings, history: Message[]): Record<stri
   };
 }
 
-function chatMessages(settings: Settings, history: Message[]): ChatMessage[] {
+export function chatMessages(settings: Settings, history: Message[]): ChatMessage[] {
   const system: ChatMessage[] = settings.system ? [{ role: "system", content: settings.system }] : [];
   return [...system, ...history.flatMap((message) => (message.role === "user" ? [{ role: "user" as const, content: withFiles(message) }] : answerMessages(message)))];
 }

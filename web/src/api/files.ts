@@ -1,11 +1,14 @@
 import type { UserMessage } from "../store/messages";
 
-/** What the model reads of a message: its files first, each in a fence that is longer than any in it. */
+/** A text between fences that are longer than any in it. */
+export function fenced(text: string): string {
+  const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
+  const fence = "`".repeat(longest + 1);
+  return `${fence}\n${text}\n${fence}`;
+}
+
+/** What the model reads of a message: its files first, each in fences. */
 export function withFiles(message: UserMessage): string {
-  const files = message.files.map(({ name, text }) => {
-    const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
-    const fence = "`".repeat(longest + 1);
-    return `${name}:\n${fence}\n${text}\n${fence}`;
-  });
+  const files = message.files.map(({ name, text }) => `${name}:\n${fenced(text)}`);
   return [...files, message.text].filter(Boolean).join("\n\n");
 }

@@ -1,5 +1,7 @@
 /** Server-sent events, as https://html.spec.whatwg.org/multipage/server-sent-events.html parses them. */
 
+import { APIError } from "./http";
+
 export interface ServerEvent {
   event: string;
   data: string;
@@ -40,16 +42,21 @@ export class EventParser {
   }
 }
 
+/** The events of a response's body. Throws APIError (status 0) where the connection breaks. */
 export async function* readEvents(body: ReadableStream<Uint8Array>): AsyncGenerator<ServerEvent> {
   const parser = new EventParser();
   const reader = body.pipeThrough(new TextDecoderStream() as ReadableWritablePair<string, Uint8Array>).getReader();
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(broken);
       if (done) return;
       yield* parser.push(value);
     }
   } finally {
     await reader.cancel().catch(() => {}); // an aborted stream refuses, and has ended already
   }
+}
+
+function broken(error: unknown): never {
+  throw error instanceof TypeError ? new APIError(0, error.message) : error;
 }

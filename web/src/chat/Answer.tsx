@@ -55,8 +55,9 @@ export const Answer = memo(function Answer({ conversationId, id, index, count, b
   return (
     <article className="turn answer" aria-label={t("assistant")} aria-busy={running}>
       {message.parts.map(partOf)}
-      {running && message.parts.length === 0 && <p className="waiting"><span className="dots" aria-hidden />{t("waiting")}</p>}
-      {message.error !== null && (
+      {running && message.parts.length === 0 && message.error === null && <p className="waiting"><span className="dots" aria-hidden />{t("waiting")}</p>}
+      {message.error !== null && running && <Alert type="warning" showIcon title={message.error} />}
+      {message.error !== null && !running && (
         <Alert type="error" showIcon title={t("failed", { why: message.error })} action={last ? <Button size="small" onClick={() => regenerate(conversationId, id)}>{t("retry")}</Button> : undefined} />
       )}
       <div className="answer-foot">

@@ -6,6 +6,7 @@ import { go } from "../router";
 import { useServer } from "../serverState";
 import { change, createConversation, loadConversation, useConversations } from "../store/conversations";
 import type { Conversation } from "../store/database";
+import { changeDraft, forgetDraft, useDraft } from "../store/drafts";
 import type { TextFile } from "../store/messages";
 import { usePreferences } from "../store/preferences";
 import { path } from "../store/tree";
@@ -14,6 +15,7 @@ import { SettingsDrawer } from "../settings/SettingsDrawer";
 import { useShortcuts } from "../shortcuts";
 import { Composer } from "./Composer";
 import { ContextGauge } from "./ContextGauge";
+import { useDraftTokens } from "./draftTokens";
 import { MessageList } from "./MessageList";
 import { ModelSelect } from "./ModelSelect";
 import { say, stop, useRuns } from "./run";
@@ -34,9 +36,9 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
   const reachable = useServer((state) => state.reachable);
   const loading = useServer((state) => state.loading);
   const [asksSettings, setAsksSettings] = useState(false);
-  const [draft, setDraft] = useState("");
+  const draft = useDraft(id);
   const { settings, setSettings } = useSettings(conversation);
-  useEffect(() => setDraft(""), [id]);
+  const drafted = useDraftTokens(draft, settings.model);
   useShortcuts({ stop: () => id !== null && stop(id), settings: () => setAsksSettings(true) });
   useEffect(() => {
     document.title = conversation?.title ? `${conversation.title} · jaxllm` : "jaxllm";
@@ -44,7 +46,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
 
   const send = (text: string, files: TextFile[]) => {
     const at = conversation ?? createConversation(settings);
-    setDraft("");
+    forgetDraft(id);
     say(at.id, text, files);
     if (!conversation) go({ page: "chat", id: at.id });
   };
@@ -57,11 +59,11 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
         <Button type="text" icon={listOpen ? <MenuFoldOutlined aria-hidden /> : <MenuUnfoldOutlined aria-hidden />} onClick={onToggleList} aria-expanded={listOpen} aria-label={t(listOpen ? "closeList" : "openList")} />
         <ModelSelect settings={settings} onChange={setSettings} />
         <h1 className="bar-title">{conversation?.title || t("newChat")}</h1>
-        <ContextGauge stats={lastStats} draft={draft} model={settings.model} />
+        <ContextGauge stats={lastStats} drafted={drafted ?? 0} model={settings.model} />
         <Button type="text" icon={<SettingOutlined aria-hidden />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
       </header>
       {loading !== null && <Alert banner type="info" title={t("loadingModel")} description={loading.total ? `${loading.doing}: ${loading.done} / ${loading.total}` : loading.doing} />}
-      {reachable === false && <Alert banner type="error" title={t("unreachable")} />}
+      {reachable === false && <Alert banner type="error" title={`${t("unreachable")} ${t("askedAgain")}`} />}
       {problem !== null && <Alert banner type="warning" title={t("notKept", { why: problem })} />}
       {gone ? (
         <div className="middle"><p>{t("gone")}</p><Button href="#/">{t("newChat")}</Button></div>
@@ -70,9 +72,9 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
       ) : shown.length && conversation ? (
         <MessageList key={`list-${conversation.id}`} conversation={conversation} running={running} />
       ) : (
-        <Start model={settings.model} onChoose={setDraft} />
+        <Start model={settings.model} onChoose={(text) => changeDraft(id, () => ({ text }))} />
       )}
-      {!gone && <Composer key={`composer-${id}`} draft={draft} onDraft={setDraft} settings={settings} onSettings={setSettings} running={running} shown={shown} id={id} onSend={send} />}
+      {!gone && <Composer key={`composer-${id}`} draft={draft} tokens={drafted} settings={settings} onSettings={setSettings} running={running} shown={shown} id={id} onSend={send} />}
       <SettingsDrawer open={asksSettings} onClose={() => setAsksSettings(false)} settings={settings} onChange={setSettings} />
     </main>
   );

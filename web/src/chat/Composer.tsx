@@ -1,24 +1,25 @@
-import { ArrowUpOutlined, FileTextOutlined, PaperClipOutlined, StopFilled, UploadOutlined } from "@ant-design/icons";
+import { ArrowUpOutlined, FileTextOutlined, PaperClipOutlined, UploadOutlined } from "@ant-design/icons";
 import { Attachments, Sender } from "@ant-design/x";
 import { App, Button, Tag } from "antd";
-import { useEffect, useRef, useState } from "react";
+import { useEffect, useRef } from "react";
 import { useT } from "../i18n";
 import { isBase, useServer } from "../serverState";
 import type { Settings } from "../settings/fields";
+import { changeDraft, type Draft } from "../store/drafts";
 import type { TextFile } from "../store/messages";
 import type { TreeNode } from "../store/tree";
 import { useShortcuts } from "../shortcuts";
 import { isTouched, sends } from "./enter";
+import { freeName, isLong } from "./paste";
 import { MAX_FILE_BYTES, MAX_FILE_TEXT, readTextFile } from "./textFiles";
 import { stop } from "./run";
 import { ToolSwitches } from "./ToolSwitches";
 
-const LONG_PASTE = 6000;
-
 interface Props {
   id: string | null;
-  draft: string;
-  onDraft: (text: string) => void;
+  draft: Draft;
+  /** How many it has; null where that is not known. */
+  tokens: number | null;
   settings: Settings;
   onSettings: (settings: Settings) => void;
   running: boolean;
@@ -26,35 +27,42 @@ interface Props {
   onSend: (text: string, files: TextFile[]) => void;
 }
 
-export function Composer({ id, draft, onDraft, settings, onSettings, running, shown, onSend }: Props) {
+export function Composer({ id, draft, tokens, settings, onSettings, running, shown, onSend }: Props) {
   const t = useT();
   const touches = isTouched();
   const base = useServer((state) => isBase(state.models, settings.model));
   const box = useRef<HTMLDivElement>(null);
-  const [files, setFiles] = useState<TextFile[]>([]);
+  const { text: written, files } = draft;
+  const setFiles = (by: (files: TextFile[]) => TextFile[]) => changeDraft(id, (at) => ({ files: by(at.files) }));
+  const { message } = App.useApp();
   const add = useAddFile(setFiles);
   const focus = () => box.current?.querySelector("textarea")?.focus();
   useShortcuts({ focus });
   useEffect(focus, []);
   const submit = (text: string) => {
     if (running || (!text.trim() && !files.length)) return;
-    setFiles([]);
     onSend(text, files);
   };
   const paste = (event: React.ClipboardEvent) => {
     const text = event.clipboardData.getData("text/plain");
-    if (event.clipboardData.files.length || text.length < LONG_PASTE) return;
+    if (event.clipboardData.files.length || !isLong(text)) return;
     event.preventDefault();
-    setFiles((before) => [...before, { name: t("pasted"), text }]);
+    const name = freeName(t("pasted"), files);
+    setFiles((before) => [...before, { name, text }]);
+    message.info(t("pastedNote", { name }));
+  };
+  const intoMessage = (file: TextFile) => {
+    changeDraft(id, (at) => ({ text: [at.text, file.text].filter(Boolean).join("\n\n"), files: at.files.filter((other) => other !== file) }));
+    focus();
   };
   const press = (event: React.KeyboardEvent): void | false => {
     if (sends({ key: event.key, shiftKey: event.shiftKey, isComposing: event.nativeEvent.isComposing }, touches)) {
       event.preventDefault();
-      submit(draft);
+      submit(written);
       return false; // Sender sends only by a button of its own
     }
     if (event.key === "Enter") return false;
-    if (event.key === "ArrowUp" && !draft && !running && shown.length) {
+    if (event.key === "ArrowUp" && !written && !running && shown.length) {
       event.preventDefault();
       const buttons = document.querySelectorAll<HTMLButtonElement>("[data-edit]");
       buttons[buttons.length - 1]?.click();
@@ -63,14 +71,14 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
   return (
     <div className="composer" ref={box}>
       <Sender
-        value={draft} onChange={onDraft} placeholder={t(base ? "textHint" : touches ? "messageHintTouch" : "messageHint")}
+        value={written} onChange={(text) => changeDraft(id, () => ({ text }))} placeholder={t(base ? "textHint" : touches ? "messageHintTouch" : "messageHint")}
         autoSize={{ minRows: 1, maxRows: 10 }} onPaste={paste} onPasteFile={(pasted) => Array.from(pasted).forEach(add)} onKeyDown={press} suffix={false}
         header={files.length > 0 && (
           <div className="files">
             {files.map((file, at) => (
-              <Tag key={at} icon={<FileTextOutlined aria-hidden />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
+              <Tag key={at} icon={<FileButton file={file} onClick={() => intoMessage(file)} />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
                 event.preventDefault();
-                setFiles(files.filter((_, other) => other !== at));
+                setFiles((before) => before.filter((_, other) => other !== at));
               }}>{file.name}</Tag>
             ))}
           </div>
@@ -86,11 +94,14 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
               </Attachments>
               <ToolSwitches settings={settings} onChange={onSettings} />
             </span>
-            {running ? (
-              <Button shape="circle" icon={<StopFilled aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
-            ) : (
-              <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={!draft.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(draft)} />
-            )}
+            <span>
+              {tokens !== null && tokens > 0 && <span className="draft-tokens">{t("tokens", { n: tokens })}</span>}
+              {running ? (
+                <Button shape="circle" icon={<span className="stop-sign" aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
+              ) : (
+                <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={!written.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(written)} />
+              )}
+            </span>
           </div>
         }
       />
@@ -98,7 +109,12 @@ export function Composer({ id, draft, onDraft, settings, onSettings, running, sh
   );
 }
 
-function useAddFile(setFiles: React.Dispatch<React.SetStateAction<TextFile[]>>) {
+function FileButton({ file, onClick }: { file: TextFile; onClick: () => void }) {
+  const name = useT()("intoMessage", { name: file.name });
+  return <button type="button" className="bare" aria-label={name} title={name} onClick={onClick}><FileTextOutlined aria-hidden /></button>;
+}
+
+function useAddFile(setFiles: (by: (files: TextFile[]) => TextFile[]) => void) {
   const t = useT();
   const { message } = App.useApp();
   return (file: File) => {

@@ -1,24 +1,20 @@
 import { Progress, Tooltip } from "antd";
-import { useEffect, useState } from "react";
-import { countTokens } from "../api/server";
 import { useT } from "../i18n";
 import { contextOf, useServer } from "../serverState";
 import type { Stats } from "../store/messages";
 
-const COUNT_AFTER_MS = 300;
-
 interface Props {
   /** Of the last answer. */
   stats: Stats | null;
-  draft: string;
+  /** Tokens of what is being written. */
+  drafted: number;
   model: string | null;
 }
 
 /** How much of the model's context the conversation takes, with what is being written. */
-export function ContextGauge({ stats, draft, model }: Props) {
+export function ContextGauge({ stats, drafted, model }: Props) {
   const t = useT();
   const all = useServer((state) => contextOf(state.models, model));
-  const drafted = useDraftTokens(draft, model);
   if (all === null) return null;
   const used = (stats ? stats.promptTokens + stats.completionTokens : 0) + drafted;
   const text = t("contextUse", { used, all });
@@ -36,18 +32,4 @@ export function ContextGauge({ stats, draft, model }: Props) {
 function compact(count: number): string {
   if (count < 1000) return String(count);
   return count < 10_000 ? `${(count / 1000).toFixed(1)}k` : `${Math.round(count / 1000)}k`;
-}
-
-function useDraftTokens(draft: string, model: string | null): number {
-  const [count, setCount] = useState(0);
-  useEffect(() => {
-    if (!draft) return setCount(0);
-    const controller = new AbortController();
-    const timer = setTimeout(() => void countTokens(draft, model, controller.signal).then(setCount, () => {}), COUNT_AFTER_MS); // the gauge can do without
-    return () => {
-      clearTimeout(timer);
-      controller.abort();
-    };
-  }, [draft, model]);
-  return count;
 }

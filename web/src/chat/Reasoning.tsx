@@ -11,7 +11,7 @@ export function Reasoning({ part }: { part: ReasoningPart }) {
   const [chosen, setChosen] = useState<boolean | null>(null);
   const thinking = part.ended === null;
   const open = chosen ?? thinking;
-  const title = thinking ? t("thinking") : t("thoughtFor", { time: duration(part.ended! - part.started) });
+  const title = thinking ? t("thinking") : part.ended === 0 ? t("thoughts") : t("thoughtFor", { time: duration(part.ended! - part.started) });
   // The click reaches Think's own header, which has no keyboard.
   return (
     <Think className="reasoning" icon={<BulbOutlined aria-hidden />} loading={thinking} blink={thinking} expanded={open} onExpand={setChosen} title={<button type="button" className="bare" aria-expanded={open}>{title}</button>}>

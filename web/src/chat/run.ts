@@ -6,18 +6,27 @@ import { streamCompletion } from "../api/completions";
 import { APIError } from "../api/http";
 import { streamResponse } from "../api/responses";
 import { translate } from "../i18n";
-import { isBase, useServer } from "../serverState";
+import type { Texts } from "../i18n/en";
+import { isBase, isLost, untilReachable, useServer } from "../serverState";
 import { usesTools } from "../settings/fields";
-import { change, changeMessage, changeTree, newId, titleOf, useConversations } from "../store/conversations";
-import { decide, ended, grow, newAnswer, pendingCalls, type AssistantMessage, type Message, type StreamEvent, type TextFile } from "../store/messages";
+import { change, changeMessage, changeTree, newId, useConversations } from "../store/conversations";
+import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type TextFile, type UserMessage } from "../store/messages";
 import { usePreferences } from "../store/preferences";
 import { append, branch, lineage, path, ROOT } from "../store/tree";
+import { firstWords, nameAfterAnswer } from "./titles";
+
+/** How often in a row a connection may break before anything has come. */
+const MAX_FAILURES = 3;
 
 /** Conversation -> what stops its answer. */
 export const useRuns = create<Record<string, AbortController>>()(() => ({}));
 
 export function stop(id: string): void {
   useRuns.getState()[id]?.abort();
+}
+
+export function stopAll(): void {
+  Object.keys(useRuns.getState()).forEach(stop);
 }
 
 /** Say something at the end of what is shown; approvals that are still asked for there are refused. */
@@ -30,8 +39,9 @@ export function say(id: string, text: string, files: TextFile[]): void {
     }));
   }
   const userId = newId();
-  changeTree(id, (tree) => append(tree, last?.id ?? ROOT, userId, { role: "user", text, files, created: Date.now() }));
-  change(id, (at) => (at.title ? at : { ...at, title: titleOf(text || files[0]?.name || "") }));
+  const said: UserMessage = { role: "user", text, files, created: Date.now() };
+  changeTree(id, (tree) => append(tree, last?.id ?? ROOT, userId, said));
+  change(id, (at) => (at.title ? at : { ...at, title: firstWords(said) }));
   answer(id, userId);
 }
 
@@ -76,6 +86,14 @@ function answer(id: string, parent: string): void {
   void run(id, messageId);
 }
 
+/** What takes in the events that have come, for each answer under way. */
+const intakes = new Set<() => void>();
+
+/** Take in at once all that has come. */
+export function takeIn(): void {
+  for (const apply of intakes) apply();
+}
+
 /** Fill an answer until its stream ends; its events are taken in once a frame. */
 async function run(id: string, messageId: string): Promise<void> {
   stop(id);
@@ -87,23 +105,59 @@ async function run(id: string, messageId: string): Promise<void> {
     const events = waiting.splice(0);
     if (events.length) changeMessage(id, messageId, onAnswer((at) => events.reduce((grown, [event, when]) => grow(grown, event, when, sent), at)));
   };
+  intakes.add(apply);
   const timer = setInterval(apply, 33); // a frame does not come while the tab is hidden
   const end = (by: (at: AssistantMessage) => AssistantMessage) => {
     apply();
     changeMessage(id, messageId, onAnswer(by));
   };
   try {
-    for await (const event of events(id, messageId, controller.signal)) waiting.push([event, Date.now()]);
+    for (let failures = 0; ; ) {
+      try {
+        for await (const event of events(id, messageId, controller.signal)) {
+          waiting.push([event, Date.now()]);
+          failures = 0;
+        }
+        break;
+      } catch (error) {
+        apply();
+        if (!connectionBroke(error) || ++failures > MAX_FAILURES || !goBack(id, messageId)) throw error;
+        await Promise.race([untilReachable(), whenAborted(controller.signal)]);
+        changeMessage(id, messageId, onAnswer((at) => ({ ...at, error: null })));
+      }
+    }
     end((at) => (at.state === "running" ? ended(at, "done", Date.now()) : at));
+    void nameAfterAnswer(id);
   } catch (error) {
     if (error instanceof APIError && error.status === 401) refused.set(messageId, id);
     if (controller.signal.aborted) end((at) => ended(at, "stopped", Date.now()));
     else end((at) => ended(at, "failed", Date.now(), describe(error)));
   } finally {
     clearInterval(timer);
+    intakes.delete(apply);
     const { [id]: mine, ...others } = useRuns.getState();
     if (mine === controller) useRuns.setState(others, true);
   }
+}
+
+/** Make an answer ready to be asked for again; false where that cannot be done. */
+function goBack(id: string, messageId: string): boolean {
+  const { message } = node(id, messageId);
+  const kept = message.role === "assistant" ? resumable(message) : null;
+  if (kept) changeMessage(id, messageId, () => ({ ...kept, error: words("reconnecting") }));
+  return kept !== null;
+}
+
+function connectionBroke(error: unknown): boolean {
+  return error instanceof APIError && error.status !== 503 && isLost(error);
+}
+
+function whenAborted(signal: AbortSignal): Promise<never> {
+  return new Promise((_, reject) => {
+    const fail = () => reject(new DOMException("stopped", "AbortError"));
+    if (signal.aborted) fail();
+    signal.addEventListener("abort", fail, { once: true });
+  });
 }
 
 /** Answers that the server refused for want of a key: message -> conversation. */
@@ -126,9 +180,13 @@ function events(id: string, messageId: string, signal: AbortSignal): AsyncGenera
 }
 
 function describe(error: unknown): string {
-  if (error instanceof APIError && error.status === 401) return translate(usePreferences.getState().language)("keyMissing");
-  if (error instanceof APIError && error.status === 0) return `${translate(usePreferences.getState().language)("unreachable")} ${error.message}`;
+  if (error instanceof APIError && error.status === 401) return words("keyMissing");
+  if (connectionBroke(error)) return words("connectionLost");
   return error instanceof Error ? error.message : String(error);
+}
+
+function words(name: keyof Texts): string {
+  return translate(usePreferences.getState().language)(name);
 }
 
 function conversation(id: string) {

@@ -1,16 +1,13 @@
-import {
-  ApiOutlined, DeleteOutlined, EditOutlined, EllipsisOutlined, ExportOutlined, ImportOutlined, PlusOutlined, PushpinFilled, PushpinOutlined, SearchOutlined,
-} from "@ant-design/icons";
+import { ApiOutlined, ExportOutlined, ImportOutlined, PlusOutlined, PushpinFilled, SearchOutlined } from "@ant-design/icons";
 import { Conversations } from "@ant-design/x";
-import { App, Button, Input, type InputRef } from "antd";
+import { Button, Input, type InputRef } from "antd";
 import { useEffect, useMemo, useRef, useState } from "react";
-import { stop } from "../chat/run";
 import { useT } from "../i18n";
-import { inSide } from "../popups";
 import { hrefOf, useRoute, go } from "../router";
 import { searchContents, type Entry } from "../store/database";
-import { changeEntry, removeConversation, useConversations } from "../store/conversations";
+import { useConversations } from "../store/conversations";
 import { useShortcuts } from "../shortcuts";
+import { useEntryMenu } from "./entryMenu";
 import { useTransfer } from "./transfer";
 import { SideMenu } from "./SideMenu";
 
@@ -89,42 +86,4 @@ function useFound(words: string): Entry[] | null {
     const found = entries?.filter((entry) => !wanted || entry.title.toLocaleLowerCase().includes(wanted) || within.has(entry.id));
     return found ? found.sort((a, b) => Number(b.pinned) - Number(a.pinned) || b.updated - a.updated) : null;
   }, [entries, wanted, within]);
-}
-
-function useEntryMenu() {
-  const t = useT();
-  const { modal } = App.useApp();
-  const { exportOne } = useTransfer();
-  const rename = (entry: Entry) => {
-    let title = entry.title;
-    const save = () => changeEntry(entry.id, { title: title.trim() || entry.title });
-    const dialog = modal.confirm({
-      title: t("rename"), icon: null, okText: t("save"), cancelText: t("cancel"), autoFocusButton: null,
-      content: <Input autoFocus aria-label={t("rename")} defaultValue={title} onChange={(event) => (title = event.target.value)} onPressEnter={(event) => {
-        if (event.nativeEvent.isComposing) return;
-        void save();
-        dialog.destroy();
-      }} />,
-      onOk: save,
-    });
-  };
-  const remove = (entry: Entry) =>
-    void modal.confirm({
-      title: t("deleteTitle"), content: t("deleteText", { name: entry.title || t("untitled") }), okText: t("delete"), cancelText: t("cancel"), okButtonProps: { danger: true },
-      onOk: async () => {
-        stop(entry.id);
-        if (location.hash === hrefOf({ page: "chat", id: entry.id })) go({ page: "new" });
-        await removeConversation(entry.id);
-      },
-    });
-  return (entry: Entry) => ({
-    trigger: () => <Button type="text" size="small" className="entry-menu" icon={<EllipsisOutlined aria-hidden />} aria-label={t("moreFor", { name: entry.title || t("untitled") })} />,
-    getPopupContainer: inSide,
-    items: [
-      { key: "rename", icon: <EditOutlined aria-hidden />, label: t("rename"), onClick: () => rename(entry) },
-      { key: "pin", icon: <PushpinOutlined aria-hidden />, label: entry.pinned ? t("unpin") : t("pin"), onClick: () => void changeEntry(entry.id, { pinned: !entry.pinned }) },
-      { key: "export", icon: <ExportOutlined aria-hidden />, label: t("export"), onClick: () => void exportOne(entry) },
-      { key: "delete", icon: <DeleteOutlined aria-hidden />, label: t("delete"), danger: true, onClick: () => remove(entry) },
-    ],
-  });
 }

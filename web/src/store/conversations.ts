@@ -6,6 +6,7 @@ import * as database from "./database";
 import type { Conversation, Entry } from "./database";
 import type { Message } from "./messages";
 import { EMPTY, lineage, linear, merge, update, type Tree } from "./tree";
+import { keep, recover } from "./unwritten";
 import type { Settings } from "../settings/fields";
 
 const TITLE_LENGTH = 60;
@@ -28,10 +29,19 @@ export const useConversations = create<State>()(() => ({ entries: null, loaded: 
 
 const { getState, setState } = useConversations;
 const pending = new Map<string, ReturnType<typeof setTimeout>>();
+/** The conversations as the database has them. */
+const written = new Map<string, Conversation>();
+let recovered: Promise<void> | null = null;
+
+/** Once, before anything is read. */
+function whenRecovered(): Promise<void> {
+  return (recovered ??= recover());
+}
 
 export async function loadEntries(): Promise<void> {
   try {
-    setState({ entries: await database.listEntries() });
+    const problem = await whenRecovered().then(() => null, String);
+    setState({ entries: await database.listEntries(), problem });
   } catch (error) {
     setState({ entries: [], problem: String(error) });
   }
@@ -41,7 +51,9 @@ export async function loadEntries(): Promise<void> {
 export async function loadConversation(id: string): Promise<Conversation | null> {
   const known = getState().loaded[id];
   if (known) return known;
+  await whenRecovered().catch(() => {}); // loadEntries() tells of it
   const conversation = await database.readConversation(id).catch(() => null);
+  if (conversation) written.set(id, conversation);
   if (conversation) setState(({ loaded }) => ({ loaded: { ...loaded, [id]: loaded[id] ?? conversation } }));
   return conversation;
 }
@@ -73,6 +85,7 @@ async function write(id: string): Promise<void> {
   if (!conversation) return;
   await database.writeConversation(conversation).then(
     (tree) => {
+      written.set(id, conversation);
       const now = getState().loaded[id];
       if (now && tree !== conversation.tree) take({ ...now, tree });
       setState({ problem: null });
@@ -104,17 +117,25 @@ function take(theirs: Conversation): void {
   setState(({ entries, loaded }) => {
     const { settings: _, tree: __, ...entry } = theirs;
     const tree = loaded[theirs.id] ? merge(loaded[theirs.id]!.tree, theirs.tree) : theirs.tree;
-    return { loaded: { ...loaded, [theirs.id]: { ...theirs, tree } }, entries: [...(entries ?? []).filter((other) => other.id !== theirs.id), entry] };
+    const taken = { ...theirs, tree };
+    if (written.get(theirs.id) === loaded[theirs.id]) written.set(theirs.id, taken);
+    return { loaded: { ...loaded, [theirs.id]: taken }, entries: [...(entries ?? []).filter((other) => other.id !== theirs.id), entry] };
   });
 }
 
 function forget(id: string): void {
   clearTimeout(pending.get(id));
   pending.delete(id);
+  written.delete(id);
   setState(({ entries, loaded }) => {
     const { [id]: _, ...others } = loaded;
     return { loaded: others, entries: (entries ?? []).filter((entry) => entry.id !== id) };
   });
+}
+
+/** The page is being closed: keep what has not been written. */
+export function keepUnwritten(): void {
+  keep(Object.values(getState().loaded).map((now) => ({ now, written: written.get(now.id) })).filter((one) => one.now !== one.written));
 }
 
 /** Write at once what waits to be written. */
@@ -150,14 +171,29 @@ export async function removeConversation(id: string): Promise<void> {
   tabs?.postMessage({ id, removed: true } satisfies Notice);
 }
 
+export async function removeAll(): Promise<void> {
+  const ids = (getState().entries ?? []).map(({ id }) => id);
+  ids.forEach(forget);
+  await database.deleteAll();
+  for (const id of ids) tabs?.postMessage({ id, removed: true } satisfies Notice);
+}
+
 /** A new conversation of all that was said down to a message. */
 export function fork(conversation: Conversation, messageId: string): Conversation {
-  return createConversation(conversation.settings, conversation.title, linear(lineage(conversation.tree, messageId)));
+  const titles = (getState().entries ?? []).map(({ title }) => title);
+  return createConversation(conversation.settings, branchTitle(conversation.title, titles), linear(lineage(conversation.tree, messageId)));
 }
 
 export async function importConversations(conversations: Conversation[]): Promise<void> {
   for (const conversation of conversations) await database.writeConversation(conversation);
   await loadEntries();
+}
+
+/** "Trees" → "Trees (2)", or the next number that no title has. */
+export function branchTitle(title: string, titles: string[]): string {
+  if (!title) return "";
+  const stem = title.replace(/ \(\d+\)$/, "");
+  for (let number = 2; ; number++) if (!titles.includes(`${stem} (${number})`)) return `${stem} (${number})`;
 }
 
 export function titleOf(text: string): string {

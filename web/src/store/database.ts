@@ -69,6 +69,15 @@ export async function writeConversation(conversation: Conversation): Promise<Tre
   return merged;
 }
 
+/** Take in what was kept of a conversation, perhaps a part of its messages, unless the conversation has been deleted since. */
+export async function restore(kept: Conversation): Promise<void> {
+  const { settings: _, tree, ...entry } = kept;
+  const before = await readAsKept(kept.id);
+  const whole = Object.values(tree.nodes).every((node) => node.children.every((id) => id in tree.nodes)) && tree.children.every((id) => id in tree.nodes);
+  if (before && before.updated > entry.updated) await writeConversation({ ...before, tree: merge(tree, before.tree) });
+  else if (before || whole) await writeConversation(kept);
+}
+
 export async function writeEntry(entry: Entry): Promise<void> {
   const { id, title, pinned, created, updated } = entry;
   await (await open()).put("entries", { id, title, pinned, created, updated });
@@ -77,6 +86,11 @@ export async function writeEntry(entry: Entry): Promise<void> {
 export async function deleteConversation(id: string): Promise<void> {
   const transaction = (await open()).transaction(["entries", "contents"], "readwrite");
   await Promise.all([transaction.objectStore("entries").delete(id), transaction.objectStore("contents").delete(id), transaction.done]);
+}
+
+export async function deleteAll(): Promise<void> {
+  const transaction = (await open()).transaction(["entries", "contents"], "readwrite");
+  await Promise.all([transaction.objectStore("entries").clear(), transaction.objectStore("contents").clear(), transaction.done]);
 }
 
 /** The ids of the conversations in which something said contains `words`, whatever their case. */
@@ -98,7 +112,8 @@ export async function readAll(): Promise<Conversation[]> {
   return conversations.filter((conversation) => conversation !== null);
 }
 
-function settled(tree: Tree): Tree {
+/** The same, but answers under way have stopped. */
+export function settled(tree: Tree): Tree {
   const nodes = Object.entries(tree.nodes).map(([id, node]) => {
     const { message } = node;
     const running = message.role === "assistant" && message.state === "running";

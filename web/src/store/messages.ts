@@ -32,6 +32,7 @@ export interface ReasoningPart {
   kind: "reasoning";
   text: string;
   started: number;
+  /** Null while it goes on; 0: when is not known, in an imported conversation. */
   ended: number | null;
 }
 
@@ -80,6 +81,7 @@ export interface AssistantMessage {
   model: string;
   created: number;
   state: AnswerState;
+  /** What went wrong, or, while it runs, why nothing comes. */
   error: string | null;
   stats: Stats | null;
 }
@@ -171,6 +173,13 @@ export function textOf(message: Message): string {
 export function canContinue(answer: AssistantMessage): boolean {
   const last = answer.parts.at(-1);
   return (answer.state === "cut" || answer.state === "stopped" || answer.state === "failed") && last?.kind === "text" && last.text !== "";
+}
+
+/** What of an answer is kept when its connection breaks and it is asked for again; null: it cannot be, since tools have run. */
+export function resumable(answer: AssistantMessage): AssistantMessage | null {
+  if (answer.parts.some((part) => part.kind === "call")) return null;
+  const last = answer.parts.at(-1);
+  return last?.kind === "text" && last.text !== "" ? answer : { ...answer, parts: [] };
 }
 
 function addText(parts: Part[], event: StreamEvent & { type: "text" | "reasoning" }, now: number): Part[] {

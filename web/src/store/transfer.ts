@@ -2,6 +2,8 @@
 
 import { DEFAULTS } from "../settings/fields";
 import type { Conversation } from "./database";
+import { fromChatGPT, isChatGPT } from "./imports/chatgpt";
+import { fromOpenWebUI, isOpenWebUI } from "./imports/openwebui";
 import { EMPTY, path, type Tree } from "./tree";
 
 const FORMAT = "jaxllm-conversations";
@@ -13,8 +15,14 @@ export function exportText(conversations: Conversation[]): string {
 
 /** The conversations of an exported file, under new ids. Throws an Error that says what is wrong with it. */
 export function importText(text: string, newId: () => string): Conversation[] {
-  const file = JSON.parse(text) as { format?: unknown; version?: unknown; conversations?: unknown };
-  if (file.format !== FORMAT) throw new Error(`format is ${JSON.stringify(file.format)}, not "${FORMAT}"`);
+  const file: unknown = JSON.parse(text);
+  if (Array.isArray(file) && file.length === 0) throw new Error("the list is empty");
+  return Array.isArray(file) ? file.map((item, at) => foreign(item, at, newId)) : ownConversations(file, newId);
+}
+
+function ownConversations(given: unknown, newId: () => string): Conversation[] {
+  const file = (given ?? {}) as { format?: unknown; version?: unknown; conversations?: unknown };
+  if (file.format !== FORMAT) throw new Error(`it is an export of neither this page, ChatGPT nor Open WebUI: format is ${JSON.stringify(file.format)}, not "${FORMAT}"`);
   if (file.version !== VERSION) throw new Error(`version is ${JSON.stringify(file.version)}; this page reads version ${VERSION}`);
   if (!Array.isArray(file.conversations)) throw new Error("conversations is not a list");
   return (file.conversations as Conversation[]).map((conversation, at) => {
@@ -30,6 +38,17 @@ export function importText(text: string, newId: () => string): Conversation[] {
       tree: { ...EMPTY, ...conversation.tree },
     };
   });
+}
+
+/** A conversation of ChatGPT's or Open WebUI's list. */
+function foreign(item: unknown, at: number, newId: () => string): Conversation {
+  try {
+    if (isChatGPT(item)) return fromChatGPT(item, newId);
+    if (isOpenWebUI(item)) return fromOpenWebUI(item, newId);
+  } catch (error) {
+    throw new Error(`item ${at} cannot be read: ${error instanceof Error ? error.message : String(error)}`);
+  }
+  throw new Error(`item ${at} of the list is a conversation of neither ChatGPT (with "mapping") nor Open WebUI (with "chat.history")`);
 }
 
 /** Whether every message is where its parent says it is, and is one. */
