@@ -201,7 +201,9 @@ OF_TILES = {
 def test_norms_and_factors_in_other_places(name, tmp_path, monkeypatch):
     sizes = OF_TILES[name]
     config = {k: sizes.get(v, v) if type(v) is int else v for k, v in tiny_config(name).items()}
-    shapes = {tensor: tuple(sizes.get(n, n) for n in shape) for tensor, shape in load_golden(name).tensor_shapes.items()}
+    shapes = {
+        tensor: tuple(sizes.get(n, n) for n in shape) for tensor, shape in load_golden(name).tensor_shapes.items()
+    }
     model = str(save_checkpoint(config, draw_weights(name, shapes), tmp_path))
     fields = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
     for case in start_case(model, requests_of(len(EDGES), vocab=140, longest=110), **fields):
