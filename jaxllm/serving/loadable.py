@@ -123,10 +123,11 @@ class LoadableModel:
         except BaseException as error:
             self.error = str(error) or type(error).__name__
             raise
+        else:
+            self.error = None
+            self._keep(served)
         finally:
             self.stage = None
-        self.error = None
-        self._keep(served)
 
     def give_up(self) -> None:
         """End a load under way, which then raises EngineDeadError, and any later one."""

@@ -77,9 +77,8 @@ class Registry:
         """
         name = self.default_name if name is None else name
         if not self.serves(name):
-            near = did_you_mean(name, self.names) if len(name) <= MAX_COMPARED else ""
+            near = did_you_mean(name, self.names).removesuffix("?") if len(name) <= MAX_COMPARED else ""
             shown = ", ".join(self.names[:MAX_NAMES_SHOWN]) + (", …" if len(self.names) > MAX_NAMES_SHOWN else "")
-            near = near.removesuffix("?")
             message = f"model {name!r} is not served here{near}; this server has {shown}"
             raise APIError(404, message, param="model", code="model_not_found")
         return self._by_name.get(name, self._by_name[self.default_name])
