@@ -17,6 +17,7 @@ from tests import typecheck
 # Images of containers set it, and each of the hundreds of processes that tests start would compile every module anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["JAXLLM_CPU_ISA"] = "all"  # a first start compiles the kernels of one instruction set; here all are tested
 
 CHECKED = ("engine.device", "models", "pallas_kernels", "quantization", "sharding", "weights")
 typecheck.check([f"jaxllm.{name}" for name in CHECKED])  # before any of them is imported

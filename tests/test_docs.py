@@ -73,7 +73,8 @@ def tool_formats_table() -> str:
 def reasoning_formats_table() -> str:
     rows = [("Name", "Marks", "")]
     for form in REASONING_FORMATS:
-        note = "without the opening mark too" if form.always_open else ""
+        notes = {"without the opening mark too": form.always_open, "stays in the content": form.in_content}
+        note = "; ".join(text for text, holds in notes.items() if holds)
         rows.append((f"`{form.name}`", f"{verbatim(form.open)} … {verbatim(form.close)}", note))
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---",) * 3, *rows[1:]])
 

@@ -15,7 +15,8 @@ import pytest
 
 from jaxllm import LLM, SamplingParams, cpu_kernels
 from jaxllm.engine.scheduler import Batch, Scheduler
-from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights
+from tests.reference import load_golden
+from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, tiny_weights
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
 
@@ -184,6 +185,28 @@ def hybrid(directory: Path) -> str:
 def test_layers_with_a_state(tmp_path, monkeypatch):
     fields = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
     for case in start_case(hybrid(tmp_path), requests_of(len(EDGES), vocab=140, longest=110), **fields):
+        check_schedules(case, monkeypatch)
+
+
+OF_TILES = {
+    "olmo2": {72: 64, 92: 96, 36: 32, 143: 144},
+    "hunyuan": {72: 64, 120: 192, 60: 96, 20: 32, 163: 160},
+    "granite": {72: 96, 36: 48, 153: 160},
+    "cohere": {72: 96, 36: 48, 102: 96, 149: 160},
+}
+"""Tiny models, and what sizes of theirs become, so that all of their weights fit into tiles."""
+
+
+@pytest.mark.parametrize("name", ["olmo2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*OF_TILES][1:])])
+def test_norms_and_factors_in_other_places(name, tmp_path, monkeypatch):
+    sizes = OF_TILES[name]
+    config = {k: sizes.get(v, v) if type(v) is int else v for k, v in tiny_config(name).items()}
+    shapes = {
+        tensor: tuple(sizes.get(n, n) for n in shape) for tensor, shape in load_golden(name).tensor_shapes.items()
+    }
+    model = str(save_checkpoint(config, draw_weights(name, shapes), tmp_path))
+    fields = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
+    for case in start_case(model, requests_of(len(EDGES), vocab=140, longest=110), **fields):
         check_schedules(case, monkeypatch)
 
 

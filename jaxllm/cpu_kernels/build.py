@@ -6,6 +6,7 @@ import hashlib
 import logging
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -34,9 +35,12 @@ def packaged_path() -> Path | None:
 
 
 def compiled_path(
-    cache: Path = CACHE_DIR / "cpu_kernels", compiler: str | None = None, machine: str = platform.machine()
+    cache: Path = CACHE_DIR / "cpu_kernels",
+    compiler: str | None = None,
+    machine: str = platform.machine(),
+    isas: Sequence[str] | None = None,
 ) -> Path:
-    """The shared library of these sources, compiled now if it is not in `cache` yet.
+    """The shared library of these sources with `isas`, or all there are, compiled now if `cache` has none with them.
 
     For another `machine` (as `platform.machine()` names it) with a `compiler` for that.
 
@@ -44,16 +48,18 @@ def compiled_path(
         BuildError: there is no compiler, or it failed.
     """
     compiler = compiler or find_compiler()
-    path = cache / _version(compiler, machine) / LIBRARY
-    if not path.exists():
-        folder = cache_or_temporary(cache, "the CPU kernels", "set XDG_CACHE_HOME")
-        path = folder / path.parent.name / LIBRARY
+    version, own = _version(compiler, machine), "" if isas is None else "-" + "-".join(isas)
+    for name in (version, version + own):
+        if (path := cache / name / LIBRARY).exists():
+            return path
+    folder = cache_or_temporary(cache, "the CPU kernels", "set XDG_CACHE_HOME")
+    path = folder / f"{version}{own}" / LIBRARY
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(str(path) + ".lock"):
         if not path.exists():
-            _compile(compiler, machine, path)
+            _compile(compiler, machine, path, isas)
     return path
 
 
@@ -63,11 +69,12 @@ def _version(compiler: str, machine: str) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, machine: str, path: Path) -> None:
-    logger.warning("compiling the CPU kernels with %s, once for this version; it takes a minute or two", compiler)
+def _compile(compiler: str, machine: str, path: Path, isas: Sequence[str] | None) -> None:
+    what = "the CPU kernels" if isas is None else f"the CPU kernels for {', '.join(isas) or 'any processor'}"
+    logger.warning("compiling %s with %s, once for this version; it takes up to a minute", what, compiler)
     begin = time.perf_counter()
     with progress_bar("Compiling the CPU kernels") as on_progress:
-        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, _at_once())
+        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, _at_once(), isas)
     logger.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begin)
 
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -75,19 +75,26 @@ def compile_library(
     library: Path,
     on_progress: Callable[[int, int], None] | None = None,
     at_once: int | None = None,
+    isas: Sequence[str] | None = None,
 ) -> None:
-    """Make the shared library `library` for every ISA of `machine`, with the FFI's headers of a jaxlib.
+    """Make the shared library `library` for `isas` of `machine`, or all it has, with the FFI's headers of a jaxlib.
+
+    `portable` is always in it.
 
     `on_progress` is called with (files compiled, files in all). `at_once`: compilers at a time; None: one a core.
 
     Raises:
         BuildError: the compiler failed.
     """
-    isas = {"portable": (), **ISAS.get(machine, {})}
+    known = ISAS.get(machine, {})
+    flags_of = {isa: known[isa] for isa in (known if isas is None else isas)} | {"portable": ()}
+    present = tuple(f"-DWITH_{isa}" for isa in flags_of)
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        jobs = [(SOURCES / "kernels.cc", f"kernels_{isa}.o", (*flags, f"-DISA={isa}")) for isa, flags in isas.items()]
+        jobs = [
+            (SOURCES / "kernels.cc", f"kernels_{isa}.o", (*flags, f"-DISA={isa}")) for isa, flags in flags_of.items()
+        ]
         jobs += [
-            (source, f"{source.stem}.o", ()) for source in sorted(SOURCES.glob("*.cc")) if source.stem != "kernels"
+            (source, f"{source.stem}.o", present) for source in sorted(SOURCES.glob("*.cc")) if source.stem != "kernels"
         ]
         common = [compiler, *FLAGS, "-I", str(headers)]
         commands = [[*common, *flags, "-c", str(source), "-o", f"{work}/{name}"] for source, name, flags in jobs]

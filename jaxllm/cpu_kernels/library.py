@@ -18,6 +18,7 @@ from jaxllm.compat import check_cpu_targets_at_once
 from jaxllm.config import CPU_ISA_VARIABLE
 from jaxllm.cpu_kernels.build import compiled_path, packaged_path
 from jaxllm.cpu_kernels.compiler import ISAS, BuildError
+from jaxllm.cpu_kernels.processor import runnable_here, wanted_here
 from jaxllm.machine import physical_cores
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ TARGETS = (
     "jaxllm_zeros",
 )
 
+PORTABLE, EVERY_ISA = "portable", "all"
+
 
 class Loaded(NamedTuple):
     """The library, or why there is none."""
@@ -50,7 +53,8 @@ _loading = threading.Lock()
 def load() -> Loaded:
     """Load the library, compiled now if need be, and register its FFI targets with JAX; once a process.
 
-    `$JAXLLM_CPU_ISA` forces an instruction set. Threads: one a physical core that this process may keep busy.
+    `$JAXLLM_CPU_ISA` forces an instruction set; `all` compiles every one, and takes the best.
+    Threads: one a physical core that this process may keep busy.
     """
     if not _loaded:
         with _loading:
@@ -60,15 +64,31 @@ def load() -> Loaded:
 
 
 def _load() -> Loaded:
+    asked = os.environ.get(CPU_ISA_VARIABLE, "")
+    known = list(ISAS.get(platform.machine(), {}))
+    if asked not in ("", EVERY_ISA, PORTABLE, *known):
+        return Loaded(None, _refused(asked, runnable_here(known) or known))
     try:
-        library = _packaged() or _registered(compiled_path())
+        library = _packaged() or _registered(compiled_path(isas=_compiled_for(asked, known)))
     except (BuildError, OSError) as error:
         return Loaded(None, str(error))
-    forced = os.environ.get(CPU_ISA_VARIABLE)
-    if forced and not library.jaxllm_set_isa(forced.encode()):
-        return Loaded(None, f"{CPU_ISA_VARIABLE} is {forced!r}; this machine runs {', '.join(_runnable(library))}")
+    if asked not in ("", EVERY_ISA) and not library.jaxllm_set_isa(asked.encode()):
+        return Loaded(None, _refused(asked, runnable_here(known) or known))
     library.jaxllm_set_threads(physical_cores())
     return Loaded(library, "")
+
+
+def _compiled_for(asked: str, known: list[str]) -> list[str] | None:
+    """The instruction sets that a first start compiles, beside the portable one; None is all of them."""
+    if asked == EVERY_ISA:
+        return None
+    if asked:
+        return [isa for isa in known if isa == asked]
+    return wanted_here(known, platform.machine())
+
+
+def _refused(asked: str, runnable: list[str]) -> str:
+    return f"{CPU_ISA_VARIABLE} is {asked!r}; this machine runs {', '.join([*reversed(runnable), PORTABLE, EVERY_ISA])}"
 
 
 def _packaged() -> ctypes.CDLL | None:
@@ -130,11 +150,8 @@ def isa() -> str:
 
 def runnable_isas() -> list[str]:
     """Every instruction set of this library that this machine has, the best first."""
-    return _runnable(library())
-
-
-def _runnable(lib: ctypes.CDLL) -> list[str]:
-    isas = [*reversed(ISAS.get(platform.machine(), {})), "portable"]
+    lib = library()
+    isas = [*reversed(ISAS.get(platform.machine(), {})), PORTABLE]
     return [isa for isa in isas if lib.jaxllm_runs_isa(isa.encode())]
 
 

@@ -176,6 +176,7 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
             norm_eps=LATENT_NORM_EPS,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
+            query_scaling=config.query_scaling,
         )
     return Attention(
         config.hidden_size,

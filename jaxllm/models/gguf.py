@@ -88,11 +88,21 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
     if "norm_eps" not in differences:
         fields["norm_eps"] = get("attention.layer_norm_rms_epsilon")
     if "layers" not in differences:
-        fields["layers"] = (LayerKind(gguf_rope(checkpoint)),) * get("block_count")
+        fields["layers"] = (LayerKind(gguf_rope(checkpoint)),) * gguf_layers(checkpoint)
     fields |= differences
     if "max_position_embeddings" not in differences:
         fields["max_position_embeddings"] = scaled_length(fields["max_position_embeddings"], fields["layers"])
     return fields
+
+
+def gguf_layers(checkpoint: Checkpoint) -> int:
+    """The number of layers, without those past the last that predict further tokens, which a file counts too."""
+    return Metadata(checkpoint)("block_count") - gguf_further_layers(checkpoint)
+
+
+def gguf_further_layers(checkpoint: Checkpoint) -> int:
+    """How many layers past the last predict further tokens."""
+    return Metadata(checkpoint)("nextn_predict_layers", 0)
 
 
 def gguf_rows(checkpoint: Checkpoint, name: str) -> int:
@@ -170,7 +180,7 @@ def gguf_windows(checkpoint: Checkpoint, *, period: int) -> list[int | None]:
     the file does not have it.
     """
     get = Metadata(checkpoint)
-    count, window = get("block_count"), get("attention.sliding_window", 0) or None
+    count, window = gguf_layers(checkpoint), get("attention.sliding_window", 0) or None
     if f"{checkpoint.config['general.architecture']}.attention.sliding_window_pattern" not in checkpoint.config:
         slides = [(i + 1) % period != 0 for i in range(count)]
     else:

@@ -60,6 +60,7 @@ GGUF_FIELDS: FieldKinds = {
     "expert_weights_norm": FLAG,
     "expert_weights_scale": real(-1e6, 1e6),
     "interleave_moe_layer_step": LAYERS,
+    "nextn_predict_layers": whole(0, 2**10),
     "leading_dense_block_count": whole(0, 2**10),
     "shortconv.l_cache": whole(2, 2**10),
     "pooling_type": whole(0, 2**10),

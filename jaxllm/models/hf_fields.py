@@ -100,6 +100,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "rope_scaling": maybe(OBJECT),
     "rope_parameters": maybe(OBJECT),
     "partial_rotary_factor": maybe(real(1e-3, 1)),
+    "rotary_dim": maybe(SIZE),
     "no_rope_layers": maybe(many(whole(0, 1), 2**10)),
     "no_rope_layer_interval": maybe(LAYERS),
     "full_attn_idxs": maybe(many(whole(0, 2**10), 2**10)),
@@ -115,6 +116,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "moe_intermediate_size": SIZE,
     "shared_expert_intermediate_size": whole(0, 2**24),
     "norm_topk_prob": MAYBE_FLAG,
+    "mlp_layer_types": maybe(many(one_of("dense", "sparse"), 2**10)),
     "decoder_sparse_step": LAYERS,
     "mlp_only_layers": maybe(many(whole(0, 2**10), 2**10)),
     "n_routed_experts": COUNT,
@@ -187,6 +189,6 @@ def check_hf(c: dict[str, Any], layer_types: Sequence[str] = LAYER_TYPES) -> Non
         for kind in LAYER_TYPES:
             check_fields(given.get(kind) or {}, ROPE_FIELDS, f"{name}.{kind}.")
     layers = c.get("num_hidden_layers")
-    for name in ("layer_types", "no_rope_layers"):
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if c.get(name) and len(c[name]) != layers:
             raise CheckpointError(f"{name} has {len(c[name])} entries; accepted is one for each of {layers} layers")

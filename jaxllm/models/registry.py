@@ -20,13 +20,16 @@ from jaxllm.models.families import (
     exaone4,
     gemma,
     glm,
+    glm4_moe,
     gpt_oss,
     granite,
     hunyuan,
     lfm2,
     llama,
+    minimax_m2,
     ministral3,
     mistral,
+    mistral4,
     mixtral,
     olmo2,
     olmo3,
@@ -41,7 +44,7 @@ from jaxllm.models.families import (
     starcoder2,
 )
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import GGUF_NAMES
+from jaxllm.models.gguf import GGUF_NAMES, gguf_further_layers
 from jaxllm.models.hf import hf_names, hf_renaming
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
@@ -86,17 +89,27 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5.MOE,
     hunyuan.FAMILY,
     gpt_oss.FAMILY,
+    glm4_moe.MOE,
+    glm4_moe.LITE,
+    mistral4.FAMILY,
+    minimax_m2.FAMILY,
 )
 
-WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text"}
+WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text", "kimi_k25": "deepseek_v3"}
 """Multimodal `model_type`s whose `text_config` is served, and the type of one that does not say."""
 
-IGNORED_TENSORS: tuple[str, ...] = (
-    "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale",
-)  # fmt: skip
-"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row."""
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""`model_type`s of models that are another family's under a name of their own."""
 
-IMAGE_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*")
+IGNORED_TENSORS: tuple[str, ...] = (
+    "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale", "model.mtp_*",
+)  # fmt: skip
+"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row.
+
+Those of ERNIE's module that predicts further tokens are among them.
+"""
+
+IMAGE_TENSORS = ("*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*")
 """What a wrapper has besides its language model."""
 
 
@@ -152,7 +165,8 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     patterns = GGUF_NAMES | family.gguf_names(config)
     if labels:
         config, patterns = _classifier(config, len(labels)), patterns | {"head.weight": GGUF_HEAD}
-    return ModelSpec(family, config, expand(patterns, config.num_layers), IGNORED_TENSORS)
+    further = tuple(f"blk.{config.num_layers + i}.*" for i in range(gguf_further_layers(checkpoint)))
+    return ModelSpec(family, config, expand(patterns, config.num_layers), IGNORED_TENSORS + further)
 
 
 def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
@@ -165,6 +179,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
         c = {"model_type": WRAPPERS[kind]} | c["text_config"] | tied
     known = {name: family for family in FAMILIES for name in family.model_types}
+    known |= {alias: known[name] for alias, name in ALIASES.items()}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     try:
         check_hf(c, family.layer_types)

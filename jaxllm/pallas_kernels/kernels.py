@@ -88,9 +88,10 @@ class Kernels:
         gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype)` -> `down(act(gate) * up) + residual` of
             `norm(x)`, where there is a kernel for that; see `linear`.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
-        experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, meta)` -> a `Mixture` of what
-            the experts `first … first + here - 1` give, where there are kernels for it: tokens choose by `routing`, a
-            `models.layers.moe.MoEConfig`, and padding chooses nobody.
+        experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, gate, biases, meta)` -> a
+            `Mixture` of what the experts `first … first + here - 1` give, where there are kernels for it: tokens choose
+            by `routing`, a `models.layers.moe.MoEConfig`, and padding chooses nobody. `gate` is applied to gate and up
+            side by side in place of `activation(gate) * up`, and `biases` are those of both products; each may be None.
         add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
             `Mixture` yet to be summed.
         latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->

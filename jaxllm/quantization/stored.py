@@ -112,7 +112,7 @@ def stack(tensors: Sequence[Stored]) -> Stored:
 
 
 def transformed(tensors: Sequence[Stored], transform: Callable[..., np.ndarray], *, by_rows: bool) -> Stored:
-    """One tensor made of some; still in GGUF's blocks, or as codes, where `transform` only moves whole rows of those."""
+    """One tensor made of some; still in GGUF's blocks, or codes, where `transform` only moves whole rows of those."""
     first = tensors[0]
     if by_rows and len(tensors) == 1 and first.codes is not None and first.codes.coding.block[0] == 1:
         rows = first.with_rows(transform(first.data))

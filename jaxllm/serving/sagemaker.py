@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
+from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.openapi import DONE, returns
 from jaxllm.serving.http.request_model import RequestModel
@@ -17,9 +18,18 @@ from jaxllm.serving.openai.chat_response import ChatCompletion, ChatCompletionCh
 from jaxllm.serving.openai.completion_types import Completion, CompletionRequest
 from jaxllm.serving.openai.completions import create_completion
 from jaxllm.serving.pooling.embedding_types import EmbeddingList, EmbeddingRequest
-from jaxllm.serving.pooling.embeddings import create_embeddings
-from jaxllm.serving.pooling.scoring import rerank, score
-from jaxllm.serving.pooling.scoring_types import Ranking, RerankRequest, ScoreList, ScoreRequest, TextRank
+from jaxllm.serving.pooling.embeddings import vectors_of
+from jaxllm.serving.pooling.scoring import classes_of, rerank, score
+from jaxllm.serving.pooling.scoring_types import (
+    ClassificationList,
+    ClassifyRequest,
+    Ranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    TextRank,
+)
+from jaxllm.serving.registry import leased
 
 router = APIRouter(route_class=JSONRoute, tags=["SageMaker"])
 
@@ -49,7 +59,7 @@ Invocation = Annotated[
     ),
 ]
 
-ANSWERS = (ChatCompletion, Completion, EmbeddingList, Ranking, list[TextRank], ScoreList)
+ANSWERS = (ChatCompletion, Completion, EmbeddingList, ClassificationList, Ranking, list[TextRank], ScoreList)
 
 
 @router.post(
@@ -57,15 +67,29 @@ ANSWERS = (ChatCompletion, Completion, EmbeddingList, Ranking, list[TextRank], S
     responses=returns(*ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE),
 )
 async def invoke(body: Invocation, request: Request) -> Response:
-    """A chat, a completion, embeddings, a ranking or scores: whichever the body's fields ask for."""
+    """A chat, a completion, embeddings or classes, a ranking or scores: whichever the body's fields ask for.
+
+    `input` asks for what the model is made for, classes if it has a classification head.
+    """
     match body:
         case ChatRequest():
             return await create_chat_completion(body, request)
         case CompletionRequest():
             return await create_completion(body, request)
         case EmbeddingRequest():
-            return await create_embeddings(body, request)
+            return await _of_input(body, request)
         case RerankRequest():
             return await rerank(body, request)
         case _:
             return await score(body, request)
+
+
+async def _of_input(body: EmbeddingRequest, request: Request) -> Response:
+    """Raises InvalidRequestError naming a field that is for vectors where the model tells classes apart."""
+    lease = await leased(request, body.model)
+    if not lease.model.engine.info.tasks.labels:
+        return await vectors_of(lease, body, request)
+    known = ClassifyRequest.model_fields.keys()
+    if name := next((name for name in body.model_fields_set if name not in known), None):
+        raise InvalidRequestError(f"{name} is for vectors; model {lease.name!r} classifies", name)
+    return await classes_of(lease, body, request, raw=body.use_activation is False)

@@ -58,7 +58,7 @@ _SPLITS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Split((_LLAMA3,), whole_words=True, add_bos=True)),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), _Split((_QWEN2,))),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Split((_GPT4O,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split((_GPT4O,))),
     "tekken": _Split((_TEKKEN,), whole_words=True, add_bos=True),
     "seed-coder": _Split((_SEED,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3))),

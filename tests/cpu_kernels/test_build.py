@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxllm.cpu_kernels import build, compiler, library
+from jaxllm.cpu_kernels import build, compiler, library, processor
 from tests.cpu_kernels.weights import needs_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,73 @@ def test_progress_is_told_file_by_file(tmp_path, quick_compiler):
     compiler.compile_library(quick_compiler, "x86_64", tmp_path, library, lambda *counts: told.append(counts))
     files = len(compiler.ISAS["x86_64"]) + len(list(compiler.SOURCES.glob("*.cc")))
     assert told == [(done, files) for done in range(1, files + 1)]
+
+
+def test_some_instruction_sets_are_compiled_by_themselves(tmp_path, quick_compiler, monkeypatch):
+    monkeypatch.setattr(build, "output_of", lambda command: "1.0")
+    asked = []
+    monkeypatch.setattr(build, "compile_library", lambda *given: (asked.append(given[-1]), given[3].touch()))
+    small = build.compiled_path(tmp_path, isas=["avx2"])
+    assert build.compiled_path(tmp_path, isas=["avx2"]) == small and asked == [["avx2"]]
+    assert build.compiled_path(tmp_path, isas=["avx512"]) != small
+    whole = build.compiled_path(tmp_path)
+    assert asked == [["avx2"], ["avx512"], None]
+    assert build.compiled_path(tmp_path, isas=["avxvnni"]) == whole  # it has them all
+
+
+@needs_kernels
+def test_a_library_of_few_sets_chooses_among_them(tmp_path):
+    """Without the set of this processor the next one that is there runs, at last the portable one."""
+    asked = (["avx2"] if "avx2" in library.runnable_isas() else []) if platform.machine() == "x86_64" else []
+    path = tmp_path / compiler.LIBRARY
+    compiler.compile_library(
+        compiler.find_compiler(), platform.machine(), Path(jax.ffi.include_dir()), path, isas=asked
+    )
+    program = (
+        "import ctypes, sys; lib = ctypes.CDLL(sys.argv[1]); lib.jaxllm_isa.restype = ctypes.c_char_p;"
+        "lib.jaxllm_runs_isa.restype = ctypes.c_bool;"
+        "print(lib.jaxllm_isa().decode(), lib.jaxllm_runs_isa(b'avx512'), lib.jaxllm_runs_isa(b'portable'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [*[*asked, "portable"][:1], "False", "True"]
+
+
+@needs_kernels
+def test_what_linux_tells_of_the_processor_is_what_the_kernels_find():
+    """Except that a processor must also prove that its AMX is of use, and that the system keeps the registers."""
+    known = list(compiler.ISAS[platform.machine()])
+    told = processor.runnable_here(known)
+    if told is None:
+        pytest.skip("this system does not tell")
+    found = [isa for isa in known if isa in library.runnable_isas()]
+    assert [isa for isa in told if isa != "amx"] == [isa for isa in found if isa != "amx"]
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "wanted"),
+    [
+        ("flags\t\t: sse2 avx avx2 fma f16c bmi2", ["avx2"]),
+        ("flags\t\t: avx2 fma f16c bmi2 avx_vnni", ["avxvnni"]),
+        ("flags\t\t: avx2 fma f16c", []),
+        ("flags : avx2 fma f16c bmi2 avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni", ["avx512"]),
+        (
+            "flags : avx2 fma f16c bmi2 avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 amx_tile "
+            "amx_int8 amx_bf16",
+            ["avx512bf16", "amx"],
+        ),
+        ("nothing about it", None),
+        (None, None),
+    ],
+)
+def test_the_sets_that_a_first_start_compiles(cpuinfo, wanted, tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        path.write_text(f"processor\t: 0\n{cpuinfo}\n")
+    known = list(compiler.ISAS["x86_64"])
+    found = processor.runnable_here(known, path)
+    monkeypatch.setattr(processor, "runnable_here", lambda isas: found)
+    assert processor.wanted_here(known, platform.machine()) == wanted
+    assert processor.wanted_here(known, "another") is None
 
 
 @needs_kernels

@@ -45,6 +45,7 @@ WITHOUT_MEANING = {
     ("ministral3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
+    ("mistral4", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("gpt_oss", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "head_dim"): "transformers replaces it by qk_rope_head_dim",
     ("deepseek_v3", "head_dim"): "transformers replaces it by qk_rope_head_dim",
@@ -113,6 +114,8 @@ def other_value(key: str, value: Any, layers: int) -> Any:
         return next(other for other in OTHERS[key] if other != value)
     if key == "no_rope_layers":
         return [0] * layers
+    if key == "mlp_layer_types":
+        return ["sparse"] * layers
     if isinstance(value, bool) or value is None:
         return not value
     return value + 1 if isinstance(value, int) else value / 2
@@ -159,7 +162,8 @@ NOT_NULL = {
     ("cohere", "logit_scale"), ("cohere", "layer_norm_eps"), ("ernie4_5_moe", "moe_k"),
     ("ernie4_5_moe", "moe_norm_min"), ("ernie4_5_moe", "moe_num_experts"), ("ernie4_5_moe", "moe_num_shared_experts"),
     ("ernie4_5_moe", "moe_layer_start_index"), ("ernie4_5_moe", "moe_layer_end_index"),
-    ("ernie4_5_moe", "moe_layer_interval"),
+    ("ernie4_5_moe", "moe_layer_interval"), ("mistral4", "v_head_dim"), ("mistral4", "num_experts_per_tok"),
+    ("mistral4", "first_k_dense_replace"),
 }  # fmt: skip
 """Keys that the class lets be null, and without which its model cannot be built, or not at this size."""
 SIZES = {"num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "num_experts_per_tok"}

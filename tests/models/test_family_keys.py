@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig
+from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.models.registry import model_spec
 from jaxllm.weights import open_checkpoint
-from tests.reference.tiny import tiny_config
+from tests.models.harness import Chunk, Harness
+from tests.reference import load_golden
+from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights
 
 
 def read(directory: Path, name: str, *absent: str, **changes: Any) -> DecoderConfig:
@@ -83,6 +87,48 @@ def test_which_layers_of_ernie_have_experts(changes, sparse, tmp_path):
 def test_ernie_has_no_biases_beside_experts(tmp_path):
     with pytest.raises(CheckpointError, match="use_bias is True; accepted is false in a model with experts"):
         read(tmp_path, "ernie4_5_moe", use_bias=True)
+
+
+def test_kimi_k2_is_deepseek_v3_under_other_names(tmp_path):
+    """By itself, and inside of a wrapper whose file names the text model as the hub's own code does."""
+    plain = read(tmp_path, "deepseek_v3")
+    assert read(tmp_path, "deepseek_v3", model_type="kimi_k2") == plain
+    for kind in ("kimi_k2", "deepseek_v3"):
+        text = tiny_config("deepseek_v3") | {"model_type": kind}
+        wrapper = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+        (tmp_path / "config.json").write_text(json.dumps(wrapper | {"tie_word_embeddings": False}))
+        assert model_spec(open_checkpoint(tmp_path, "dummy")).config == plain
+
+
+def test_the_language_model_of_kimi_k25_is_read_out_of_its_checkpoint(tmp_path):
+    weights = {f"language_model.{name}": tensor for name, tensor in tiny_weights("deepseek_v3").items()}
+    weights |= {"vision_tower.patch_embed.proj.weight": np.ones((2, 2), np.float32)}
+    weights |= {"mm_projector.proj.0.weight": np.ones((2, 2), np.float32)}
+    text = tiny_config("deepseek_v3") | {"model_type": "kimi_k2"}
+    wrapper = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    save_checkpoint(wrapper | {"tie_word_embeddings": False}, weights, tmp_path)
+    golden = load_golden("deepseek_v3")
+    ids = golden.prompt_token_ids
+    (logits,) = Harness(tmp_path).run([ids], [Chunk(0, 0, len(ids))])
+    assert np.abs(logits - golden.logits).max() <= 1e-4
+
+
+@pytest.mark.parametrize("beta", [0.0, None])
+def test_mistral_4_without_query_scaling(beta, tmp_path):
+    ropes = tiny_config("mistral4")["rope_parameters"]
+    assert read(tmp_path, "mistral4").query_scaling == QueryScaling(0.1, 32)
+    assert read(tmp_path, "mistral4", rope_parameters=ropes | {"llama_4_scaling_beta": beta}).query_scaling is None
+
+
+def test_ernies_module_for_further_tokens_is_left_out(tmp_path):
+    weights = tiny_weights("ernie4_5_moe")
+    for name in ("mtp_block.0.input_layernorm", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"):
+        weights[f"model.{name}.weight"] = np.ones(72, np.float32)
+    save_checkpoint(tiny_config("ernie4_5_moe"), weights, tmp_path)
+    golden = load_golden("ernie4_5_moe")
+    ids = golden.prompt_token_ids
+    (logits,) = Harness(tmp_path).run([ids], [Chunk(0, 0, len(ids))])
+    assert np.abs(logits - golden.logits).max() <= 1e-4
 
 
 def test_alpha_stretches_the_base_whatever_the_length(tmp_path):

@@ -27,7 +27,7 @@ INTERPRETED = replace(
     add_norm=partial(add_norm, interpret=INTERPRET),
 )
 
-FEW = ("qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe")
+FEW = ("qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "mistral4")
 """Those that the interpreter, which takes seconds for a layer, has time for."""
 
 
@@ -48,8 +48,8 @@ def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["olmo2", "cohere", "granite", "hunyuan", "gpt_oss"])
 def test_what_kernels_do_not_do_is_not_left_to_them(name: str, tmp_path: Path) -> None:
-    """No norm in front, a norm over all heads or after the rotation, parallel blocks, factors on residual sums, experts with
-    biases and a clamped gate; sinks are theirs."""
+    """No norm in front, one over all heads or after the rotation, parallel blocks, factors on residual sums; biases of
+    experts and a clamped gate are added between kernels, and sinks are theirs."""
     golden = load_golden(name)
     ids = golden.prompt_token_ids
     model = Harness(write_checkpoint(name, tmp_path), kernels=INTERPRETED)

@@ -356,7 +356,13 @@ SHARDED = [
 ]
 
 
-ON_GPUS = [("deepseek-v3", 2, False, False), ("qwen2-moe", 4, True, False), ("deepseek-v3", 4, True, True)]
+ON_GPUS = [
+    ("deepseek-v3", 2, False, False),
+    ("qwen2-moe", 4, True, False),
+    ("deepseek-v3", 4, True, True),
+    ("gpt-oss", 4, False, False),
+    ("gpt-oss", 4, True, False),
+]
 """Those that run with the experts of GPUs as well."""
 
 

@@ -33,8 +33,20 @@ DENSE = (
     "smollm3", "mistral_nemo", "ministral3_text", "phi", "phi3", "qwen2", "qwen3", "stablelm_qk_layernorm", "gemma",
     "gemma2", "gemma3_small", "glm", "glm4", "lfm2", "lfm2_bias", "olmo2", "exaone4", "cohere2",
 )  # fmt: skip
-BY_THREE = ("olmo3", "cohere", "granite", "ernie4_5", "starcoder2", "seed_oss", "hunyuan")
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "lfm2_moe", "ernie4_5_moe", "gpt_oss")
+BY_THREE = ("olmo3", "mistral4", "cohere", "granite", "ernie4_5", "starcoder2", "seed_oss", "hunyuan")
+SPARSE = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "lfm2_moe",
+    "ernie4_5_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "minimax_m2",
+    "glm4_moe_lite",
+)
 GROUPS = {
     "layouts": tuple(LAYOUTS),
     "dense": (*(f"{name}:4" for name in DENSE), *(f"{name}:3" for name in BY_THREE)),

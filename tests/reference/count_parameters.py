@@ -21,11 +21,15 @@ WITHOUT_PARAMETERS = ("quantization_config", "rope_scaling")
 def count(config: dict[str, Any]) -> int:
     """Parameters of the language model that `config` (config.json's content) describes."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    full = AutoConfig.for_model(**config).get_text_config()
+    full = transformers.AutoConfig.for_model(**config).get_text_config()
+    # By its name, since AutoModelForCausalLM does not know those that are only published in a wrapper.
+    model_class = getattr(
+        transformers, type(full).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(full)
+        model = model_class(full)
     model.tie_weights()
     corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTIONS)]
     return sum(p.numel() for p in model.parameters()) + sum(buffer.numel() for buffer in corrections)

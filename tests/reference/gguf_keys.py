@@ -268,3 +268,33 @@ def gpt_oss(c: Config) -> Config:
         "attention.sliding_window": c["sliding_window"],
         "expert_feed_forward_length": c["intermediate_size"],
     }
+
+
+def glm4_moe(c: Config) -> Config:
+    """The layer that predicts a further token counts."""
+    further = c["num_nextn_predict_layers"]
+    return shared(c) | {
+        "block_count": c["num_hidden_layers"] + further,
+        "nextn_predict_layers": further,
+        "rope.dimension_count": int(c["head_dim"] * _partial(c)),
+        "expert_count": c["n_routed_experts"],
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "expert_shared_count": c["n_shared_experts"],
+        "leading_dense_block_count": c["first_k_dense_replace"],
+        "expert_gating_func": 2,
+        "expert_weights_scale": _float(c["routed_scaling_factor"]),
+        "expert_weights_norm": c["norm_topk_prob"],
+    }
+
+
+def minimax_m2(c: Config) -> Config:
+    return shared(c) | {
+        "expert_feed_forward_length": c["intermediate_size"],
+        "rope.dimension_count": c["rotary_dim"],
+    }
+
+
+def glm4_moe_lite(c: Config) -> Config:
+    """DeepSeek's, whose scores are not stored."""
+    dense = c["mlp_layer_types"].index("sparse")
+    return deepseek2(c | {"first_k_dense_replace": dense}) | {"expert_gating_func": None}

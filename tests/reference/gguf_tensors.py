@@ -94,6 +94,8 @@ def with_split_kv_b(c: Config, tensors: Tensors) -> Tensors:
             heads = weight.reshape(c["num_attention_heads"], c["qk_nope_head_dim"] + c["v_head_dim"], -1)
             split[name.replace("kv_b", "k_b")] = heads[:, : c["qk_nope_head_dim"]].transpose(0, 2, 1)
             split[name.replace("kv_b", "v_b")] = heads[:, c["qk_nope_head_dim"] :]
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # stacked by Mistral 4's own checkpoints
+            split[f"{name}.weight"] = weight
         else:
             split[name] = weight
     return split
@@ -139,6 +141,11 @@ def longrope_divisors(c: Config) -> Iterator[tuple[str, np.ndarray]]:
     for length in ("long", "short"):
         if factors := c["rope_parameters"].get(f"{length}_factor"):
             yield f"rope_factors_{length}.weight", np.asarray(factors)
+
+
+def further_layer(c: Config) -> Iterator[tuple[str, np.ndarray]]:
+    """One of the tensors of a layer that predicts a further token."""
+    yield f"blk.{c['num_hidden_layers']}.nextn.enorm.weight", np.ones(c["hidden_size"])
 
 
 def nothing(c: Config) -> Iterator[tuple[str, np.ndarray]]:

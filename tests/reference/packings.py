@@ -270,7 +270,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def mxfp4(*, transposed: bool = False) -> Packing:
-    """gpt-oss's; a stack of matrices at a time, whose name stands for itself, and which may lie `transposed` elsewhere."""
+    """gpt-oss's; a stack of matrices at a time, whose name stands for itself; `transposed` is the plain checkpoint."""
 
     def pack(values: np.ndarray) -> Module:
         values = values.swapaxes(-1, -2) if transposed else values

@@ -35,8 +35,8 @@ ATTENTION_GAIN = 1.5
 ATTENTION = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight")
 ROUTER_GAIN = 2.5
 ROUTER = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight")
-TRANSPOSED = ("experts.gate_up_proj", "experts.down_proj")
-"""Stacks of matrices `[in, out]`."""
+STACKS = ("experts.gate_up_proj", "experts.down_proj")
+"""Of the experts' matrices `[out, in]`, or gpt-oss's `[in, out]`."""
 
 
 def tiny_config(name: str) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def tiny_weights(name: str) -> dict[str, np.ndarray]:
 def draw_weights(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """The variant's weights, drawn in the order of `shapes`."""
     rng = np.random.Generator(np.random.PCG64(_seed(name)))
-    gemma = _ALL[name].config["model_type"] in GEMMA
-    return {tensor: _draw(rng, tensor, shape, gemma) for tensor, shape in shapes.items()}
+    kind = _ALL[name].config["model_type"]
+    return {tensor: _draw(rng, tensor, shape, kind) for tensor, shape in shapes.items()}
 
 
 def tiny_prompt(name: str) -> list[int]:
@@ -86,13 +86,13 @@ def _seed(name: str) -> int:
     return zlib.crc32((f"{name} {seed}" if seed else name).encode())
 
 
-def _draw(rng: np.random.Generator, tensor: str, shape: tuple[int, ...], gemma: bool) -> np.ndarray:
+def _draw(rng: np.random.Generator, tensor: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
     draw = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in tensor and tensor.endswith("weight"):
-        return 0.3 * draw + np.float32(0 if gemma else 1)
+        return 0.3 * draw + np.float32(0 if kind in GEMMA else 1)
     if len(shape) == 1 or tensor.endswith("_proj_bias"):
         return 0.3 * draw
     # attention that is not flat, and routing that is far from uniform
     gain = ATTENTION_GAIN if tensor.endswith(ATTENTION) else ROUTER_GAIN if tensor.endswith(ROUTER) else 1.0
-    inputs = shape[1] if tensor.endswith(TRANSPOSED) else np.prod(shape[1:])
-    return draw * np.float32(gain / np.sqrt(inputs))
+    inputs = shape[1:] if not tensor.endswith(STACKS) else shape[1:2] if kind == "gpt_oss" else shape[2:]
+    return draw * np.float32(gain / np.sqrt(np.prod(inputs)))

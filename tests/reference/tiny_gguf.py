@@ -110,6 +110,10 @@ GGUF_MODELS: dict[str, Config] = {
     "seed_oss": {},
     "hunyuan": {},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "glm4_moe": {},
+    "minimax_m2": {},
+    "mistral4": {},
+    "glm4_moe_lite": {},
 }
 """The variants that llama.cpp has an architecture for, and what of their config to change for what GGUF cannot say."""
 
@@ -251,6 +255,10 @@ _ARCHITECTURES = {
     "ernie4_5_moe": _Architecture("ernie4_5-moe", keys_of.ernie4_5_moe),
     "starcoder2": _Architecture("starcoder2", keys_of.with_layer_norm),
     "seed_oss": _Architecture("seed_oss", keys_of.shared),
+    "glm4_moe_lite": _Architecture("deepseek2", keys_of.glm4_moe_lite, tensors_of.with_split_kv_b),
+    "mistral4": _Architecture("mistral4", keys_of.deepseek2, tensors_of.with_split_kv_b),
+    "glm4_moe": _Architecture("glm4moe", keys_of.glm4_moe, extra=tensors_of.further_layer),
+    "minimax_m2": _Architecture("minimax-m2", keys_of.minimax_m2),
     "gpt_oss": _Architecture("gpt-oss", keys_of.gpt_oss, tensors_of.of_gpt_oss),
     "hunyuan_v1_dense": _Architecture("hunyuan-dense", keys_of.hunyuan),
 }

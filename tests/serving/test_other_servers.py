@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.requests.tasks import ModelTasks
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import CONTEXT, REPLY, TEMPLATE, FakeEngine
 from tests.serving.openai.test_chat import HELLO, PROMPT, events
@@ -76,6 +77,16 @@ def test_invocations_answer_as_the_route_would(client: TestClient, path: str, bo
         return {name: value for name, value in found.json().items() if name not in ("id", "created")}
 
     assert answer("/invocations") == answer(path)
+
+
+def test_invocations_of_a_classifier_give_its_classes(make_client: Any) -> None:
+    client = make_client(FakeEngine(tasks=ModelTasks(labels=("bad", "good"))))
+    for fields in ({}, {"use_activation": False}):
+        body = {"input": ["a", "b"], **fields}
+        given, expected = (client.post(path, json=body).json() for path in ("/invocations", "/classify"))
+        assert given["data"] == expected["data"] and given["data"][0]["label"] in ("bad", "good")
+    error = client.post("/invocations", json={"input": "a", "dimensions": 4}).json()["error"]
+    assert error["param"] == "dimensions" and "is for vectors; model 'fake' classifies" in error["message"]
 
 
 def test_invocations_stream_and_refuse(client: TestClient) -> None:

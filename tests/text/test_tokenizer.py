@@ -156,7 +156,9 @@ def byte_level_gguf(path, specials=("<s>", "</s>"), **more):
     return write_gguf(path, tokens=tokens, types=types, merges=["a b", "ab c"], **more)
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "gpt-2", "smollm", "deepseek-v3", "glm4"])
+@pytest.mark.parametrize(
+    "pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "minimax-m2", "gpt-2", "smollm", "deepseek-v3", "glm4"]
+)
 def test_every_split_keeps_the_text(tmp_path, pre):
     tokenizer = load_tokenizer(byte_level_gguf(tmp_path / "x.gguf", pre=pre), cache_dir=tmp_path)
     for text in TEXTS:

@@ -1,4 +1,4 @@
-"""Every view as it looks, reads aloud and is used without a mouse; its pictures are those of docs/web.md."""
+"""Every view as it looks, reads aloud and is used without a mouse."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ def themed(
     request: pytest.FixtureRequest, open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker
 ) -> Driver:
     page = open_page(listen(talker, reasoning_parser="think", served_model_name="talker"), color_scheme=request.param)
-    page.scheme = request.param  # type: ignore[attr-defined]
     expect(page.page.locator("html")).to_have_attribute("data-theme", request.param)
     return page
 
 
-def see(page: Driver, name: str, *schemes: str) -> None:
-    """axe-core has nothing to say; the documentation shows the picture of these schemes."""
+def see(page: Driver) -> None:
+    """axe-core has nothing to say."""
     page.page.wait_for_timeout(200)
     page.check_accessibility()
-    if page.scheme in schemes:  # type: ignore[attr-defined]
-        page.picture(f"{name}-{page.scheme}")  # type: ignore[attr-defined]
 
 
 def test_start(themed: Driver):
     expect(themed.page.get_by_role("note")).to_contain_text("a very small model, of 1 million parameters")
     expect(themed.page.get_by_role("meter")).to_be_visible()
-    see(themed, "start")
+    see(themed)
 
 
 def test_conversation(themed: Driver):
@@ -45,17 +42,17 @@ def test_conversation(themed: Driver):
     themed.say("Now show me code that merges intervals")
     expect(themed.answers.last.locator(".katex-display")).to_be_visible()
     expect(themed.answers.last.locator(".hljs-keyword").first).to_be_visible()
-    see(themed, "conversation", "light", "dark")
+    see(themed)
 
 
 def test_settings(themed: Driver):
     themed.button("Settings").click()
     themed.page.get_by_label("System prompt").fill("You are a patient teacher of mathematics.")
     themed.page.get_by_label("temperature", exact=True).fill("0.3")
-    see(themed, "settings", "light")
+    see(themed)
     for group in ("Penalties", "Length and thinking", "Tokens and template", "Scheduling"):
         themed.page.get_by_role("button", name=group).click()
-    see(themed, "settings")
+    see(themed)
 
 
 def test_tokens(themed: Driver):
@@ -66,25 +63,25 @@ def test_tokens(themed: Driver):
     themed.button("Show the tokens' probabilities").click()
     themed.answers.locator(".token").nth(14).hover()
     expect(themed.page.get_by_role("tooltip")).to_be_visible()
-    see(themed, "tokens")
+    see(themed)
 
 
 def test_server(themed: Driver, talker: Talker):
     themed.page.get_by_role("link", name="Server").click()
     expect(themed.page.get_by_role("table").first).to_be_visible()
     themed.page.wait_for_timeout(3000)
-    see(themed, "server")
+    see(themed)
 
 
 def test_menus_and_help(themed: Driver):
     themed.say("Hello")
     themed.button("More for Hello").click()
-    see(themed, "menu")
+    see(themed)
     themed.page.keyboard.press("Escape")
     themed.page.locator("h1").click()
     themed.page.keyboard.press("?")
     expect(themed.page.get_by_role("dialog")).to_contain_text("Keyboard shortcuts")
-    see(themed, "shortcuts")
+    see(themed)
 
 
 def test_phone(open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker):
@@ -94,7 +91,6 @@ def test_phone(open_page: Callable[..., Driver], listen: Callable[..., str], tal
     page.page.wait_for_timeout(300)
     assert page.page.evaluate("document.documentElement.scrollWidth") == 390
     page.check_accessibility()
-    page.picture("phone")
     page.button("Open the list of conversations").tap()
     page.new_chat()
     expect(page.page.get_by_role("dialog")).to_have_count(0)

@@ -35,6 +35,16 @@ describe("merging what two tabs have said", () => {
   });
 });
 
+it("takes no older copy of an answer for a newer one, whatever their lengths", () => {
+  const call = (state: "asking" | "running", id: string): Message => ({
+    ...newAnswer("m", 0), parts: [{ kind: "call", id, server: "s", name: "n", arguments: "{}", state, output: null, error: null, approval: "mcpr_1" }],
+  });
+  const kept = append(start, "a", "x", call("asking", "mcpr_1"));
+  const now = update(kept, "x", () => call("running", "mcp_1"));
+  expect(merge(now, kept)).toBe(now);
+  expect(merge(kept, now).nodes.x!.message).toEqual(call("running", "mcp_1"));
+});
+
 describe("two tabs of one conversation", () => {
   vi.stubGlobal("localStorage", storage());
   vi.stubGlobal("navigator", { languages: ["en"] });

@@ -62,3 +62,15 @@ it("brings back no conversation that another tab has deleted, and no older name"
   expect(found.title).toBe("New");
   expect(textOf(path(found.tree).at(-1)!.message)).toBe("one two");
 });
+
+it("lists the conversations where what was kept cannot be read, and says so", async () => {
+  const before = await open();
+  before.createConversation(undefined, "Kept", start);
+  await before.writeAll();
+  localStorage.setItem("jaxllm.unwritten.x", "{");
+  const after = await open();
+  await after.loadEntries();
+  expect(after.useConversations.getState().entries!.map(({ title }) => title)).toContain("Kept");
+  expect(after.useConversations.getState().problem).toContain("SyntaxError");
+  localStorage.removeItem("jaxllm.unwritten.x");
+});

@@ -6,7 +6,7 @@
 
 #include "dispatch.h"
 
-#if defined(__x86_64__)
+#ifdef WITH_amx
 
 namespace {
 

@@ -39,8 +39,8 @@ bool leaf_7_1(int bit) {
 }
 
 // __builtin_cpu_supports also asks whether the operating system keeps the registers.
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-bool has_avxvnni() { return has_avx2() && leaf_7_1(4); }
+[[maybe_unused]] bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+[[maybe_unused]] bool has_avxvnni() { return has_avx2() && leaf_7_1(4); }
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
@@ -66,27 +66,38 @@ bool has_feature(const char* name) {
   size_t size = sizeof value;
   return !sysctlbyname(name, &value, &size, nullptr, 0) && value;
 }
-bool has_neon() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
-bool has_neon_i8mm() { return has_neon() && has_feature("hw.optional.arm.FEAT_I8MM"); }
+[[maybe_unused]] bool has_neon() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+[[maybe_unused]] bool has_neon_i8mm() { return has_neon() && has_feature("hw.optional.arm.FEAT_I8MM"); }
 
 #elif defined(__aarch64__)
 
 // Bits of the kernel's interface: HWCAP_ASIMDDP and HWCAP2_I8MM, which old headers lack.
-bool has_neon() { return getauxval(AT_HWCAP) >> 20 & 1; }
-bool has_neon_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) >> 13 & 1); }
+[[maybe_unused]] bool has_neon() { return getauxval(AT_HWCAP) >> 20 & 1; }
+[[maybe_unused]] bool has_neon_i8mm() { return has_neon() && (getauxval(AT_HWCAP2) >> 13 & 1); }
 
 #endif
 
-// The best first.
+// Of those that were compiled, the best first.
 const Candidate CANDIDATES[] = {
-#if defined(__x86_64__)
+#ifdef WITH_amx
     {kernels_amx, jaxllm_has_amx, amx_pays},
+#endif
+#ifdef WITH_avx512bf16
     {kernels_avx512bf16, has_avx512bf16},
+#endif
+#ifdef WITH_avx512
     {kernels_avx512, has_avx512},
+#endif
+#ifdef WITH_avxvnni
     {kernels_avxvnni, has_avxvnni},
+#endif
+#ifdef WITH_avx2
     {kernels_avx2, has_avx2},
-#elif defined(__aarch64__)
+#endif
+#ifdef WITH_neon_i8mm
     {kernels_neon_i8mm, has_neon_i8mm},
+#endif
+#ifdef WITH_neon
     {kernels_neon, has_neon},
 #endif
     {kernels_portable, [] { return true; }},

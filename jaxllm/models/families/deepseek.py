@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_rope
+from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_layers, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_linear, hf_rope, yarn_mscale
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
@@ -44,7 +44,7 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
         scale=c.get("routed_scaling_factor", 1.0),
         shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
     )
-    return _config(c, moe, interleaved=True)
+    return latent_config(c, moe, interleaved=True)
 
 
 def _groups(c: dict[str, Any], key: str) -> int:
@@ -58,9 +58,14 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Sigmoid scores; a learned correction decides who is chosen, and has no say in the weights."""
     c = SHARED | {
         "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
-        "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     } | c  # fmt: skip
-    moe = MoEConfig(
+    return latent_config(c, sigmoid_experts(c), interleaved=bool(c.get("rope_interleave", True)))
+
+
+def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
+    """V3's experts, which others have too."""
+    return MoEConfig(
         num_experts=c["n_routed_experts"],
         top_k=c["num_experts_per_tok"],
         hidden=c["moe_intermediate_size"],
@@ -71,26 +76,25 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         correction_bias=True,
         renormalize=bool(c["norm_topk_prob"]),
         renormalize_eps=1e-20,
-        scale=c.get("routed_scaling_factor", 2.5),
+        scale=c["routed_scaling_factor"],
         shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
     )
-    return _config(c, moe, interleaved=bool(c.get("rope_interleave", True)))
 
 
 SIGMOID = 2
-"""`expert_gating_func` of V3; V2 files say softmax, or nothing."""
+"""`expert_gating_func` of V3; V2 files say softmax, or nothing, and GLM-4.7-Flash's nothing."""
 
 
 def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     """V2 and V3 are one architecture there; how groups are ranked goes with the scores."""
     get, tensors = Metadata(checkpoint), checkpoint.tensors
-    sigmoid = get("expert_gating_func", 0) == SIGMOID
+    dense = get("leading_dense_block_count", 0)
+    has_correction = f"blk.{dense}.exp_probs_b.bias" in tensors
+    sigmoid = get("expert_gating_func", SIGMOID if has_correction else 0) == SIGMOID
     log_multiplier = get("rope.scaling.yarn_log_multiplier", 0.0)
     mscale, rotary = log_multiplier / 0.1, get("rope.dimension_count")
     # Files with the latent's own lengths keep those of a head under *_mla; older ones under the plain keys.
     key, value = (get(f"attention.{n}_length_mla", get(f"attention.{n}_length")) for n in ("key", "value"))
-    dense = get("leading_dense_block_count", 0)
-    sparse_block = f"blk.{dense}."
     hidden, shared = get("expert_feed_forward_length"), get("expert_shared_count")
     groups = get("expert_group_count", 0) or 1
     moe = MoEConfig(
@@ -98,7 +102,7 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
         top_k=get("expert_used_count"),
         hidden=hidden,
         scoring="sigmoid" if sigmoid else "softmax",
-        correction_bias=f"{sparse_block}exp_probs_b.bias" in tensors,
+        correction_bias=has_correction,
         num_groups=groups,
         top_groups=get("expert_group_used_count", 0) or groups,
         group_score="top2_sum" if sigmoid else "max",
@@ -125,7 +129,7 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
             checkpoint,
             num_kv_heads=get("attention.head_count"),
             head_dim=key,
-            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(get("block_count"))),
+            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(gguf_layers(checkpoint))),
             attention_scale=key**-0.5 * sharpening,
             qkv_bias="blk.0.attn_kv_a_mqa.bias" in tensors,
             moe=moe,
@@ -134,7 +138,13 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     )
 
 
-def _config(c: dict[str, Any], moe: MoEConfig, interleaved: bool) -> DecoderConfig:
+def latent_config(
+    c: dict[str, Any], moe: MoEConfig, interleaved: bool, *, sparse: list[bool] | None = None, **differences: Any
+) -> DecoderConfig:
+    """Latent attention and these experts, from the keys that all families with them share.
+
+    `sparse` says which layers have experts, where that is not all from `first_k_dense_replace` on.
+    """
     mla = MLAConfig(
         q_lora_rank=c["q_lora_rank"],
         kv_lora_rank=c["kv_lora_rank"],
@@ -144,17 +154,19 @@ def _config(c: dict[str, Any], moe: MoEConfig, interleaved: bool) -> DecoderConf
     )
     rope = hf_rope(c, mla.qk_rope_head_dim, interleaved=interleaved)
     dense, bias = c.get("first_k_dense_replace", 0), c.get("attention_bias", False)
+    sparse = [i >= dense for i in range(c["num_hidden_layers"])] if sparse is None else sparse
     return DecoderConfig(
         **hf_fields(
             c,
             head_dim=mla.qk_head_dim,
-            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(c["num_hidden_layers"])),
+            layers=tuple(LayerKind(rope, sparse=is_sparse) for is_sparse in sparse),
             attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope),
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=c.get("mlp_bias", False),
             moe=moe,
             mla=mla,
+            **differences,
         )
     )
 
@@ -194,8 +206,8 @@ V2 = Family(
 
 V3 = Family(
     name="DeepSeek V3",
-    models="DeepSeek-V3, R1",
-    architectures=("DeepseekV3ForCausalLM",),
+    models="DeepSeek-V3, R1, Kimi K2, K2.5, K2.6 (text)",
+    architectures=("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
     model_types=("deepseek_v3",),
     from_hf=v3_from_hf,
     gguf_architectures=("deepseek2",),

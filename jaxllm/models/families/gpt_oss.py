@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, a window on every other layer, experts with biases and a clamped gate (arXiv:2508.10925)."""
+"""gpt-oss: attention sinks, every other layer with a window, biased experts with a clamped gate (arXiv:2508.10925)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, permuted_names
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.attention import QueryScaling
+from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 
@@ -25,15 +26,19 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144} | c
     parameters = c.get("rope_scaling") or c.get("rope_parameters") or ROPE
     rope = hf_rope(c, hf_head_dim(c), parameters=parameters)
-    layer = LayerKind(rope, c.get("sliding_window"))
-    beta, original = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
-    original = original or rope.original_length
+    layers = (LayerKind(rope, c.get("sliding_window")),) * c["num_hidden_layers"]
+    return DecoderConfig(**hf_fields(c, layers=layers, query_scaling=query_scaling(parameters, rope)))
+
+
+def query_scaling(parameters: dict[str, Any], rope: RopeConfig) -> QueryScaling | None:
+    """The scaling that the rotary `parameters` describe, if they do."""
+    beta = parameters.get("llama_4_scaling_beta")
+    original = parameters.get("original_max_position_embeddings") or rope.original_length
     if beta and not original:
         raise CheckpointError(
             f"llama_4_scaling_beta is {shown(beta)} without original_max_position_embeddings; accepted are both or none"
         )
-    scaling = QueryScaling(beta, original) if beta else None
-    return DecoderConfig(**hf_fields(c, layers=(layer,) * c["num_hidden_layers"], query_scaling=scaling))
+    return QueryScaling(beta, original) if beta else None
 
 
 def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:

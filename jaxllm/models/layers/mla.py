@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
@@ -75,6 +76,7 @@ class MLAttention(nnx.Module):
         norm_eps: float,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        query_scaling: QueryScaling | None = None,
     ):
         """`qkv_bias` is one on the products that make latents (`q_a`, `kv_a`), `norm_eps` is of the latents' norms."""
         query_rows = split_rows(num_heads * config.qk_head_dim, options.tp)
@@ -92,6 +94,7 @@ class MLAttention(nnx.Module):
         self.heads = num_heads // options.tp
         self.config = config
         self.scale = scale
+        self.query_scaling = query_scaling
         self.kernels = options.kernels
 
     def __call__(
@@ -106,7 +109,7 @@ class MLAttention(nnx.Module):
     ) -> tuple[Float[Array, "T E"], Pages]:
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new latents."""
         x = x if norm is None else norm(x)
-        queries, latent, kv_b = self._queries(x), self.kv_a(x), self.kv_b.weight.get_value()
+        queries, latent, kv_b = self._queries(x, meta), self.kv_a(x), self.kv_b.weight.get_value()
         with jax.named_scope("paged_attention"):
             done = self.kernels.latent_attention(
                 queries, latent, kv_b, self.kv_a_norm.traced, angles, pages, meta,
@@ -115,10 +118,11 @@ class MLAttention(nnx.Module):
         out, pages = done or self._attend(queries, latent, kv_b, angles, pages, meta)
         return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
 
-    def _queries(self, x: Float[Array, "T E"]) -> Float[Array, "T H D"]:
-        """This device's heads, channels without rotation first."""
+    def _queries(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T H D"]:
+        """This device's heads, channels without rotation first. A factor on all of a query may come before it."""
         q = self.q(x) if self.config.q_lora_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
-        return q.reshape(x.shape[0], self.heads, self.config.qk_head_dim)
+        q = q.reshape(x.shape[0], self.heads, self.config.qk_head_dim)
+        return q if self.query_scaling is None else self.query_scaling(q, meta.positions)
 
     def _attend(
         self, queries: Float[Array, "T H d"], latent: Float[Array, "T D"], kv_b: Any, angles: Angles | None,

@@ -251,12 +251,8 @@ class Experts(nnx.Module):
         self, x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: Float[Array, "X"] | None, routing: MoEConfig,
         first: jax.Array | int, meta: StepMetadata,
     ) -> Mixture | None:  # fmt: skip
-        """What tokens get of the experts from `first` on that are here, where there are kernels for all of it.
-
-        None knows biases, or another gate than `act(gate) * up`.
-        """
-        if routing.expert_bias or self.swiglu is not None:
-            return None
+        """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
+        biases = self.gate_up.own_bias, self.down.own_bias
         return self.kernels.experts(
             x,
             logits,
@@ -267,6 +263,8 @@ class Experts(nnx.Module):
             first=first,
             here=self.here,
             activation=ACTIVATIONS[self.activation],
+            gate=self.swiglu,
+            biases=biases if routing.expert_bias else None,
             meta=meta,
         )
 
@@ -296,12 +294,16 @@ class ExpertLinear(nnx.Module):
         self.shares_inputs = axes[2] is not None
         self.kernels = options.kernels
 
+    @property
+    def own_bias(self) -> Float[Array, "X o"] | None:
+        """What this device adds."""
+        if self.bias is None or not self.shares_inputs or tensor_size() == 1:
+            return None if self.bias is None else self.bias[...]
+        return jnp.where(tensor_rank() == 0, self.bias[...], 0)
+
     def __call__(self, rows: Float[Array, "N i"], group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
-        out = self.kernels.grouped_matmul(rows, self.weight.get_value(), group_sizes)
-        if self.bias is None:
+        out, bias = self.kernels.grouped_matmul(rows, self.weight.get_value(), group_sizes), self.own_bias
+        if bias is None:
             return out
-        bias = self.bias[...]
-        if self.shares_inputs and tensor_size() > 1:
-            bias = jnp.where(tensor_rank() == 0, bias, 0)
         group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(rows)), side="right")
         return out + bias.at[group].get(mode="fill", fill_value=0)  # rows past all groups stay zero

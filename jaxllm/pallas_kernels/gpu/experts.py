@@ -2,7 +2,7 @@
 
 Tokens are routed (`route`), then multiplied by their experts' matrices where these and the tokens lie
 (`matmul`), with the activation at the end of the first product. The sum is left to the kernel that adds the
-residual (`norm`).
+residual (`norm`). Biases, and gates other than an activation, are XLA's, between the products and after them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
@@ -33,6 +34,8 @@ def experts(
     here: int,
     routing: Any,
     activation: Callable[[jax.Array], jax.Array],
+    gate: Callable[[jax.Array], jax.Array] | None = None,
+    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None = None,
     meta: StepMetadata,
     interpret: bool = False,
 ) -> Mixture:
@@ -42,13 +45,21 @@ def experts(
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
     multiply = partial(grouped_matmul, lists=lists, rows=rows, interpret=interpret)
-    if len(gate_up) == 1 and _is_lowered(activation):
+    group = None if biases is None else groups_of_rows(lists, rows, tile_rows)
+    if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
     else:
-        gate, up = jnp.split(jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1), 2, axis=-1)
-        hidden = activation(gate) * up
+        both = jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1)
+        both = both if biases is None else both + biases[0][group]
+        hidden = _gated(both, activation) if gate is None else gate(both)
     outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
+    outputs = outputs if biases is None else outputs + biases[1][group]
     return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
+
+
+def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Array]) -> Float[Array, "N n//2"]:
+    gate, up = jnp.split(both, 2, axis=-1)
+    return activation(gate) * up
 
 
 def _is_lowered(activation: Callable[[jax.Array], jax.Array]) -> bool:

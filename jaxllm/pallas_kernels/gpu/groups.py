@@ -69,6 +69,15 @@ def _list_kernel(group_ref: Any, rows_ref: Any, sizes_ref: Any, *, num_rows: int
     sizes_ref[group] = lax.fori_loop(0, pl.cdiv(num_rows, len(lane)), body, jnp.int32(0))
 
 
+def groups_of_rows(lists: RowLists, num_rows: int, tile_rows: int) -> Int[Array, "N"]:
+    """The group of each row; 0 for those that have none."""
+    group, first, count = lists.tiles.T
+    at = jnp.arange(tile_rows)
+    row = lists.rows.at[first[:, None] + at].get(mode="clip")
+    row = jnp.where(at < count[:, None], row, num_rows)
+    return jnp.zeros((num_rows,), jnp.int32).at[row].set(group[:, None], mode="drop")
+
+
 def row_tiles(
     sizes: Int[Array, "X"], num_rows: int, most: int, tile_rows: int, *, interpret: bool = False
 ) -> Int[Array, "tiles 3"]:

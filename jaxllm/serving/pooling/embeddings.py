@@ -31,7 +31,7 @@ from jaxllm.serving.pooling.embedding_types import (
 from jaxllm.serving.pooling.prompts import input_prompts, pooling_kind
 from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.pooling.scoring_types import APIVersion
-from jaxllm.serving.registry import leased
+from jaxllm.serving.registry import Lease, leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -43,11 +43,13 @@ cohere_router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 @router.post("/embeddings", responses=returns(EmbeddingList))
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
-    state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
-    model = lease.model
-    run = PoolingRun(model, body, "embd")
-    vectors = await embed(state, model, request, body, run)
+    return await vectors_of(await leased(request, body.model), body, request)
+
+
+async def vectors_of(lease: Lease, body: EmbeddingRequest, request: Request) -> Response:
+    """What /embeddings answers, of a model that has been taken."""
+    run = PoolingRun(lease.model, body, "embd")
+    vectors = await embed(request.app.state.server, lease.model, request, body, run)
     embeddings = EmbeddingList(
         id=run.id,
         created=run.created,

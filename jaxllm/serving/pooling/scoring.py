@@ -12,6 +12,7 @@ from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.pooling.classes import class_scores
+from jaxllm.serving.pooling.embedding_types import InputFields
 from jaxllm.serving.pooling.pairs import score_pairs
 from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.pooling.scoring_types import (
@@ -30,7 +31,7 @@ from jaxllm.serving.pooling.scoring_types import (
     ScoreRequest,
     TextRank,
 )
-from jaxllm.serving.registry import leased
+from jaxllm.serving.registry import Lease, leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -74,11 +75,14 @@ async def rerank_v2(body: DocumentRerankRequest, request: Request) -> Response:
 @router.post("/classify", responses=returns(ClassificationList))
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The class of each text, for models with a classification head."""
-    state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
+    return await classes_of(await leased(request, body.model), body, request, raw=not body.use_activation)
+
+
+async def classes_of(lease: Lease, body: InputFields, request: Request, *, raw: bool) -> Response:
+    """What /classify answers, of a model that has been taken."""
     model = lease.model
     run = PoolingRun(model, body, "classify")
-    probs = await class_scores(state, lease, request, body, run, raw=not body.use_activation)
+    probs = await class_scores(request.app.state.server, lease, request, body, run, raw=raw)
     labels = model.engine.info.tasks.labels
     result = ClassificationList(
         id=run.id,

@@ -14,7 +14,7 @@ import pytest
 
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, StepMetadata
 from jaxllm.pallas_kernels.gpu.experts import experts
-from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
+from jaxllm.pallas_kernels.gpu.groups import RowLists, groups_of_rows, list_rows
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.route import route
 from tests.gpu_here import INTERPRET
@@ -199,6 +199,15 @@ def test_rows_are_listed_by_group(rows, groups):
     group = np.random.default_rng(rows).integers(0, groups + 1, rows)
     found = list_rows(jnp.asarray(group, jnp.int32), groups, rows, 16, interpret=INTERPRET)
     assert groups_of(found, groups, 16) == [np.flatnonzero(group == index).tolist() for index in range(groups)]
+
+
+@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 16), (40, 16), (300, 32)])
+def test_the_group_of_each_row_is_found_again(rows, tile_rows):
+    """Of those that have one: 5 is nobody's."""
+    group = np.random.default_rng(rows).integers(6, size=rows)
+    lists = list_rows(jnp.asarray(group, jnp.int32), 5, rows, tile_rows, interpret=INTERPRET)
+    found = np.asarray(groups_of_rows(lists, rows, tile_rows))
+    np.testing.assert_array_equal(found[group < 5], group[group < 5])
 
 
 def test_lists_are_as_documented():

@@ -1,4 +1,5 @@
-"""DeepseekV2ForCausalLM (V2, V2-Lite) and DeepseekV3ForCausalLM (V3, R1)."""
+"""DeepseekV2ForCausalLM (V2, V2-Lite), DeepseekV3ForCausalLM (V3, R1), Glm4MoeLiteForCausalLM (GLM-4.7-Flash) and
+Mistral4ForCausalLM."""
 
 from __future__ import annotations
 
@@ -72,6 +73,31 @@ _V3 = _V2 | {
     "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
+_MISTRAL4 = without(_V3, "rope_scaling", "rope_theta", "topk_method", "scoring_func", "moe_layer_freq") | {
+    "architectures": ["Mistral4ForCausalLM"],
+    "model_type": "mistral4",
+    "vocab_size": 133,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "rope_parameters": {
+        "type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
 VARIANTS: dict[str, Variant] = {
     "deepseek_v2_lite": Variant(
         "latent attention with a plain query projection; greedy routing; two shared experts; a dense layer first",
@@ -97,6 +123,31 @@ VARIANTS: dict[str, Variant] = {
             {"topk_method": "greedy"},
             {"topk_group": 3},
             {"routed_scaling_factor": 1.0},
+        ),
+    ),
+    "glm4_moe_lite": Variant(
+        "V3's attention and experts, in the layer that a list names",
+        without(_V3, "first_k_dense_replace", "topk_method", "scoring_func", "moe_layer_freq")
+        | {
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "model_type": "glm4_moe_lite",
+            "vocab_size": 145,
+            "rope_scaling": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_hidden_layers": 2,
+            "routed_scaling_factor": 1.8,
+        },
+        unlike=({"routed_scaling_factor": 1.0},),
+    ),
+    "mistral4": Variant(
+        "latent attention whose queries grow past the original context; experts by softmax, renormalised; stacked",
+        _MISTRAL4,
+        unlike=(
+            {"norm_topk_prob": False},
+            {"rope_parameters": _MISTRAL4["rope_parameters"] | {"llama_4_scaling_beta": 0.6}},
+            {"rope_parameters": _MISTRAL4["rope_parameters"] | {"mscale_all_dim": 0.1}},
         ),
     ),
     "deepseek_v3": Variant(

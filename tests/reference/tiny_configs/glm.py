@@ -1,4 +1,4 @@
-"""GlmForCausalLM (GLM-4-9B) and Glm4ForCausalLM (GLM-4-0414)."""
+"""GlmForCausalLM (GLM-4-9B), Glm4ForCausalLM (GLM-4-0414) and Glm4MoeForCausalLM (GLM-4.5)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,27 @@ _GLM: dict[str, Any] = {
 
 _GLM4 = _GLM | {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "vocab_size": 137}
 
+_GLM4_MOE = without(_GLM, "head_dim", "attention_bias") | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 139,
+    "head_dim": 24,
+    "moe_intermediate_size": 44,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 1,
+}
+
 VARIANTS: dict[str, Variant] = {
     "glm": Variant(
         "interleaved rope on half of each head and biases on q, k and v, both by default; fused gate_up",
@@ -52,5 +73,12 @@ VARIANTS: dict[str, Variant] = {
             {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 1.0}},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
         ),
+    ),
+    "glm4_moe": Variant(
+        "half of each head rotated, not interleaved; biases and norms on queries and keys; V3's experts after a dense "
+        "layer, beside two shared ones",
+        _GLM4_MOE,
+        seed=1,
+        unlike=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"partial_rotary_factor": 1.0}),
     ),
 }

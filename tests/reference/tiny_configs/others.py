@@ -1,4 +1,4 @@
-"""Starcoder2ForCausalLM, SeedOssForCausalLM and HunYuanDenseV1ForCausalLM."""
+"""Starcoder2ForCausalLM, SeedOssForCausalLM, HunYuanDenseV1ForCausalLM and MiniMaxM2ForCausalLM."""
 
 from __future__ import annotations
 
@@ -73,6 +73,30 @@ _HUNYUAN: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
+_MINIMAX: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "vocab_size": 167,
+    "hidden_size": 72,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "rotary_dim": 12,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
 VARIANTS: dict[str, Variant] = {
     "starcoder2": Variant(
         "LayerNorm and biases throughout, an MLP without a gate, a window on every layer; tied by default",
@@ -83,6 +107,12 @@ VARIANTS: dict[str, Variant] = {
         "biases on q, k and v and not on the output, heads of a size of their own",
         _SEED,
         unlike=({"rope_theta": 100.0},),
+    ),
+    "minimax_m2": Variant(
+        "a norm over all heads of queries, and of keys; half of each head rotated; sigmoids and a bias on the choice",
+        _MINIMAX,
+        seed=1,
+        unlike=({"rotary_dim": 24}, {"num_experts_per_tok": 3}, {"rope_theta": 100.0}),
     ),
     "hunyuan": Variant(
         "norms on queries and keys after the rotation, whose base alpha stretches whatever the length; tied",

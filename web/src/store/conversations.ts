@@ -40,8 +40,8 @@ function whenRecovered(): Promise<void> {
 
 export async function loadEntries(): Promise<void> {
   try {
-    await whenRecovered();
-    setState({ entries: await database.listEntries() });
+    const problem = await whenRecovered().then(() => null, String);
+    setState({ entries: await database.listEntries(), problem });
   } catch (error) {
     setState({ entries: [], problem: String(error) });
   }

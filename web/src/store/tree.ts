@@ -11,6 +11,8 @@ export interface TreeNode {
   /** Which of the children is shown. */
   active: number;
   message: Message;
+  /** How often the message was changed, so that of two copies the newer one is known; left out: never. */
+  revision?: number;
 }
 
 export interface Tree {
@@ -57,7 +59,7 @@ export function branch(tree: Tree, id: string, newId: string, message: Message):
 
 export function update(tree: Tree, id: string, by: (message: Message) => Message): Tree {
   const node = tree.nodes[id];
-  return node ? { ...tree, nodes: { ...tree.nodes, [id]: { ...node, message: by(node.message) } } } : tree;
+  return node ? { ...tree, nodes: { ...tree.nodes, [id]: { ...node, message: by(node.message), revision: (node.revision ?? 0) + 1 } } } : tree;
 }
 
 /** Where a message stands among its alternatives, from 0. */
@@ -105,7 +107,7 @@ export function merge(ours: Tree, theirs: Tree): Tree {
   const nodes: Record<string, TreeNode> = {};
   for (const id of new Set([...Object.keys(ours.nodes), ...Object.keys(theirs.nodes)])) {
     const [a, b] = [ours.nodes[id], theirs.nodes[id]];
-    if (!gone.has(id)) nodes[id] = { ...(a ?? b)!, ...join(a, b), message: further(a?.message, b?.message) };
+    if (!gone.has(id)) nodes[id] = { ...newer(a, b), ...join(a, b) };
   }
   const both: Tree = { nodes, ...join(ours, theirs), ...(removed.length ? { removed } : {}) };
   return isSame(both, ours) ? ours : both;
@@ -118,12 +120,15 @@ function isSame(both: Tree, ours: Tree): boolean {
   return counts(both) === counts(ours) && Object.values(both.nodes).every(known);
 }
 
-/** Of two copies of a message the one that has come further. */
-function further(a: Message | undefined, b: Message | undefined): Message {
-  if (!a || !b) return (a ?? b)!;
-  if (a.role !== "assistant" || b.role !== "assistant") return a;
-  const [ours, theirs] = [JSON.stringify(a.parts).length, JSON.stringify(b.parts).length];
-  return theirs > ours || (theirs === ours && a.state === "running") ? b : a;
+/** Of two copies of a message the one that was changed more often; of two that were changed as often the one that has ended, or ours. */
+function newer(ours: TreeNode | undefined, theirs: TreeNode | undefined): TreeNode {
+  if (!ours || !theirs) return (ours ?? theirs)!;
+  const ahead = (theirs.revision ?? 0) - (ours.revision ?? 0);
+  return ahead > 0 || (ahead === 0 && isRunning(ours) && !isRunning(theirs)) ? theirs : ours;
+}
+
+function isRunning({ message }: TreeNode): boolean {
+  return message.role === "assistant" && message.state === "running";
 }
 
 /** A tree of these messages alone. */

@@ -1,0 +1,110 @@
+"""GLM-4.5 to 4.7: half of each head rotated, and DeepSeek V3's experts (arXiv:2508.06471). Flash is a DeepSeek V3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.families.deepseek import SIGMOID, hf_names, latent_config, sigmoid_experts
+from jaxllm.models.family import Family
+from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
+from jaxllm.weights.names import Pattern
+
+DEFAULTS = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+
+LITE_DEFAULTS = DEFAULTS | {
+    "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "num_key_value_heads": 20, "max_position_embeddings": 202_752,
+}  # fmt: skip
+
+
+def from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """q, k and v may have biases, and o has none; the larger models have norms on queries and keys."""
+    c = DEFAULTS | c
+    rope, dense = hf_rope(c, hf_head_dim(c), partial=0.5), c["first_k_dense_replace"]
+    return DecoderConfig(
+        **hf_fields(
+            c,
+            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(c["num_hidden_layers"])),
+            moe=sigmoid_experts(c),
+            qkv_bias=c.get("attention_bias", False),
+            qk_norm="rms" if c.get("use_qk_norm") else None,
+        )
+    )
+
+
+def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """Which layers have experts is said by `mlp_layer_types`: by default all but the first."""
+    c = LITE_DEFAULTS | c
+    kinds = c.get("mlp_layer_types") or ["dense", *["sparse"] * (c["num_hidden_layers"] - 1)]
+    sparse = [kind == "sparse" for kind in kinds]
+    return latent_config(c, sigmoid_experts(c), interleaved=bool(c.get("rope_interleave", True)), sparse=sparse)
+
+
+def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
+    """Queries and keys have norms where their tensors are."""
+    get = Metadata(checkpoint)
+    if (scoring := get("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise CheckpointError(f"expert_gating_func is {shown(scoring)}; accepted is {SIGMOID}, sigmoid")
+    rope, dense = gguf_rope(checkpoint, partial=0.5), get("leading_dense_block_count", 0)
+    hidden = get("expert_feed_forward_length")
+    groups = get("expert_group_count", 0) or 1
+    moe = MoEConfig(
+        num_experts=get("expert_count"),
+        top_k=get("expert_used_count"),
+        hidden=hidden,
+        scoring="sigmoid",
+        correction_bias=f"blk.{dense}.exp_probs_b.bias" in checkpoint.tensors,
+        num_groups=groups,
+        top_groups=get("expert_group_used_count", 0) or groups,
+        group_score="top2_sum",
+        renormalize=get("expert_weights_norm", False),
+        renormalize_eps=1e-20,
+        scale=get("expert_weights_scale", 0.0) or 1.0,
+        shared_hidden=get("expert_shared_count") * hidden,
+    )
+    return DecoderConfig(
+        **gguf_fields(
+            checkpoint,
+            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(gguf_layers(checkpoint))),
+            moe=moe,
+            qk_norm="rms" if "blk.0.attn_q_norm.weight" in checkpoint.tensors else None,
+        )
+    )
+
+
+def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """The norm in front of the MLP is called after what it comes after."""
+    return {"layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight"}
+
+
+MOE = Family(
+    name="GLM-4.5",
+    models="GLM-4.5, 4.5-Air, 4.6, 4.7",
+    architectures=("Glm4MoeForCausalLM",),
+    model_types=("glm4_moe",),
+    from_hf=from_hf,
+    gguf_architectures=("glm4moe",),
+    from_gguf=from_gguf,
+    gguf_names=gguf_names,
+)
+
+LITE = Family(
+    name="GLM-4.7-Flash",
+    models="GLM-4.7-Flash",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    model_types=("glm4_moe_lite",),
+    from_hf=lite_from_hf,
+    hf_names=hf_names,
+    gguf_architectures=("deepseek2",),
+)
