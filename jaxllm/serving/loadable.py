@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxllm.config import ModelConfig
 from jaxllm.engine.messages import EngineInfo, EngineStats
+from jaxllm.machine import return_freed_memory
 from jaxllm.progress import watched_by
 from jaxllm.serving.past_stats import added, counted
 from jaxllm.serving.request_metrics import RequestMetrics
@@ -126,6 +127,7 @@ class LoadableModel:
         else:
             self.error = None
             self._keep(served)
+            return_freed_memory()
         finally:
             self.stage = None
 

@@ -8,8 +8,10 @@ import time
 from collections.abc import Sequence
 
 from jaxllm.errors import JaxLLMError
+from jaxllm.machine import return_freed_memory
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.loadable import LoadableModel, Stage
+from jaxllm.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +124,7 @@ class ModelLoader:
             raise unavailable(message, code=AT_CAPACITY)
 
     async def _unload(self, model: LoadableModel) -> None:
-        served = model.detach()
-        await asyncio.to_thread(served.engine.shutdown)
+        await asyncio.to_thread(_shut_down, [model.detach()])
         logger.info("model %s was unloaded", model.name)
 
     async def _unload_idle(self) -> None:
@@ -133,6 +134,12 @@ class ModelLoader:
                 for model in self._models:
                     if model.is_idle and model.ttl is not None and time.monotonic() - model.last_used >= model.ttl:
                         await self._unload(model)
+
+
+def _shut_down(held: list[ServedModel]) -> None:
+    """Stop the engine of the one model in the list, and forget it in this thread: freeing a tokenizer takes a while."""
+    held.pop().engine.shutdown()
+    return_freed_memory()
 
 
 def _check_unused(model: LoadableModel) -> None:
