@@ -307,6 +307,15 @@ class ServerConfig(BaseModel):
     enable_force_include_usage: bool = False
     """Send the usage at the end of every stream of chat and text completions, and what it is so far in every chunk."""
 
+    models: Path | None = None
+    """A YAML file of several models to serve, each with settings of its own: see docs/several-models.md."""
+    model_directory: Path | None = None
+    """A folder of models to serve: every .gguf file, and every folder with a config.json, under its own name."""
+    max_loaded_models: Annotated[int, Field(ge=1)] = 1
+    """How many of several models may be loaded at once; the one that was not used for longest makes room."""
+    model_ttl: Annotated[float, Field(gt=0)] | None = None
+    """Seconds without a request after which one of several models is unloaded (default: never)."""
+
     mcp_config: Path | None = None
     """A file of MCP tool servers to start with this one (default: none, also where ./mcp.json exists)."""
     mcp_inject: bool = True
@@ -338,7 +347,7 @@ class ServerConfig(BaseModel):
 
 
 class ServeConfig(ServerConfig, ModelConfig):
-    """A server and its one model, side by side as flags, variables and flat YAML files give them."""
+    """A server and its model, side by side as flags, variables and flat YAML files give them."""
 
     @property
     def of_model(self) -> ModelConfig:
@@ -367,8 +376,8 @@ def comma_separated(value: str | None) -> list[str]:
 SECTIONS = {
     "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
     "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
-    "served_model_name": "API", "serve_any_model_name": "API", "mcp_config": "Tool servers", "data_dir": "Storage",
-    "log_level": "Logging",
+    "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
+    "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging",
 }  # fmt: skip
 """Field -> the section of --help and of docs/configuration.md that it and those after it are in; in their order."""
 

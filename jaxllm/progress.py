@@ -16,8 +16,15 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """`watcher` hears what this thread tells, for as long as the context lasts."""
-    before = _watcher.set(watcher)
+    """`watcher` hears what this thread tells, for as long as the context lasts; so does who watched it before."""
+    outer = _watcher.get()
+
+    def tell_both(doing: str, done: int, total: int) -> None:
+        watcher(doing, done, total)
+        if outer is not None:
+            outer(doing, done, total)
+
+    before = _watcher.set(tell_both)
     try:
         yield
     finally:

@@ -35,9 +35,10 @@ def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server_url() -> Iterator[str]:
-    """A server on a free port, as `jaxllm serve` starts it."""
-    command = [sys.executable, "-m", "jaxllm.cli.main", "serve", "--port", "0"]
+def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server on a free port, as `jaxllm serve` starts it, with the flags that a test's parameter gives."""
+    flags = getattr(request, "param", [])
+    command = [sys.executable, "-m", "jaxllm.cli.main", "serve", "--port", "0", *flags]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -95,6 +96,15 @@ def test_openai_client(server_url: str):
 def test_embeddings(server_url: str):
     lines = run("examples/embeddings.py", server_url).splitlines()
     assert len(lines) == 4 and lines[3].startswith("best: Paris is the capital of France.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server_url", [["--models", str(EXAMPLES / "several_models.yaml")]], indirect=True)
+def test_several_models(server_url: str):
+    before, small, loaded, gemma, after = run("examples/several_models.py", server_url).splitlines()
+    assert before == "smollm2: unloaded  small: unloaded  gemma3: unloaded"
+    assert "Paris" in small and loaded == "smollm2: loaded  small: loaded  gemma3: unloaded"
+    assert gemma.startswith("gemma3 says") and after == "smollm2: unloaded  small: unloaded  gemma3: loaded"
 
 
 @pytest.mark.slow

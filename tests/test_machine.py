@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from jaxllm import machine
-from jaxllm.machine import Cores, Memory, cores, memory
+from jaxllm.machine import Cores, Memory, cores, memory, return_freed_memory
 
 V2 = "31 24 0:27 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate\n"
 V1 = (
@@ -105,3 +107,12 @@ def test_a_limit_of_a_group_out_of_sight_is_in_the_statistics(tmp_path: Path) ->
     files = {"sys/fs/cgroup/memory/memory.stat": f"hierarchical_memory_limit {GIB}"}
     root = tree(tmp_path, "4:memory:/docker/ab", V1.format(root="/docker/ab"), files)
     assert memory(root).total == GIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this is of glibc")
+def test_freed_memory_is_given_back() -> None:
+    blocks = [b"x" * 65_536 for _ in range(1600)]  # each too small to be mapped by itself
+    held = psutil.Process().memory_info().rss
+    del blocks[:-1]  # the last one keeps the heap from shrinking by itself
+    return_freed_memory()
+    assert psutil.Process().memory_info().rss < held - 50 * 2**20 and len(blocks) == 1

@@ -19,10 +19,11 @@ class ServerClient:
     """One running server, as OpenAI's routes see it.
 
     Use it in `async with`. Every method raises ServerError when the server refuses or breaks off, ConfigError when
-    nothing listens at `url`.
+    nothing listens at `url`, which `flag` gave.
     """
 
-    def __init__(self, url: str, api_key: str | None = None):
+    def __init__(self, url: str, api_key: str | None = None, flag: str = "--url"):
+        self._flag = flag
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -36,13 +37,17 @@ class ServerClient:
 
     async def model(self) -> str:
         """Name of the first model the server offers."""
+        return (await self.models())[0]["id"]
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What /v1/models lists."""
         try:
             response = await self._http.get(f"{self.url}/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
         if response.is_error:
             raise _refusal(response)
-        return response.json()["data"][0]["id"]
+        return response.json()["data"]
 
     async def stream(self, route: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Post `body` with stream=true to `route` ('/v1/completions') and yield each event's object."""
@@ -67,7 +72,7 @@ class ServerClient:
         raise ServerError(f"{self.url} closed the stream before [DONE]")
 
     def _unreachable(self, error: Exception) -> ConfigError:
-        return ConfigError(f"--url is {self.url!r}: no server answers there ({error or type(error).__name__})")
+        return ConfigError(f"{self._flag} is {self.url!r}: no server answers there ({error or type(error).__name__})")
 
 
 def _refusal(response: httpx.Response) -> ServerError:

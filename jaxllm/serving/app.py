@@ -48,11 +48,11 @@ API_ROUTERS = (
 
 
 def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
-    """The server's routes over running engines; the caller keeps the engines and shuts them down.
+    """The server's routes over running engines; the caller shuts down those that run when the server has ended.
 
     Raises ConfigError when config.mcp_config cannot be used, or a model's score_method does not suit it.
     """
-    for model in registry:
+    for model in registry.loaded:
         score_method(model.config, model.engine.info.tasks)
     state = ServerState(config, registry)
     database = Database(config.database_url or sqlite_url(config.data_dir))
@@ -61,11 +61,13 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await app.state.batches.resume()
         await state.tool_servers.start()
+        registry.loader.start()
         yield
         await app.state.batches.close()
         await app.state.responses.background.close()
         await database.close()
         await state.close()
+        await registry.loader.close()
         await registry.check_released()
 
     app = FastAPI(

@@ -51,10 +51,10 @@ async def livez() -> Response:
 
 @router.get("/health", responses=returns(Health))
 async def health(request: Request) -> Response:
-    """200 while the engine of any model is alive, 503 while models load and when all engines have stopped."""
+    """200 while any model can answer or be loaded, 503 while the server starts and when all engines have stopped."""
     state: ServerState = request.app.state.server
     state.registry.check_alive()
-    stopped = [model.names[0] for model in state.registry.dead()]
+    stopped = [model.name for model in state.registry.dead()]
     return json_response(Health(status="degraded", stopped_models=stopped) if stopped else Health(status="ok"))
 
 
@@ -67,10 +67,11 @@ async def ping(request: Request) -> Response:
 
 @router.get("/ready", responses=returns(Ready))
 async def ready(request: Request) -> Response:
-    """200 when requests run without waiting for a compile, 503 while starting or shutting down."""
+    """200 when requests to the models loaded at the start wait for no compile, 503 while starting or shutting down."""
     state: ServerState = request.app.state.server
     state.check_accepting()
-    if not all(model.engine.is_dead or model.engine.stats().ready for model in state.registry):
+    awaited = [model.served for model in state.registry if model.awaited and model.served is not None]
+    if not all(model.engine.is_dead or model.engine.stats().ready for model in awaited):
         raise unavailable("the engine is still compiling", code="starting")
     return json_response(Ready())
 

@@ -86,7 +86,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
 async def props(request: Request) -> Response:
     """The first model, its context and its chat template, in llama.cpp's words."""
     state: ServerState = request.app.state.server
-    model = state.registry.find(None)
+    model = state.registry.find_loaded(None)
     info, tokenizer = model.engine.info, model.engine.tokenizer
     special = {} if tokenizer is None else tokenizer.special_tokens
     template = model.chat_template or (None if tokenizer is None else tokenizer.chat_template)

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jaxllm.engine.messages import STEP_TOKENS, EngineStats
+from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.registry import Registry
-from jaxllm.serving.served_model import ServedModel
 
 # Names shared with vLLM.
 GAUGES = {
@@ -100,15 +100,16 @@ class ServerCollector(Collector):
 class ModelMetrics:
     """One model's, under `jaxllm:` and, where vLLM has the name and it is asked for, `vllm:`."""
 
-    def __init__(self, model: ServedModel, *, vllm_names: bool):
-        self._engine = model.engine
-        self._requests = model.metrics
-        self._config = model.config
+    def __init__(self, model: LoadableModel, *, vllm_names: bool):
+        self._model = model
         self._vllm_names = vllm_names
-        self._model_name = model.names[0]
+        self._model_name = model.name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        """Nothing of a model that was never loaded; of one that is unloaded, what it counted."""
+        if self._model.info is None:
+            return
+        stats = self._model.stats()
         shared = [*self._shared(stats)]
         for metric in shared:
             yield _prefixed(metric, "jaxllm:")
@@ -126,7 +127,8 @@ class ModelMetrics:
         yield self._accepted(stats)
         yield self._steps(stats)
         yield self._cache_config()
-        yield from self._requests.collect()
+        if self._model.metrics is not None:
+            yield from self._model.metrics.collect()
 
     def _labelled(self, family: type[Metric], table: dict, stats: EngineStats) -> Iterator[Metric]:
         for name, (text, label, values) in table.items():
@@ -151,7 +153,8 @@ class ModelMetrics:
         return metric
 
     def _cache_config(self) -> Metric:
-        info, config = self._engine.info, self._config
+        info, config = self._model.info, self._model.config
+        assert info is not None
         labels = {
             "block_size": info.page_size,
             "num_gpu_blocks": info.num_pages,

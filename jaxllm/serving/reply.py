@@ -10,10 +10,10 @@ from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Choice, Generation, Step, Usage
 from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.loadable import Lease
 from jaxllm.serving.parsing.events import Content, Event, ToolArguments, ToolCall
 from jaxllm.serving.parsing.parsed import ParsedCall, join_events
 from jaxllm.serving.prompts import ConversationPrompt, conversation_prompt
-from jaxllm.serving.registry import Lease
 from jaxllm.serving.state import ServerState
 
 

@@ -45,7 +45,8 @@ class ServedModel:
     when config.default_chat_template_kwargs has a name that the server sets.
     """
 
-    def __init__(self, config: ModelConfig, engine: AsyncLLM):
+    def __init__(self, config: ModelConfig, engine: AsyncLLM, metrics: RequestMetrics | None = None):
+        """`metrics` are those to go on with, of the same model."""
         self.config = config
         self.names = config.names
         """What requests may call it. The first is the one that metrics and notices use."""
@@ -56,7 +57,7 @@ class ServedModel:
         """Instead of the checkpoint's."""
         self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)
         detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names at the start
-        self.metrics = RequestMetrics(self.names[0], engine.info.max_model_len)
+        self.metrics = metrics or RequestMetrics(self.names[0], engine.info.max_model_len)
         self.running: set[Running] = set()
         self.draining = False
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -27,14 +27,10 @@ from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.http.request_id import LOG as REQUEST_LOG
 from jaxllm.serving.listener import address, listening
 from jaxllm.serving.loading import Entrance
-from jaxllm.serving.parsing.formats import detect_formats
-from jaxllm.serving.registry import Registry, single_model
+from jaxllm.serving.registry import Registry
 from jaxllm.serving.running import noted
-from jaxllm.serving.served_model import read_chat_template
+from jaxllm.serving.start_models import ServerModels
 from jaxllm.serving.state import ServerState
-
-if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +45,10 @@ add up, for an event takes several turns of the loop."""
 
 
 def serve(config: ServeConfig) -> None:
-    """Serve config.model over HTTP until SIGINT or SIGTERM; returns when everything has stopped.
+    """Serve over HTTP until SIGINT or SIGTERM; returns when everything has stopped.
 
-    The port is taken and answers before the model loads: see Entrance. On a signal /ready turns 503, new requests are
+    The models are config.model, or those of config.models and config.model_directory. The port is taken and answers
+    before a model loads: see Entrance. On a signal /ready turns 503, new requests are
     refused, running ones get config.shutdown_timeout seconds and then end with finish_reason "abort". A second signal
     exits at once. So does the first after shutdown_timeout + END_SECONDS, whatever still hangs then, and one that comes
     while the model loads. SIGHUP has config.mcp_config read again.
@@ -63,27 +60,16 @@ def serve(config: ServeConfig) -> None:
     with listening(config) as listener, _ending_on_sigterm():
         if (reason := unwritable(config.data_dir.expanduser())) is not None:
             raise ConfigError(f"data_dir is {str(config.data_dir)!r}, where nothing can be written: {reason}")
-        read_chat_template(config)
-        detect_formats(None, config.tool_call_parser, config.reasoning_parser)  # refuses unknown names before loading
+        models = ServerModels(config)  # refuses what is wrong before anything is loaded
         tool_servers, named = find_settings(config.mcp_config)
         for one in named:
             place = one.command or urlsplit(one.url or "").hostname  # no more of it: arguments and paths may be secret
             logger.info("tool server %s from %s: %s", one.label, tool_servers, place)
-        process = config.engine_process is None or config.engine_process
-        engines: list[AsyncLLM] = []
-
-        def start() -> Registry:
-            from jaxllm.engine.front.async_llm import AsyncLLM  # takes a second, in which probes are answered
-
-            engines.append(AsyncLLM(config.of_model.model_copy(update={"engine_process": process})))
-            return single_model(config, engines[0])
-
         try:
-            with noted(config.names, address(listener)):
-                run_server(config.of_server, start, listener)
+            with noted(models.names, address(listener)):
+                run_server(config.of_server, models.start, listener)
         finally:
-            for engine in engines:
-                engine.shutdown()
+            models.shutdown()
 
 
 def configure_logging(config: ServerConfig) -> None:
@@ -211,8 +197,8 @@ class Server(uvicorn.Server):
 
 def announce(state: ServerState, listener: socket.socket) -> None:
     """Print what is being served and where."""
-    info = state.registry.find(None).engine.info
-    sizes = f"context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once"
+    info = state.registry.find(None).info
+    sizes = f"context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once" if info else "on demand"
     names, base = ", ".join(state.registry.names), address(listener)
     if state.config.uds is not None:
         _say(f"Serving {names} on {base} ({sizes})")

@@ -18,20 +18,21 @@ router = APIRouter(route_class=JSONRoute, tags=["status"])
 
 
 class EngineShown(msgspec.Struct, kw_only=True):
-    """What the engine settled on at its start."""
+    """What the engine settled on at its start; null until the default model was loaded for the first time."""
 
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_pages: int
-    page_size: int
-    vocab_size: int
-    hidden_size: int
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    num_pages: int | None
+    page_size: int | None
+    vocab_size: int | None
+    hidden_size: int | None
 
 
 class ServerInfo(msgspec.Struct, kw_only=True):
     version: str
-    system_fingerprint: str
+    system_fingerprint: str | None
+    """Null where the default model is not loaded."""
     models: list[str]
     settings: dict[str, Any]
     """Those of the engine that may change an answer; neither keys nor places of the machine."""
@@ -43,12 +44,12 @@ async def server_info(request: Request) -> Response:
     """The version, the engine's settings and what it made of them."""
     state: ServerState = request.app.state.server
     model = state.registry.find(None)
-    info = model.engine.info
+    info = model.info
     shown = ServerInfo(
         version=version("jaxllm"),
-        system_fingerprint=model.system_fingerprint,
+        system_fingerprint=None if model.served is None else model.served.system_fingerprint,
         models=state.registry.names,
         settings=engine_settings(model.config),
-        engine=EngineShown(**{name: getattr(info, name) for name in EngineShown.__struct_fields__}),
+        engine=EngineShown(**{name: getattr(info, name, None) for name in EngineShown.__struct_fields__}),
     )
     return json_response(shown)

@@ -58,7 +58,7 @@ class ServerState:
     @property
     def running(self) -> set[Running]:
         """The requests under way."""
-        return {request for model in self.registry for request in model.running}
+        return {request for model in self.registry.loaded for request in model.running}
 
     def check_accepting(self) -> None:
         """Raises 503 when no new request can start, whatever model it asks for."""
@@ -69,8 +69,7 @@ class ServerState:
     def drain(self) -> None:
         """From now on no request begins."""
         self.draining = True
-        for model in self.registry:
-            model.draining = True
+        self.registry.drain()
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run tokenizer or template work on a thread, so that nobody's stream waits for it."""

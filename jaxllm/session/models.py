@@ -43,6 +43,7 @@ class EngineModel:
         from jaxllm.config import EngineConfig, ModelConfig, ServerConfig
         from jaxllm.engine.front.async_llm import AsyncLLM
         from jaxllm.mcp.config_file import OFF
+        from jaxllm.serving.loadable import LoadableModel
         from jaxllm.serving.registry import Registry
         from jaxllm.serving.served_model import ServedModel
         from jaxllm.serving.state import ServerState
@@ -51,7 +52,7 @@ class EngineModel:
         config = ModelConfig(**engine.config.model_dump(include=set(EngineConfig.model_fields)))
         self._thread = thread
         self._model = ServedModel(config, shared)
-        self._state = ServerState(ServerConfig(mcp_config=OFF), Registry([self._model]))
+        self._state = ServerState(ServerConfig(mcp_config=OFF), Registry([LoadableModel.loaded(self._model)]))
 
     async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
         async with aclosing(self._thread.iterate(self._reply(body))) as events:

@@ -77,6 +77,7 @@ SAMPLES: dict[str, Any] = {
     "generation_config": "vllm", "override_generation_config": {"top_p": 0.5}, "max_logprobs": 5,
     "mcp_config": "/mcp.json", "mcp_inject": False, "mcp_result_limit": 500, "mcp_max_turns": 3, "mcp_max_calls": 4,
     "allow_mcp_urls": True,
+    "models": "/models.yaml", "model_directory": "/models", "max_loaded_models": 3, "model_ttl": 60.0,
     "serve_any_model_name": True, "enable_force_include_usage": True,
 }  # fmt: skip
 

@@ -13,13 +13,14 @@ from typing import Any, get_args, get_type_hints
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.engine.front.limits import check_request
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.loadable import LoadableModel
 from tests.serving.fake_engine import FakeEngine, app_of
 
 INERT = "Accepted, without effect"
@@ -93,6 +94,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v2/rerank": RANKING,
     "/v2/embed": {"texts": ["Paris"]},
     "/v1/classify": {"input": "Hi"},
+    "/v1/models/load": {"model": "fake"},
+    "/v1/models/unload": {"model": "other"},
     "/v1/mcp/tools/{name}": {"arguments": {"a": 1}},
     "/v1/files": {"file": (json.dumps(LINE) + "\n").encode(), "purpose": "batch"},
     "/v1/batches": {"endpoint": LINE["url"], "completion_window": "24h"},
@@ -123,11 +126,14 @@ class OneTool(ToolServers):
 def make_app(data_dir: Path, engine: FakeEngine | None = None) -> FastAPI:
     """A server that can do everything: the model has a class for /classify, and the engine writes text all the same.
 
+    Another model, which is not loaded, is there to be loaded and unloaded.
+
     The page is no part of the API.
     """
     engine = engine or EveryTask()
     config = ServeConfig(model="fake", data_dir=data_dir, mcp_inject=False, web=False)
-    app = app_of(config, engine)
+    other = LoadableModel(ModelConfig(model="other"), lambda config, given_up: FakeEngine())
+    app = app_of(config, engine, unloaded=[other])
     app.state.server.tool_servers = OneTool()
     return app
 

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks
+from jaxllm.serving.loadable import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
 
 BOS = 256
@@ -371,15 +372,23 @@ def candidates(token: int, count: int, logprob: float = -1.0) -> list[tuple[int,
     return [(token, Logprob(logprob, 2, None)), *[entry for entry in top if entry[0] != token][:count]]
 
 
-def app_of(config: ServeConfig, engine: Any, others: Mapping[str, Any] | None = None) -> FastAPI:
-    """The application of a server with this engine, and with `others` by their models' names."""
+def app_of(
+    config: ServeConfig,
+    engine: Any,
+    others: Mapping[str, Any] | None = None,
+    unloaded: Iterable[LoadableModel] = (),
+) -> FastAPI:
+    """The application of a server with this engine, with `others` by their models' names, and with `unloaded`."""
     from jaxllm.serving.app import create_app
     from jaxllm.serving.registry import Registry
     from jaxllm.serving.served_model import ServedModel
 
     models = [ServedModel(config.of_model, engine)]
     models += [ServedModel(ModelConfig(model=name), other) for name, other in (others or {}).items()]
-    return create_app(config.of_server, Registry(models, any_name=config.serve_any_model_name))
+    return create_app(
+        config.of_server,
+        Registry([*map(LoadableModel.loaded, models), *unloaded], any_name=config.serve_any_model_name),
+    )
 
 
 def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> None:

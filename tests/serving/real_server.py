@@ -27,10 +27,11 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def served(model: str, **settings: Any) -> Iterator[str]:
-    """The base URL of a server of `model`; it must end cleanly when told to."""
-    own = {"model": model, "port": 0, "compile_cache_dir": os.environ.get("TESTS_COMPILE_CACHE")}  # None: not kept
-    arguments = json.dumps(SHAPES | own | settings)
+def served(model: str | None, **settings: Any) -> Iterator[str]:
+    """The base URL of a server of `model`, or of the models that `settings` name; it must end cleanly when told to."""
+    own = {"port": 0, "compile_cache_dir": os.environ.get("TESTS_COMPILE_CACHE")}  # None: not kept
+    named = {} if model is None else {"model": model}
+    arguments = json.dumps(SHAPES | own | named | settings)
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -36,7 +36,7 @@ if __name__ == "__main__":
     process_client.SILENT_SECONDS = float(sys.argv[1])
     there = "jaxllm.engine.front.async_llm"
     with (
-        mock.patch(f"{there}.start_engine", lambda config: (start(config), ByteTokenizer())),
+        mock.patch(f"{there}.start_engine", lambda config, given_up: (start(config, given_up), ByteTokenizer())),
         mock.patch(f"{there}.start_client", start),
     ):
         server.serve(ServeConfig(model="fake", port=0, shutdown_timeout=0.5, data_dir=sys.argv[2]))

@@ -16,6 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.mcp.config_file import OFF
 from jaxllm.serving import registry as registry_module
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.registry import Registry, leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
@@ -32,12 +33,12 @@ TEXT = {"prompt": "Once upon a time"}
 
 def make_registry(*names: str, any_name: bool = False) -> Registry:
     models = [ServedModel(ModelConfig(model="m", served_model_name=name), FakeEngine()) for name in names]
-    return Registry(models, any_name=any_name)
+    return Registry(map(LoadableModel.loaded, models), any_name=any_name)
 
 
 def held(server: Running) -> int:
     registry: Registry = server.app.state.server.registry
-    return sum(registry.num_leases(model) for model in registry)
+    return sum(len(model.leases) for model in registry)
 
 
 def test_every_kind_of_request_gives_its_model_back(start: Callable[..., Running]) -> None:
@@ -149,15 +150,15 @@ def test_a_lease_is_one_of_its_model_until_it_is_released() -> None:
         registry = make_registry("a", "b,c")
         first, second = list(registry)
         with await registry.lease("c") as lease:
-            assert (lease.name, lease.model) == ("c", second)
-            assert (registry.num_leases(first), registry.num_leases(second)) == (0, 1)
+            assert (lease.name, lease.model) == ("c", second.served)
+            assert (len(first.leases), len(second.leases)) == (0, 1)
             again = lease.again()
-            assert registry.num_leases(second) == 2
+            assert len(second.leases) == 2
             lease.release()
             lease.release()
-            assert registry.num_leases(second) == 1
+            assert len(second.leases) == 1
         again.release()
-        assert registry.num_leases(second) == 0
+        assert len(second.leases) == 0
         await registry.check_released()
         assert (await registry.lease(None)).name == "a"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Sequence
@@ -36,9 +37,10 @@ class AsyncLLM:
         ConfigError, ModelNotFoundError, CheckpointError: the engine could not start.
     """
 
-    def __init__(self, config: EngineConfig | None = None, **fields: Any):
+    def __init__(self, config: EngineConfig | None = None, *, given_up: threading.Event | None = None, **fields: Any):
+        """`given_up`, once it is set, ends the start of an engine in a process of its own."""
         self.config: EngineConfig = config if config is not None else make_config(EngineConfig, **fields)
-        self._streams = open_streams(self.config)
+        self._streams = open_streams(self.config, given_up)
         self._streams.limit = self.info.max_num_seqs + self.config.max_num_waiting
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
         weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
@@ -180,13 +182,13 @@ class AsyncLLM:
         self._streams.restart()
 
 
-def open_streams(config: EngineConfig) -> Streams:
+def open_streams(config: EngineConfig, given_up: threading.Event | None = None) -> Streams:
     """Start an engine and its reader; one that has a process of its own is started again when it dies.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: it could not start.
     """
-    client, tokenizer = start_engine(config)
+    client, tokenizer = start_engine(config, given_up)
     info = client.info  # not what is free at the time of the next start
     sizes = {"kv_cache_memory": info.kv_cache_memory, "state_cache_memory": info.state_cache_memory}
     same = config.model_copy(update=sizes)

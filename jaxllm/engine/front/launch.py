@@ -10,13 +10,15 @@ from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.text.tokenizer import Tokenizer
 
 
-def start_engine(config: EngineConfig) -> tuple[EngineClient, Tokenizer | None]:
-    """A running engine, and the tokenizer its front door needs.
+def start_engine(
+    config: EngineConfig, given_up: threading.Event | None = None
+) -> tuple[EngineClient, Tokenizer | None]:
+    """A running engine, and the tokenizer its front door needs; see `start_client`.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: it could not start.
     """
-    client = start_client(config)
+    client = start_client(config, given_up)
     try:
         return client, resolve_tokenizer(config)
     except BaseException:

@@ -7,6 +7,8 @@ import itertools
 import logging
 import sys
 import uuid
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,7 +21,8 @@ from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResu
 from jaxllm.serving.batches.lines import Line
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import check_numbers
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.model_loader import AT_CAPACITY, FAILED
 from jaxllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -35,32 +38,34 @@ _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 class Unavailable(Exception):
     """A line has no answer and will get none now: its model's engine died, or the server is stopping."""
 
-    def __init__(self, model: ServedModel):
-        super().__init__(model.names[0])
+    def __init__(self, model: LoadableModel):
+        super().__init__(model.name)
         self.model = model
 
 
 class Places:
-    """How many sequences of batches may be under way at once. First come, first served."""
+    """How many sequences of batches may be under way at once. First come, first served.
 
-    def __init__(self, total: int):
+    `total` may say more as time goes on. Who wants more than that runs alone.
+    """
+
+    def __init__(self, total: Callable[[], int]):
         self._total = total
-        self._free = total
+        self._taken = 0
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
-    async def take(self, wanted: int) -> int:
-        """Wait for `wanted` places, or all there are if that is fewer; returns how many were taken."""
-        count = min(wanted, self._total)
+    async def take(self, wanted: int) -> None:
+        """Wait for `wanted` places, or until nobody else has any."""
         async with self._turn:
-            while self._free < count:
+            while self._taken and self._taken + wanted > self._total():
                 self._freed.clear()
                 await self._freed.wait()
-            self._free -= count
-        return count
+            self._taken += wanted
 
     def give(self, count: int) -> None:
-        self._free += count
+        """Back what was taken."""
+        self._taken -= count
         self._freed.set()
 
 
@@ -70,13 +75,13 @@ class Caller:
     def __init__(self, app: FastAPI, state: ServerState):
         self._app = app
         self._registry = state.registry
-        self._places = {model: Places(_num_places(model, state.config)) for model in state.registry}
+        self._places = {model: Places(partial(_num_places, model, state.config)) for model in state.registry}
         self._headers = {"Content-Type": "application/json"}
         if state.api_keys:
             self._headers["Authorization"] = f"Bearer {state.api_keys[0].decode()}"
         self._transport = httpx.ASGITransport(self._logged, raise_app_exceptions=False)
 
-    def model_of(self, line: Line) -> ServedModel:
+    def model_of(self, line: Line) -> LoadableModel:
         """The model that a line asks for; the default one where its endpoint will refuse what it asks for."""
         name = line.body.get("model")
         return self._registry.find(name if isinstance(name, str) and self._registry.serves(name) else None)
@@ -86,7 +91,7 @@ class Caller:
         return self._places[self.model_of(line)]
 
     async def call(self, endpoint: str, line: Line) -> LineResult:
-        """The endpoint's answer, whatever it is; while the queue is full the line waits and tries again.
+        """The endpoint's answer, whatever it is; while there is no room for it the line waits and tries again.
 
         Raises Unavailable.
         """
@@ -99,12 +104,14 @@ class Caller:
         for delay in itertools.chain(_RETRY_SECONDS, itertools.repeat(_RETRY_SECONDS[-1])):
             request = httpx.Request("POST", f"http://localhost{endpoint}", headers=self._headers, content=content)
             answer = await self._transport.handle_async_request(request)
-            if answer.status_code == UNAVAILABLE:
+            said = msgspec.json.decode(await answer.aread())
+            code = _error_code(said) if answer.status_code == UNAVAILABLE else None
+            if answer.status_code == UNAVAILABLE and code not in (AT_CAPACITY, FAILED):
                 raise Unavailable(self.model_of(line))
-            if answer.status_code != QUEUE_FULL:
+            if answer.status_code != QUEUE_FULL and code != AT_CAPACITY:
                 break
             await asyncio.sleep(delay)
-        body = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(await answer.aread())))  # without line breaks
+        body = msgspec.Raw(msgspec.json.encode(said))  # without line breaks
         request_id = answer.headers.get("x-request-id")
         return line_result(
             line, response=LineResponse(status_code=answer.status_code, request_id=request_id, body=body)
@@ -119,10 +126,19 @@ class Caller:
             raise
 
 
-def _num_places(model: ServedModel, config: ServerConfig) -> int:
-    """As configured, or so many that an eighth of the engine is left to everyone else."""
-    total = model.engine.info.max_num_seqs
+def _num_places(model: LoadableModel, config: ServerConfig) -> int:
+    """As configured, or as many as leave an eighth of the engine to everyone else.
+
+    One until the model was loaded for the first time: the line that has it loads the model.
+    """
+    total = 1 if model.info is None else model.info.max_num_seqs
     return config.max_batch_concurrency or max(total - max(total // 8, 1), 1)
+
+
+def _error_code(answer: Any) -> str | None:
+    """The code in an error's body, where it has one."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def line_result(line: Line, *, response: LineResponse | None = None, error: LineError | None = None) -> LineResult:

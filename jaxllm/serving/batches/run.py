@@ -19,7 +19,7 @@ from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Places, Unavailabl
 from jaxllm.serving.batches.file_store import FileRow, FileStore
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.lines import Line, check_input, read_lines
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ CRASHED = LineError("server_crashed", "the server or its engine crashed twice wh
 class Suspended(Exception):
     """The server is stopping, or engines of `models` died. The batch goes on from its journal once they are back."""
 
-    def __init__(self, models: Collection[ServedModel] = ()):
-        super().__init__(", ".join(model.names[0] for model in models))
+    def __init__(self, models: Collection[LoadableModel] = ()):
+        super().__init__(", ".join(model.name for model in models))
         self.models = models
 
 
@@ -77,9 +77,9 @@ class BatchRun:
         self._tally = Tally()
         self._done: set[str] = set()
         self._crashes: Counter[str] = Counter()
-        self._started: dict[str, ServedModel] = {}
+        self._started: dict[str, LoadableModel] = {}
         """The lines of this run that have begun, by custom_id."""
-        self._dead: set[ServedModel] = set()
+        self._dead: set[LoadableModel] = set()
         """Models whose engines died under this run."""
         self._results: list[LineResult] = []
         self._recording = asyncio.Lock()
@@ -167,9 +167,9 @@ class BatchRun:
                     # what was running at a crash runs alone, so that the next crash meets the one that is to blame
                     wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
                     places = self._caller.places(line)
-                    count = await places.take(wanted)
+                    await places.take(wanted)
                     task = group.create_task(self._run_line(batch.endpoint, line))
-                    task.add_done_callback(partial(_give_back, places, count))
+                    task.add_done_callback(partial(_give_back, places, wanted))
 
     async def _run_line(self, endpoint: str, line: Line) -> None:
         model = self._started[line.custom_id] = self._caller.model_of(line)
@@ -181,7 +181,7 @@ class BatchRun:
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
             result = line_result(line, error=FAILED)
-        if model.engine.is_dead or self._draining():  # the answer may be one that was cut short
+        if model.is_dead or self._draining():  # the answer may be one that was cut short
             raise Unavailable(model)
         self._results.append(result)
         if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
@@ -200,9 +200,7 @@ class BatchRun:
         """Lines without a result that no crash has stopped: the server is stopping, or another model's engine died."""
         stopping = self._closing.is_set() or self._draining()
         unfinished = {name: model for name, model in self._started.items() if name not in self._done}
-        return {
-            name for name, model in unfinished.items() if stopping or not (model in self._dead or model.engine.is_dead)
-        }
+        return {name for name, model in unfinished.items() if stopping or not (model in self._dead or model.is_dead)}
 
     async def _expire_the_rest(self, batch: BatchRow) -> None:
         chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)

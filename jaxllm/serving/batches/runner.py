@@ -16,7 +16,7 @@ from jaxllm.serving.batches.caller import Caller
 from jaxllm.serving.batches.file_store import FileStore
 from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database
 
@@ -97,9 +97,9 @@ class Batches:
                 logger.info("batch %s is suspended until the server starts again", batch_id)
                 return
 
-    async def _return(self, models: Collection[ServedModel]) -> bool:
+    async def _return(self, models: Collection[LoadableModel]) -> bool:
         """Wait for engines that died to be started again; False when the server ends instead."""
-        while any(model.engine.is_dead for model in models) and not self._closing.is_set():
+        while any(model.is_dead for model in models) and not self._closing.is_set():
             await asyncio.sleep(POLL_SECONDS)
         return not (self._closing.is_set() or self._state.draining)
 

@@ -13,10 +13,10 @@ from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.conversation import Call, Conversation, Message
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.runs import ToolRun, ToolRuns
 from jaxllm.serving.parsing.events import Content, Event, Reasoning
 from jaxllm.serving.parsing.parsed import ParsedOutput, join_events
-from jaxllm.serving.registry import Lease
 from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.state import ServerState
 

@@ -15,6 +15,7 @@ from jaxllm.serving.conversation import Conversation, Tool
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.execution import Ended, Execution, Happening
 from jaxllm.serving.mcp.injection import asked_tools, injected_tools
 from jaxllm.serving.mcp.runs import ToolRun
@@ -31,7 +32,6 @@ from jaxllm.serving.openai.chat_response import (
 )
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.parsing.events import Content, Reasoning
-from jaxllm.serving.registry import Lease
 from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState

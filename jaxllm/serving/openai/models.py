@@ -1,4 +1,4 @@
-"""/models"""
+"""/models: what a server has, how far each model is, and llama.cpp's routes that load and unload one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,30 @@ from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
 
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.loadable import LoadableModel, ModelState
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["models"])
+
+
+class ModelStatus(msgspec.Struct, kw_only=True):
+    """Whether a model is loaded; one that is not is loaded by the first request for it."""
+
+    value: ModelState
+    doing: str | UnsetType = UNSET
+    """What goes on while it loads, in words."""
+    done: int | UnsetType = UNSET
+    """Parts of that which are done."""
+    total: int | UnsetType = UNSET
+    """Its parts; 0 where they are not counted."""
+    error: str | UnsetType = UNSET
+    """Why it could not be loaded; the next request tries again."""
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -22,10 +39,12 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str = "jaxllm"
     root: str
     parent: None = None
-    max_model_len: int
-    has_chat_template: bool
+    status: ModelStatus
+    max_model_len: int | None
+    """Null, as the two below, until the model was loaded for the first time."""
+    has_chat_template: bool | None
     """Without one it only continues text, and answers no chats."""
-    num_parameters: int
+    num_parameters: int | None
     """As published."""
 
 
@@ -34,9 +53,18 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[Model]
 
 
+class ModelRequest(RequestModel):
+    model: str
+    """A name that /v1/models lists."""
+
+
+class Accepted(msgspec.Struct):
+    success: bool = True
+
+
 @router.get("/models", responses=returns(ModelList))
 async def list_models(request: Request) -> Response:
-    """The names this server answers to."""
+    """The names this server answers to, and how far each model is; loads nothing."""
     state: ServerState = request.app.state.server
     return json_response(ModelList(data=[_model(state, name) for name in state.registry.names]))
 
@@ -48,14 +76,42 @@ async def retrieve_model(model: str, request: Request) -> Response:
     return json_response(_model(state, model))
 
 
+@router.post("/models/load", responses=returns(Accepted))
+async def load_model(body: ModelRequest, request: Request) -> Response:
+    """Begin to load a model, as llama.cpp's router does; GET /models says how far it is."""
+    registry = request.app.state.server.registry
+    model: LoadableModel = registry.find(body.model)
+    if model.served is None:
+        registry.loader.begin(model)
+    return json_response(Accepted())
+
+
+@router.post("/models/unload", responses=returns(Accepted))
+async def unload_model(body: ModelRequest, request: Request) -> Response:
+    """Unload a model, and answer when its memory is free; 409 while a request holds it, or it is pinned."""
+    registry = request.app.state.server.registry
+    await registry.loader.unload(registry.find(body.model))
+    return json_response(Accepted())
+
+
 def _model(state: ServerState, name: str) -> Model:
     model = state.registry.find(name)
-    info = model.engine.info
+    info = model.info
     return Model(
         id=name,
         created=state.created,
         root=model.config.model,
-        max_model_len=info.max_model_len,
+        status=_status(model),
+        max_model_len=None if info is None else info.max_model_len,
         has_chat_template=model.has_chat_template,
-        num_parameters=info.num_parameters,
+        num_parameters=None if info is None else info.num_parameters,
     )
+
+
+def _status(model: LoadableModel) -> ModelStatus:
+    status = ModelStatus(value=model.state)
+    if model.state == "loading" and model.stage is not None:
+        status.doing, status.done, status.total = model.stage
+    elif model.state == "failed" and model.error is not None:
+        status.error = model.error
+    return status

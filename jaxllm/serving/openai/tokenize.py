@@ -69,7 +69,7 @@ def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's special tokens and chat template, and the formats that answers are parsed for."""
     state: ServerState = request.app.state.server
-    model = state.registry.find(None)
+    model = state.registry.find_loaded(None)
     tokenizer = model.tokenizer
     template = model.chat_template or tokenizer.chat_template
     formats = model.formats(template or "")

@@ -7,11 +7,11 @@ from fastapi import Request
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
+from jaxllm.serving.loadable import Lease
 from jaxllm.serving.pooling.embedding_types import InputFields
 from jaxllm.serving.pooling.pairs import activate
 from jaxllm.serving.pooling.prompts import input_prompts
 from jaxllm.serving.pooling.run import PoolingRun
-from jaxllm.serving.registry import Lease
 from jaxllm.serving.state import ServerState
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from jaxllm.errors import ContextLengthError
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.loadable import Lease
 from jaxllm.serving.prompts import sampling_params
-from jaxllm.serving.registry import Lease
 from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.messages import turns

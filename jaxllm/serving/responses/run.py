@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
 from jaxllm.serving.http.errors import to_api_error
-from jaxllm.serving.registry import Lease
+from jaxllm.serving.loadable import Lease
 from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response

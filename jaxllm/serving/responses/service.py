@@ -13,9 +13,9 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.injection import injected_tools
 from jaxllm.serving.prompts import render
-from jaxllm.serving.registry import Lease
 from jaxllm.serving.responses.any_item import ItemReference
 from jaxllm.serving.responses.approvals import approved_calls
 from jaxllm.serving.responses.background import BackgroundRuns

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -195,6 +196,17 @@ def test_a_process_that_loads_ends_with_the_one_that_started_it() -> None:
     wait_for(lambda: not is_there(pid), 20)
 
 
+def test_a_start_of_an_engine_can_be_given_up() -> None:
+    given_up = threading.Event()
+    never_ready = partial(ProcessClient, main=stand_in.never_ready)
+    threading.Timer(0.5, given_up.set).start()
+    with (
+        mock.patch("jaxllm.engine.front.process_client.ProcessClient", never_ready),
+        pytest.raises(EngineDeadError, match="shut down while it started"),
+    ):
+        AsyncLLM(EngineConfig(engine_process=True), given_up=given_up)
+
+
 def test_an_engine_that_is_started_again_keeps_its_sizes() -> None:
     """And the front door checks requests against what the new one says."""
     asked: list[int | None] = []
@@ -206,7 +218,7 @@ def test_an_engine_that_is_started_again_keeps_its_sizes() -> None:
         return client
 
     with (
-        mock.patch("jaxllm.engine.front.async_llm.start_engine", lambda config: (start(config), None)),
+        mock.patch("jaxllm.engine.front.async_llm.start_engine", lambda config, given_up: (start(config), None)),
         mock.patch("jaxllm.engine.front.async_llm.start_client", start),
     ):
         engine = AsyncLLM(EngineConfig(engine_process=True))

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import uvicorn
+from fastapi import FastAPI
 
 from jaxllm.config import ServeConfig
 from jaxllm.serving.listener import bind
@@ -27,9 +28,13 @@ class Running:
         self, engine: FakeEngine, data_dir: Path, others: Mapping[str, FakeEngine] | None = None, **settings: Any
     ):
         config = ServeConfig(model="fake", port=0, data_dir=data_dir, **settings)
-        listener = bind(config.host, config.port)
         self.engine = engine
-        self.app = app_of(config, engine, others)
+        self.begin(app_of(config, engine, others), config.api_key)
+
+    def begin(self, app: FastAPI, api_key: str | None = None) -> None:
+        """Serve the application in a thread."""
+        listener = bind("127.0.0.1", 0)
+        self.app = app
         self.server = uvicorn.Server(
             uvicorn.Config(self.app, http="httptools", log_config=None, timeout_graceful_shutdown=1)
         )
@@ -37,7 +42,7 @@ class Running:
         self.thread.start()
         wait_for(lambda: self.server.started)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        key = (config.api_key or "none").split(",")[0]
+        key = (api_key or "none").split(",")[0]
         self.client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=20)
 
     def submit(self, lines: list[Any], endpoint: Any = CHAT, **fields: Any) -> str:

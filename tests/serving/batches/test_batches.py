@@ -217,18 +217,38 @@ def test_wrong_batches_are_refused(start: Callable[..., Running]) -> None:
 
 def test_slots_go_round_in_order() -> None:
     async def main() -> list[str]:
-        places, order = Places(4), []
+        places, order = Places(lambda: 4), []
 
         async def work(name: str, wanted: int) -> None:
-            taken = await places.take(wanted)
+            await places.take(wanted)
             order.append(name)
             await asyncio.sleep(0.01)
-            places.give(taken)
+            places.give(wanted)
 
         await asyncio.gather(work("two", 2), work("all", 99), work("one", 1), work("more", 3))
         return order
 
     assert asyncio.run(main()) == ["two", "all", "one", "more"]
+
+
+def test_who_wants_more_than_all_places_is_alone_however_many_there_are_meanwhile() -> None:
+    async def main() -> list[str]:
+        total, order = [1], []
+        places = Places(lambda: total[0])
+
+        async def work(name: str, wanted: int) -> None:
+            await places.take(wanted)
+            order.append(f"{name} begins")
+            total[0] = 7  # as when the first line has loaded its model
+            await asyncio.sleep(0.01)
+            order.append(f"{name} ends")
+            places.give(wanted)
+
+        await asyncio.gather(work("all", 99), work("one", 1), work("other", 1))
+        return order
+
+    said = ["all begins", "all ends", "one begins", "other begins", "one ends", "other ends"]
+    assert asyncio.run(main()) == said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Which models a server has: those of `--models`, those in `--model-directory`, and MODEL itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, Field
+
+from jaxllm.config import ModelConfig, ServeConfig, comma_separated, did_you_mean, make_config, part_of
+from jaxllm.errors import ConfigError
+from jaxllm.weights.gguf_parts import gguf_models, whole_name
+from jaxllm.yaml_file import read_mapping
+
+MODELS = "models"
+"""The key of a list of entries; without it the file's keys are the models' names."""
+
+
+def _split(value: Any) -> Any:
+    return comma_separated(value) if isinstance(value, str) else value
+
+
+class CatalogEntry(ModelConfig):
+    """A model that a server may load: any setting of a model, and how the server treats it."""
+
+    name: str
+    """What requests and listings call it."""
+    aliases: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """Other names that requests may use."""
+    preload: bool = False
+    """Load it before the server is ready."""
+    pinned: bool = False
+    """Once it is loaded it stays."""
+    hidden: bool = False
+    """Serve it without listing it."""
+    ttl: Annotated[float, Field(gt=0)] | None = None
+    """Seconds without a request after which it is unloaded; null is never. By default model_ttl."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([self.name, *self.aliases]))
+
+    @property
+    def of_model(self) -> ModelConfig:
+        """The model's own part, with its names and with a process for its engine."""
+        own = part_of(self, ModelConfig)
+        return own.model_copy(update={"served_model_name": ",".join(self.names), "engine_process": True})
+
+
+def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
+    """Every model of a server, the default one first; none where the server has only MODEL.
+
+    Raises:
+        ConfigError: a file cannot be read, an entry is wrong, two models share a name, or there is no model.
+    """
+    if config.models is None and config.model_directory is None:
+        for name in ("max_loaded_models", "model_ttl"):
+            if name in config.model_fields_set:
+                raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")
+        return []
+    if config.engine_process is False:
+        raise ConfigError("engine_process is False: with several models each engine has a process of its own")
+    given = {name: getattr(config, name) for name in ModelConfig.model_fields if name in config.model_fields_set}
+    model, names = given.pop("model", None), given.pop("served_model_name", None)
+    if names is not None and model is None:
+        raise ConfigError("served_model_name is the name of MODEL, which is missing; models have theirs in the file")
+    defaults = given | {"ttl": config.model_ttl}
+    found = []
+    if config.models is not None:
+        found += list(_in_file(config.models, defaults))
+    if config.model_directory is not None:
+        found += list(_in_directory(config.model_directory, defaults))
+    if model is not None:
+        default = next((place for place, entry in found if model in entry.names and names is None), None)
+        if default is None:
+            name, *aliases = comma_separated(names) or [model]
+            found.append(("MODEL", _entry("MODEL", {"name": name, "aliases": aliases, "model": model}, defaults)))
+        found.sort(key=lambda one: one[0] != (default or "MODEL"))  # the sort is stable: the others keep their order
+    if not found:
+        place = config.models or config.model_directory
+        raise ConfigError(f"there is no model to serve in {place}: give a MODEL, or put one there")
+    return _checked(found, config.max_loaded_models)
+
+
+def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
+    """The entries of a file, each with where it is."""
+    document = read_mapping(path, "--models", "names to models, or hold a list of models")
+    entries = document.get(MODELS, document)
+    if others := [key for key in document if key != MODELS and MODELS in document]:
+        raise ConfigError(f"{path}: unknown key {others[0]!r} beside {MODELS!r}")
+    if isinstance(entries, dict):
+        entries = [(f"model {name!r}", {"name": name}, fields) for name, fields in entries.items()]
+    elif isinstance(entries, list):
+        entries = [(f"{MODELS}[{number}]", {}, fields) for number, fields in enumerate(entries)]
+    else:
+        raise ConfigError(f"{path}: {MODELS} is {entries!r}; it must be a list of models, or names with their models")
+    for place, named, fields in entries:
+        where = f"{path}: {place}"
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{where} is {fields!r}; it must be a mapping of setting: value")
+        if twice := named.keys() & fields.keys():
+            raise ConfigError(f"{where}: {twice.pop()} is set again; the key is the name")
+        entry = named | fields
+        for key in entry:
+            if key == "served_model_name":
+                raise ConfigError(f"{where}: served_model_name is called name here, and aliases")
+            if key not in CatalogEntry.model_fields:
+                raise ConfigError(
+                    f"{where}: unknown setting {key!r}{did_you_mean(str(key), CatalogEntry.model_fields)}"
+                )
+        for required in ("name", "model"):
+            if entry.get(required) is None:
+                raise ConfigError(f"{where}: {required} is missing")
+        yield where, _entry(where, entry, defaults)
+
+
+def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
+    """The models that lie in a folder, by name; nothing below its own folders is looked at."""
+    try:
+        folders = [path for path in folder.iterdir() if (path / "config.json").is_file()]
+        named = [(path.name, path) for path in folders] + [
+            (whole_name(path).stem, path) for path in gguf_models(folder)
+        ]
+    except OSError as error:
+        raise ConfigError(f"model_directory is {str(folder)!r}: {(error.strerror or str(error)).lower()}") from None
+    for name, path in sorted(named):
+        yield str(path), _entry(str(path), {"name": name, "model": str(path)}, defaults)
+
+
+def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> CatalogEntry:
+    try:
+        entry: CatalogEntry = make_config(CatalogEntry, **{**defaults, **_expanded(fields)})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for name in entry.names:
+        if not name or "," in name or name != name.strip():
+            raise ConfigError(f"{where}: {name!r} is no name: it must have no comma, and no space around it")
+    return entry
+
+
+def _expanded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with home directories in place of ~ where a setting is a path, the model's own too."""
+    paths = {name for name, field in ModelConfig.model_fields.items() if Path in get_args(field.annotation)}
+    return {
+        name: str(Path(value).expanduser())
+        if isinstance(value, str) and (name in paths or value[:2] == "~/")
+        else value
+        for name, value in fields.items()
+    }
+
+
+def _checked(found: list[tuple[str, CatalogEntry]], max_loaded: int) -> list[CatalogEntry]:
+    places: dict[str, str] = {}
+    for where, entry in found:
+        for name in entry.names:
+            if name in places:
+                raise ConfigError(f"{where}: the name {name!r} is taken by {places[name]}")
+            places[name] = where
+    entries = [entry for _, entry in found]
+    preloaded = sum(entry.preload for entry in entries)
+    if preloaded > max_loaded:
+        raise ConfigError(f"models to preload are {preloaded}; max_loaded_models is {max_loaded} and must be as many")
+    pinned = sum(entry.pinned for entry in entries)
+    if pinned >= max_loaded and len(entries) > pinned:
+        raise ConfigError(
+            f"pinned models are {pinned}; max_loaded_models is {max_loaded} and must be more: the others need room"
+        )
+    return entries

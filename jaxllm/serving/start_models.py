@@ -1,0 +1,87 @@
+"""From the settings of a server to its models: one that is loaded at the start, or several that wait for requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from jaxllm.config import ModelConfig, ServeConfig
+from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.serving.catalog import read_catalog
+from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.parsing.formats import detect_formats
+from jaxllm.serving.pooling.pairs import score_method
+from jaxllm.serving.registry import Registry
+from jaxllm.serving.served_model import read_chat_template
+
+if TYPE_CHECKING:
+    from jaxllm.engine.front.async_llm import AsyncLLM
+
+
+class ServerModels:
+    """The models of a server before, while and after it runs.
+
+    Raises ConfigError for settings that are wrong whatever a model's files hold.
+    """
+
+    def __init__(self, config: ServeConfig):
+        catalog = read_catalog(config)
+        self._any_name = config.serve_any_model_name
+        self._max_loaded = config.max_loaded_models if catalog else None
+        self._models = [
+            LoadableModel(
+                entry.of_model, _start_engine, preload=entry.preload, pinned=entry.pinned, hidden=entry.hidden,
+                ttl=entry.ttl,
+            )
+            for entry in catalog
+        ]  # fmt: skip
+        if not catalog:
+            only = config.of_model.model_copy(update={"engine_process": config.engine_process is not False})
+            self._models.append(LoadableModel(only, _start_engine, preload=True, pinned=True))
+        for model in self._models:
+            with self._naming(model):
+                read_chat_template(model.config)
+                detect_formats(None, model.config.tool_call_parser, model.config.reasoning_parser)
+
+    @property
+    def names(self) -> list[str]:
+        """What the server is called by, in listings of servers."""
+        return [name for model in self._models if not model.hidden for name in model.names]
+
+    def start(self) -> Registry:
+        """Load what is loaded at the start, one after the other. Raises what keeps one from loading."""
+        for model in self._models:
+            if model.awaited:
+                with self._naming(model):
+                    model.load()
+        return Registry(self._models, any_name=self._any_name, max_loaded=self._max_loaded)
+
+    def shutdown(self) -> None:
+        """Stop the engines of all that is loaded, when the server has ended."""
+        for model in self._models:
+            if model.served is not None:
+                model.served.engine.shutdown()
+
+    @contextmanager
+    def _naming(self, model: LoadableModel) -> Iterator[None]:
+        """Where there are several models an error says which of them it is about."""
+        try:
+            yield
+        except JaxLLMError as error:
+            if self._max_loaded is None:
+                raise
+            raise ConfigError(f"model {model.name!r}: {error}") from None
+
+
+def _start_engine(config: ModelConfig, given_up: threading.Event) -> AsyncLLM:
+    from jaxllm.engine.front.async_llm import AsyncLLM  # takes a second, in which probes are answered
+
+    engine = AsyncLLM(config, given_up=given_up)
+    try:
+        score_method(config, engine.info.tasks)
+    except BaseException:
+        engine.shutdown()
+        raise
+    return engine

@@ -1,0 +1,141 @@
+"""Which models a server has: of a file, of a folder, and of the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxllm.config import ModelConfig, ServeConfig, part_of
+from jaxllm.errors import ConfigError
+from jaxllm.serving.catalog import CatalogEntry, read_catalog
+
+
+def written(folder: Path, document: Any) -> Path:
+    path = folder / "models.yaml"
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document, sort_keys=False))
+    return path
+
+
+def read(folder: Path, document: Any, **settings: Any) -> list[CatalogEntry]:
+    return read_catalog(ServeConfig(models=written(folder, document), **settings))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"models": [{"name": "a", "model": "org/a"}, {"name": "b", "model": "org/b", "aliases": ["c", "d"]}]},
+        {"a": {"model": "org/a"}, "b": {"model": "org/b", "aliases": "c, d"}},
+        {"models": {"a": {"model": "org/a"}, "b": {"model": "org/b", "aliases": ["c", "d"]}}},
+    ],
+    ids=["a list", "names", "names in models"],
+)
+def test_a_file_lists_models_by_name(tmp_path: Path, document: Any) -> None:
+    first, second = read(tmp_path, document)
+    assert (first.names, first.model) == (["a"], "org/a")
+    assert (second.names, second.model) == (["b", "c", "d"], "org/b")
+    assert second.of_model.names == ["b", "c", "d"] and second.of_model.engine_process is True
+    assert not (first.preload or first.pinned or first.hidden) and first.ttl is None
+
+
+def test_settings_of_the_command_line_are_defaults_of_all(tmp_path: Path) -> None:
+    document = {"a": {"model": "m", "max_model_len": 64, "ttl": None}, "b": {"model": "n", "preload": True}}
+    first, second = read(tmp_path, document, max_model_len=128, isq="q4k", model_ttl=60)
+    assert (first.max_model_len, second.max_model_len, first.isq, second.isq) == (64, 128, "q4k", "q4k")
+    assert (first.ttl, second.ttl, first.preload, second.preload) == (None, 60, False, True)
+    own = second.of_model
+    assert type(own) is ModelConfig
+    assert own == part_of(
+        ServeConfig(model="n", max_model_len=128, isq="q4k", served_model_name="b"), ModelConfig
+    ).model_copy(update={"engine_process": True})
+
+
+def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    [entry] = read(tmp_path, {"a": {"model": "~/m", "chat_template": "~/t.jinja"}})
+    assert (entry.model, entry.chat_template) == ("/home/me/m", Path("/home/me/t.jinja"))
+
+
+def test_the_model_of_the_command_line_comes_first(tmp_path: Path) -> None:
+    document = {"a": {"model": "m"}, "b": {"model": "n", "aliases": ["x"]}}
+
+    def names(**settings: Any) -> list[str]:
+        return [entry.name for entry in read(tmp_path, document, **settings)]
+
+    assert names() == ["a", "b"]
+    assert names(model="b") == names(model="x") == ["b", "a"]
+    assert names(model="org/c") == ["org/c", "a", "b"]
+    assert names(model="org/c", served_model_name="c,d") == ["c", "a", "b"]
+    assert read(tmp_path, document, model="org/c", served_model_name="c,d")[0].names == ["c", "d"]
+
+
+def test_a_folder_s_models_have_the_names_of_their_files(tmp_path: Path) -> None:
+    for name in ("small.gguf", "large-00001-of-00002.gguf", "large-00002-of-00002.gguf", "notes.txt"):
+        (tmp_path / name).touch()
+    for name in ("phi", "no-model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "phi" / "config.json").write_text(json.dumps({}))
+    entries = read_catalog(ServeConfig(model_directory=tmp_path, max_model_len=64))
+    assert {entry.name: entry.model for entry in entries} == {
+        "large": str(tmp_path / "large-00001-of-00002.gguf"),
+        "phi": str(tmp_path / "phi"),
+        "small": str(tmp_path / "small.gguf"),
+    }
+    assert {entry.max_model_len for entry in entries} == {64}
+
+
+def test_a_file_and_a_folder_are_served_together(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").touch()
+    both = {"model_directory": tmp_path}
+    assert [entry.name for entry in read(tmp_path, {"a": {"model": "m"}}, **both)] == ["a", "small"]
+    with pytest.raises(ConfigError, match=r"small\.gguf: the name 'small' is taken by .*models\.yaml: model 'small'"):
+        read(tmp_path, {"small": {"model": "m"}}, **both)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"a": {"model": "m", "max_model_length": 5}}, "'max_model_length'; did you mean 'max_model_len'?"),
+        ({"a": {"model": "m", "prelod": True}}, "model 'a': unknown setting 'prelod'; did you mean 'preload'?"),
+        ({"a": {"model": "m", "port": 5}}, "model 'a': unknown setting 'port'"),
+        ({"a": {"model": "m", "max_model_len": -5}}, "model 'a': max_model_len is -5: input should be greater than"),
+        ({"a": {"model": "m", "served_model_name": "b"}}, "model 'a': served_model_name is called name here"),
+        ({"a": {"model": "m", "name": "b"}}, "model 'a': name is set again; the key is the name"),
+        ({"a": {"isq": "q4k"}}, "model 'a': model is missing"),
+        ({"a": "m"}, "model 'a' is 'm'; it must be a mapping of setting: value"),
+        ({"models": [{"model": "m"}]}, r"models\[0\]: name is missing"),
+        ({"models": [], "defaults": {}}, "unknown key 'defaults' beside 'models'"),
+        ({"models": "m"}, "models is 'm'; it must be a list of models"),
+        ({"models": [{"name": "a", "model": "m"}, {"name": "a", "model": "n"}]}, r"models\[1\]: the name 'a' is taken"),
+        ({"a": {"model": "m"}, "b": {"model": "n", "aliases": ["a"]}}, "the name 'a' is taken by .*model 'a'"),
+        ({"a,b": {"model": "m"}}, "'a,b' is no name: it must have no comma"),
+        ({"a": {"model": "m", "preload": True}, "b": {"model": "n", "preload": True}}, "models to preload are 2"),
+        ({"a": {"model": "m", "pinned": True}, "b": {"model": "n"}}, "pinned models are 1; max_loaded_models is 1"),
+        ("a: {model: m}\na: {model: n}\n", "'a' is set in line 1 and again in line 2"),
+        ("- a\n", "holds a list; it must be a mapping of names to models"),
+        ("", "there is no model to serve in .*models.yaml: give a MODEL, or put one there"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_one_line(tmp_path: Path, document: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        read(tmp_path, document)
+    assert "\n" not in str(raised.value)
+
+
+def test_settings_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    assert read_catalog(ServeConfig(model="m", engine_process=False)) == []
+    with pytest.raises(ConfigError, match="model_ttl is for servers of several models"):
+        read_catalog(ServeConfig(model_ttl=5))
+    with pytest.raises(ConfigError, match="engine_process is False"):
+        read(tmp_path, {"a": {"model": "m"}}, engine_process=False)
+    with pytest.raises(ConfigError, match="served_model_name is the name of MODEL, which is missing"):
+        read(tmp_path, {"a": {"model": "m"}}, served_model_name="b")
+    with pytest.raises(ConfigError, match=r"model_directory is .*: no such file"):
+        read_catalog(ServeConfig(model_directory=tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"--models is .*: no such file"):
+        read_catalog(ServeConfig(models=tmp_path / "none"))
+    with pytest.raises(ConfigError, match="there is no model to serve in"):
+        read_catalog(ServeConfig(model_directory=tmp_path))
