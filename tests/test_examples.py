@@ -160,14 +160,41 @@ def test_what_the_examples_ask_is_known_by_a_margin(monkeypatch: pytest.MonkeyPa
             assert likeliest - second > 1
 
 
+def shown_by(name: str) -> tuple[str, int]:
+    """What a notebook prints when it is run anew, and how many plots it shows."""
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    client.NotebookClient(notebook, timeout=SECONDS).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    plots = sum("image/png" in output.get("data", {}) for output in outputs)
+    return "".join(output.get("text", "") for output in outputs), plots
+
+
 @pytest.mark.every_version
 def test_notebook(monkeypatch: pytest.MonkeyPatch):
     """With the kernels, as above."""
     monkeypatch.delenv("CXX")
-    nbformat = pytest.importorskip("nbformat")
-    client = pytest.importorskip("nbclient")
-    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
-    client.NotebookClient(notebook, timeout=SECONDS).execute()
-    shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    shown, _ = shown_by("notebook.ipynb")
     assert "The capital of Japan is Tokyo." in shown
     assert re.search(r"^0 ['\"].*\n1 ['\"]", shown, re.MULTILINE), "both choices, each as repr() writes it"
+
+
+def test_notebook_of_log_probabilities(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/log_probabilities.ipynb")
+    assert plots == 2
+    ordered, shuffled = (int(perplexity) for perplexity in re.findall(r"^ +(\d+)  The ", shown, re.MULTILINE))
+    assert 10 * ordered < shuffled
+    right, guesses = map(int, re.findall(r"(\d+) of (\d+) guesses", shown)[0])
+    assert guesses == 145 and 70 < right < 110
+
+
+def test_notebook_of_sampling(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/sampling.ipynb")
+    assert plots == 2
+    difference, error = map(float, re.findall(r"difference ([\d.]+); .* are ([\d.]+)", shown)[0])
+    assert 0 < difference < error
