@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
@@ -60,6 +60,17 @@ def parse_sizes(value: Any) -> Any:
 
 
 Sizes = Annotated[frozenset[Annotated[int, Field(ge=1)]], BeforeValidator(parse_sizes)]
+
+
+def _some(value: str) -> str:
+    """An empty text is a mistake: a key that a variable was to hold, and without which anybody may call."""
+    if not comma_separated(value):
+        raise ValueError("it must have at least one entry; leave it out, or say null, for none")
+    return value
+
+
+SomeOf = Annotated[str, AfterValidator(_some)]
+"""Entries separated by commas."""
 
 
 def parse_pairs(value: Any) -> Any:
@@ -231,7 +242,7 @@ class EngineConfig(BaseModel):
 class ModelConfig(EngineConfig):
     """One served model: its engine, the names it goes by, its chat template, its parsers and its pooling."""
 
-    served_model_name: str | None = None
+    served_model_name: SomeOf | None = None
     """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
@@ -267,7 +278,7 @@ class ServerConfig(BaseModel):
     """A Unix domain socket to listen on, instead of host and port."""
     root_path: Annotated[str | None, BeforeValidator(parse_prefix)] = None
     """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
-    api_key: str | None = None
+    api_key: SomeOf | None = None
     """Clients must send it as a bearer token; several are separated by commas."""
     allowed_origins: str | None = None
     """Origins that may call from a browser (CORS), separated by commas; * for all."""

@@ -15,6 +15,11 @@ def one_line(text: object, most: int = 300) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))[:most]
 
 
+def reason(error: Exception) -> str:
+    """Why a file could not be used, without the number that Python begins with: 'no such file or directory'."""
+    return error.strerror.lower() if isinstance(error, OSError) and error.strerror else one_line(error)
+
+
 class JaxLLMError(Exception):
     """Base of all errors below: catching it catches everything jaxllm says on purpose."""
 

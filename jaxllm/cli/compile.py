@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
 from jaxllm.config import EngineConfig, format_bytes
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, reason
 
 
 @takes_settings(EngineConfig)
@@ -41,7 +41,7 @@ def compile(
         try:
             made = compile_ahead(config, output, on_key=show)
         except OSError as error:
-            raise ConfigError(f"--output is {str(output)!r}: {error}") from None
+            raise ConfigError(f"--output is {str(output)!r}: {reason(error)}") from None
     files = list(made.glob("*.executable"))
     size = format_bytes(sum(file.stat().st_size for file in files))
     print(f"{len(files)} executables, {size}, in {made}; start with --executables {output}")

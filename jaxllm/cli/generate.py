@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from jaxllm.cli.sampling import sampling_params, takes_sampling
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
@@ -101,7 +101,7 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     try:
         text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--file is {str(file)!r}: {error}") from None
+        raise ConfigError(f"--file is {str(file)!r}: {reason(error)}") from None
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"no prompt: {file or 'standard input'} is empty")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
+from cyclopts.exceptions import UnusedCliTokensError
 
 from jaxllm.cli.bench import bench
 from jaxllm.cli.chat import chat
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if help_page.num_left_out:
                 print(f"{help_page.num_left_out} more settings are shown by {HELP_ALL}.")
             sys.stdout.flush()
+    except UnusedCliTokensError as error:
+        _refuse(ConfigError(f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}; see --help"))
     except CycloptsError as error:
         error.verbose = False
         _refuse(error)

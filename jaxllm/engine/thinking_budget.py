@@ -30,7 +30,7 @@ class Thinking:
         self.over = False
         self._closing = closing_tokens(markers, tokenizer)
         self._tokenizer = tokenizer
-        self._open = markers.open
+        self._open = markers.open.lstrip()
         self._opened = markers.opened
         self._close = MarkerSearch(tokenizer, markers.close)
         self._tokens: list[int] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxllm.config import ModelConfig
 from jaxllm.engine.detokenizer import special_token_ids
-from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError
+from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError, reason
 from jaxllm.serving.conversation import Rendering, naming
 from jaxllm.serving.fingerprint import system_fingerprint
 from jaxllm.serving.http.api_error import unavailable
@@ -146,4 +146,6 @@ def read_chat_template(config: ModelConfig) -> str | None:
     try:
         return config.chat_template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template is {str(config.chat_template)!r}, which cannot be read: {error}") from None
+        raise ConfigError(
+            f"chat_template is {str(config.chat_template)!r}, which cannot be read: {reason(error)}"
+        ) from None

@@ -50,14 +50,17 @@ def remove_local(name: str, download_dir: Path | None = None) -> LocalModel:
         shutil.rmtree(model.path.parent)
         return model
     repo, _, file = name.partition(":")
-    if (cached := _hub_cache()) is None or not any(found.repo_id == repo for found in cached.repos):
+    cached = _hub_cache()
+    kept = cached.repos if cached is not None else ()
+    found = next((one for one in kept if one.repo_id == repo and one.repo_type == "model"), None)
+    if found is None:
         raise ModelNotFoundError(f"model {name!r} is a file or folder of yours: only what was downloaded is removed")
     if file:
         model.path.resolve().unlink()
         model.path.unlink()
         return model
     # Not by the library's `delete_revisions`, which looks for commits alone: a copy of a repository has the same ones.
-    shutil.rmtree(next(found.repo_path for found in cached.repos if found.repo_id == repo))
+    shutil.rmtree(found.repo_path)
     return model
 
 

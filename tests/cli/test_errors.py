@@ -142,3 +142,17 @@ def check(result: tuple[int, str, str], message: str) -> None:
     assert code == 2 and out == ""
     assert err.startswith("jaxllm: error: ") and err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("models", "x"), "unexpected argument 'x'; see --help"),
+        (("list", "extra"), "unexpected argument 'extra'; see --help"),
+        (("generate", "--file", "/no/such"), "--file is '/no/such': no such file or directory"),
+        (("compile", "--output", "/dev/null"), "--output is '/dev/null': file exists"),
+    ],
+)
+def test_messages_have_no_words_of_pythons(cli, arguments: tuple[str, ...], message: str) -> None:
+    result = cli(*arguments)
+    assert result.code == 2 and result.err == f"jaxllm: error: {message}\n"

@@ -93,6 +93,19 @@ def test_rm_removes_what_the_hub_gave_and_nothing_of_ones_own(cli, downloads: Pa
     assert "of yours" in cli("rm", str(mine), "--yes").err and mine.exists()
 
 
+def test_rm_leaves_copies_of_a_repository(cli, downloads: Path, tmp_path: Path) -> None:
+    """They have the same commits."""
+    copies = {name: cache_repository(tmp_path / "hub", name, a__safetensors=b"x") for name in ("a/x", "b/x", "c/x")}
+    copies["d/x"] = cache_repository(tmp_path / "hub", "d/x", a__safetensors=b"x")
+    (tmp_path / "hub" / "models--d--x").rename(tmp_path / "hub" / "datasets--d--x")
+    for name in ("c/x", "a/x"):
+        copies.pop(name)
+        assert cli("rm", name, "--yes").code == 0
+        copies.pop("d/x", None)
+        assert all(snapshot.exists() for snapshot in copies.values())
+    assert cli("rm", "d/x", "--yes").code == 2 and (tmp_path / "hub" / "datasets--d--x").exists()
+
+
 def test_ps_lists_servers_until_they_end(cli, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(running, "FOLDER", tmp_path / "running")
     assert "no server runs" in cli("ps").out

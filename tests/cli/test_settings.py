@@ -159,3 +159,12 @@ def test_a_map_of_kinds_names_what_is_wrong_with_it(given) -> None:
 def test_a_map_of_kinds_is_a_mapping_in_yaml(yaml_file) -> None:
     path = yaml_file('isq_map:\n  "*.v.weight": q6k\n  "*.o.weight": none\n')
     assert read_settings(EngineConfig, {}, path, environ={}) == EngineConfig(isq_map="*.v.weight=q6k, *.o.weight=none")
+
+
+@pytest.mark.parametrize("name", ["api_key", "served_model_name"])
+@pytest.mark.parametrize("value", ["", " , "])
+def test_an_empty_list_of_names_is_refused(cli, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """A key that a variable was to hold and did not would leave the server open."""
+    monkeypatch.setenv(f"JAXLLM_{name.upper()}", value)
+    result = cli("serve")
+    assert result.code == 2 and f"JAXLLM_{name.upper()} is {value!r}: it must have at least one entry" in result.err

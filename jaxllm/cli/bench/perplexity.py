@@ -14,7 +14,7 @@ from jaxllm.cli.bench.flags import LOAD_GROUP, Count, JsonFile
 from jaxllm.cli.bench.report import report
 from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig, make_config
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, reason
 from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def perplexity(
     try:
         passage = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text is {str(text)!r}, which cannot be read: {error}") from None
+        raise ConfigError(f"--text is {str(text)!r}, which cannot be read: {reason(error)}") from None
     settings = [scheme_config(config, name, window) for name in (EXPANDED, *names)]
     results: list[dict[str, Any]] = []
     for name, setting in zip((EXPANDED, *names), settings, strict=True):

@@ -158,7 +158,8 @@ def test_pooling_keeps_the_order(engine: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "says"), [([], "at least one token"), ([0] * CONTEXT, f"{CONTEXT} tokens"), ([1, 10**6], "id 1000000")]
+    ("prompt", "says"),
+    [([], "at least one token"), ([0] * (CONTEXT + 1), f"{CONTEXT + 1} tokens"), ([1, 10**6], "id 1000000")],
 )
 def test_what_cannot_be_honoured_is_refused(engine: AsyncLLM, prompt: list[int], says: str) -> None:
     async def scenario() -> None:
