@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.machine import return_freed_memory
@@ -31,6 +33,8 @@ class ModelLoader:
         self._models = models
         self._most = most
         self._changing = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load")
+        """The same for all loads: what one thread has freed another of glibc's heaps would not use again."""
         self._loads: dict[LoadableModel, asyncio.Task[APIError | None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
@@ -83,6 +87,7 @@ class ModelLoader:
         async with self._changing:
             if self._sweeper is not None:
                 self._sweeper.cancel()
+        self._thread.shutdown(wait=False)
 
     async def _load(self, model: LoadableModel) -> APIError | None:
         began = time.monotonic()
@@ -91,7 +96,7 @@ class ModelLoader:
                 await self._make_room(model)
                 if self._draining:
                     return _shutting_down()
-                await asyncio.to_thread(model.load)
+                await self._in_thread(model.load)
                 assert model.served is not None
                 model.served.draining = self._draining
         except APIError as error:
@@ -124,8 +129,11 @@ class ModelLoader:
             raise unavailable(message, code=AT_CAPACITY)
 
     async def _unload(self, model: LoadableModel) -> None:
-        await asyncio.to_thread(_shut_down, [model.detach()])
+        await self._in_thread(partial(_shut_down, [model.detach()]))
         logger.info("model %s was unloaded", model.name)
+
+    async def _in_thread(self, function: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def _unload_idle(self) -> None:
         while True:
