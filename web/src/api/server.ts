@@ -4,10 +4,11 @@ import { getJSON, postJSON, reach, request } from "./http";
 
 export interface Model {
   id: string;
-  max_model_len: number;
+  /** Null, as the two below, until the model was loaded for the first time. */
+  max_model_len: number | null;
   /** False: a base model, which continues text and answers no chats. */
-  has_chat_template: boolean;
-  num_parameters: number;
+  has_chat_template: boolean | null;
+  num_parameters: number | null;
 }
 
 export interface ToolServer {

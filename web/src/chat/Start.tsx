@@ -19,7 +19,7 @@ const SMALL_PARAMETERS = 5e8;
 
 /** Whether a model is so small that much of what it says is made up; false where its size is not known. */
 function isSmall(model: Model | undefined): model is Model {
-  return model !== undefined && model.num_parameters > 0 && model.num_parameters < SMALL_PARAMETERS;
+  return model !== undefined && (model.num_parameters ?? 0) > 0 && (model.num_parameters ?? 0) < SMALL_PARAMETERS;
 }
 
 /** What a conversation shows before its first message. */
@@ -35,7 +35,7 @@ export function Start({ model, onChoose }: { model: string | null; onChoose: (te
           <img src="./favicon.svg" alt="" width={56} height={56} />
           <div><h2>{t(base ? "welcomeBase" : "welcome")}</h2><p>{t(base ? "welcomeBaseText" : "welcomeText", { model: model ?? chosen?.id ?? "…" })}</p></div>
         </div>
-        {isSmall(chosen) && <p role="note">{t("smallModel", { millions: String(Math.round(chosen.num_parameters / 1e6)) })}</p>}
+        {isSmall(chosen) && <p role="note">{t("smallModel", { millions: String(Math.round((chosen.num_parameters ?? 0) / 1e6)) })}</p>}
         <div className="suggestions">
           {(base ? BEGINNINGS : SUGGESTIONS).map(({ key, icon }) => (
             <button key={key} type="button" onClick={() => onChoose(t(`${key}Text`))}>

@@ -200,6 +200,7 @@ export const de: Texts = {
   overTime: "{name} in den letzten {n} Sekunden",
   models: "Modelle",
   contextLength: "{n} Token Kontext",
+  notLoaded: "nicht geladen",
   engine: "Engine",
   engineSettings: "Einstellungen",
   setting: "Einstellung",

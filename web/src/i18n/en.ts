@@ -198,6 +198,7 @@ export const en = {
   overTime: "{name} over the last {n} seconds",
   models: "Models",
   contextLength: "{n} tokens of context",
+  notLoaded: "not loaded",
   engine: "Engine",
   engineSettings: "Settings",
   setting: "Setting",

@@ -200,6 +200,7 @@ export const zh: Texts = {
   overTime: "最近 {n} 秒的{name}",
   models: "模型",
   contextLength: "上下文 {n} 个词元",
+  notLoaded: "未加载",
   engine: "引擎",
   engineSettings: "设置",
   setting: "设置项",

@@ -70,7 +70,7 @@ function Models() {
   return (
     <>
       <h2>{t("models")}</h2>
-      <ul className="plain">{models.map((model) => <li key={model.id}><strong>{model.id}</strong> <span className="muted">{t("contextLength", { n: model.max_model_len })}</span></li>)}</ul>
+      <ul className="plain">{models.map((model) => <li key={model.id}><strong>{model.id}</strong> <span className="muted">{model.max_model_len === null ? t("notLoaded") : t("contextLength", { n: model.max_model_len })}</span></li>)}</ul>
       {servers.length > 0 && <h2>{t("toolServers")}</h2>}
       <ul className="plain">
         {servers.map((server) => (
