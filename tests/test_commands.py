@@ -18,7 +18,8 @@ from fastapi.testclient import TestClient
 import jaxllm.cli.settings
 from jaxllm.cli.main import app
 from jaxllm.cli.vllm_flags import translated
-from jaxllm.config import ServeConfig
+from jaxllm.config import ModelConfig, ServeConfig
+from jaxllm.serving.loadable import LoadableModel
 from tests.serving.fake_engine import FakeEngine, app_of
 
 ROOT = Path(__file__).parents[1]
@@ -156,9 +157,12 @@ def test_the_server_answers_it(command: Command, tmp_path: Path) -> None:
     body = next((value for flag, value in flags if flag == "-d"), None)
     assert {flag for flag, _ in flags} <= {"-H", "-d"}
     config = ServeConfig(model="fake", data_dir=tmp_path, api_key="secret" if "Authorization" in headers else None)
-    with TestClient(app_of(config, FakeEngine()), base_url="http://localhost") as client:
+    other = LoadableModel(ModelConfig(model="gemma3"), lambda config, given_up: FakeEngine())  # of several-models.md
+    with TestClient(app_of(config, FakeEngine(), unloaded=[other]), base_url="http://localhost") as client:
         path = url.removeprefix("http://127.0.0.1:8000")
         answer = client.request("GET" if body is None else "POST", path, headers=headers, content=body)
+    if other.served is not None:
+        other.served.engine.shutdown()
     if answer.status_code != 200:  # the tools of examples/mcp, and their runs, are tested where they run
         assert "mcp" in command.where and answer.json()["error"]["code"] != "not_found", answer.text
 

@@ -24,6 +24,10 @@ def BeforeValidator(check: Any) -> None:
     """How text becomes a value."""
 
 
+def AfterValidator(check: Any) -> None:
+    """What a value must be, which is not checked here."""
+
+
 def model_validator(mode: str) -> Any:
     """A check of a whole model, which is not made here."""
     return lambda check: check
