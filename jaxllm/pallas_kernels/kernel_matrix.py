@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,27 @@ class KernelMatrix:
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], self.codes.shape[-1] * self.planes)
+
+    @property
+    def group_stored(self) -> int:
+        """Stored numbers that hold the codes of a group of a row."""
+        return self.scale_columns // self.planes
+
+    @property
+    def levels_table(self) -> jax.Array | None:
+        """What each code stands for, where that is not itself."""
+        return jnp.asarray(self.levels, jnp.float32) if self.levels else None
+
+    def columns(self, at: jax.Array, plane: int) -> jax.Array:
+        """The inputs that the codes in a plane of stored numbers `at` of a row are for."""
+        if self.planes == 1:
+            return at
+        group = self.group_stored
+        return lax.div(at, group) * self.scale_columns + plane * group + lax.rem(at, group)
+
+    def codes_in(self, stored: jax.Array, plane: int) -> jax.Array:
+        """The codes in a plane of some bytes."""
+        return (stored.astype(jnp.int32) >> (plane * self.bits)) & ((1 << self.bits) - 1)
 
     @property
     def scales_whole_rows(self) -> bool:

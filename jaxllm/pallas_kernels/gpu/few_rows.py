@@ -35,18 +35,13 @@ NUM_WARPS, NUM_STAGES = 4, 3
 def knows(matrix: KernelMatrix) -> bool:
     """Codes of eight bits or fewer in rows of groups, whose scales are their own and whose bytes are a power of two."""
     grouped = matrix.codes.dtype == jnp.uint8 and matrix.scale is not None and matrix.scale_rows == 1
-    group = matrix.scale_columns // matrix.planes
-    return grouped and matrix.codes.ndim == 2 and group == pl.next_power_of_2(group)
+    return grouped and matrix.codes.ndim == 2 and matrix.group_stored == pl.next_power_of_2(matrix.group_stored)
 
 
 def few_rows(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False) -> Float[Array, "T o"]:
     """`x @ matrix.T` in float32, of at most MOST_ROWS rows."""
     outputs, stored = matrix.codes.shape
-    tables = {
-        "scale": matrix.scale,
-        "zero": matrix.zero,
-        "levels": jnp.asarray(matrix.levels, jnp.float32) if matrix.levels else None,
-    }
+    tables = {"scale": matrix.scale, "zero": matrix.zero, "levels": matrix.levels_table}
     given = {name: table for name, table in tables.items() if table is not None}
     nbytes = min(BLOCK_BYTES[jnp.dtype(matrix.dtype).itemsize], pl.next_power_of_2(stored))
     steps, blocks = pl.cdiv(stored, nbytes), pl.cdiv(outputs, BLOCK_OUT)
@@ -73,7 +68,7 @@ def _kernel(
     output = pl.program_id(0) * BLOCK_OUT + jnp.arange(BLOCK_OUT)
     row = jnp.arange(MOST_ROWS)
     inside, live = output < outputs, row < x_ref.shape[0]
-    group = matrix.scale_columns // matrix.planes  # bytes that hold the codes of one
+    group = matrix.group_stored
     groups = max(1, nbytes // group)
 
     def of_groups(name: str, first: Array) -> Array:
@@ -88,16 +83,16 @@ def _kernel(
         at = first + jnp.arange(nbytes)
         there = at < stored
         mask = inside[:, None] & there[None, :]
-        codes = triton_load(codes_ref.at[output[:, None], at[None, :]], mask=mask, other=0).astype(jnp.int32)
+        codes = triton_load(codes_ref.at[output[:, None], at[None, :]], mask=mask, other=0)
         scale = of_groups("scale", first)
         zero = float(matrix.middle) if matrix.zero is None else of_groups("zero", first)
         for plane in range(matrix.planes):
-            code = (codes >> (plane * matrix.bits)) & ((1 << matrix.bits) - 1)
+            code = matrix.codes_in(codes, plane)
             if matrix.levels:
                 values = triton_load(tables["levels"].at[code], mask=mask, other=0) * scale
             else:
                 values = (code.astype(jnp.float32) - zero) * scale
-            column = lax.div(at, group) * matrix.scale_columns + plane * group + lax.rem(at, group)
+            column = matrix.columns(at, plane)
             rows = triton_load(x_ref.at[row[:, None], column[None, :]], mask=live[:, None] & there[None, :], other=0)
             sums += lax.dot_general(
                 rows,

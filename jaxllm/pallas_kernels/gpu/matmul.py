@@ -92,7 +92,7 @@ def _multiply(
         "lists": lists,
         "scale": None if matrix.scale is None else matrix.scale.reshape(-1),
         "zero": None if matrix.zero is None else matrix.zero.reshape(-1),
-        "levels": jnp.asarray(matrix.levels, jnp.float32) if matrix.levels else None,
+        "levels": matrix.levels_table,
     }
     given = {name: table for name, table in tables.items() if table is not None}
     return pl.pallas_call(
@@ -153,7 +153,7 @@ def _kernel(
                 other=0,
             )
             for plane in range(matrix.planes):
-                column = _columns(at, plane, matrix)
+                column = matrix.columns(at, plane)
                 weights = _expand(codes, plane, matrix_row, index * step, inside, stored, matrix, tables)
                 rows = triton_load(
                     x_ref.at[x_row[:, None], column[None, :]],
@@ -196,19 +196,6 @@ def block_stored(matrix: KernelMatrix) -> int:
     return {1: 64 // matrix.planes, 2: 64, 4: 16}[itemsize]
 
 
-def _group_stored(matrix: KernelMatrix) -> int:
-    """Stored numbers of a group."""
-    return matrix.scale_columns // matrix.planes
-
-
-def _columns(at: Array, plane: int, matrix: KernelMatrix) -> Array:
-    """The inputs that the codes in a plane of stored numbers `at` are for."""
-    if matrix.planes == 1:
-        return at
-    group = _group_stored(matrix)
-    return lax.div(at, group) * matrix.scale_columns + plane * group + lax.rem(at, group)
-
-
 def _expand(
     codes: Array, plane: int, row: Array, begin: Array, inside: Array, stored: int, matrix: KernelMatrix, tables: Any
 ) -> Array:
@@ -216,10 +203,10 @@ def _expand(
     if matrix.codes.dtype == jnp.float8_e4m3fn:
         codes = from_e4m3(codes.astype(jnp.int32))
     elif matrix.planes > 1:
-        codes = (codes.astype(jnp.int32) >> (plane * matrix.bits)) & ((1 << matrix.bits) - 1)
+        codes = matrix.codes_in(codes, plane)
     if matrix.scale is None or (matrix.scales_whole_rows and not matrix.levels and not matrix.middle):
         return codes.astype(matrix.dtype)
-    group, step = _group_stored(matrix), block_stored(matrix)
+    group, step = matrix.group_stored, block_stored(matrix)
     scales = stored // group
     at = begin + jnp.arange(1 if group % step == 0 else step)  # one scale a row, where groups are no shorter than steps
     where = lax.div(row, matrix.scale_rows)[:, None] * scales + lax.div(at, group)[None, :]
