@@ -68,6 +68,11 @@ def hf_head_dim(c: dict[str, Any]) -> int:
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
 
 
+def hf_rope_parameters(c: dict[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a config.json says of the rotary embedding, by its old key or its new one; else `default`."""
+    return c.get("rope_scaling") or c.get("rope_parameters") or default or {}
+
+
 def hf_rope(
     c: dict[str, Any],
     head_dim: int,
@@ -86,7 +91,7 @@ def hf_rope(
     Raises:
         CheckpointError: the kind of scaling is unknown.
     """
-    given = parameters or c.get("rope_scaling") or c.get("rope_parameters") or {}
+    given = parameters or hf_rope_parameters(c)
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     if kind not in ROPE_KINDS:

@@ -9,7 +9,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_layers, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_linear, hf_rope, yarn_mscale
+from jaxllm.models.hf import hf_fields, hf_linear, hf_rope, hf_rope_parameters, yarn_mscale
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
@@ -95,22 +95,7 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     mscale, rotary = log_multiplier / 0.1, get("rope.dimension_count")
     # Files with the latent's own lengths keep those of a head under *_mla; older ones under the plain keys.
     key, value = (get(f"attention.{n}_length_mla", get(f"attention.{n}_length")) for n in ("key", "value"))
-    hidden, shared = get("expert_feed_forward_length"), get("expert_shared_count")
-    groups = get("expert_group_count", 0) or 1
-    moe = MoEConfig(
-        num_experts=get("expert_count"),
-        top_k=get("expert_used_count"),
-        hidden=hidden,
-        scoring="sigmoid" if sigmoid else "softmax",
-        correction_bias=has_correction,
-        num_groups=groups,
-        top_groups=get("expert_group_used_count", 0) or groups,
-        group_score="top2_sum" if sigmoid else "max",
-        renormalize=get("expert_weights_norm", False),
-        renormalize_eps=1e-20 if sigmoid else 0.0,
-        scale=get("expert_weights_scale", 0.0) or 1.0,
-        shared_hidden=shared * hidden,
-    )
+    moe = gguf_experts(get, sigmoid=sigmoid, correction_bias=has_correction)
     mla = MLAConfig(
         q_lora_rank=get("attention.q_lora_rank", None) or None,
         kv_lora_rank=get("attention.kv_lora_rank"),
@@ -135,6 +120,25 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
             moe=moe,
             mla=mla,
         )
+    )
+
+
+def gguf_experts(get: Metadata, *, sigmoid: bool, correction_bias: bool) -> MoEConfig:
+    """V2's experts, or with `sigmoid` V3's, which others have too."""
+    hidden, groups = get("expert_feed_forward_length"), get("expert_group_count", 0) or 1
+    return MoEConfig(
+        num_experts=get("expert_count"),
+        top_k=get("expert_used_count"),
+        hidden=hidden,
+        scoring="sigmoid" if sigmoid else "softmax",
+        correction_bias=correction_bias,
+        num_groups=groups,
+        top_groups=get("expert_group_used_count", 0) or groups,
+        group_score="top2_sum" if sigmoid else "max",
+        renormalize=get("expert_weights_norm", False),
+        renormalize_eps=1e-20 if sigmoid else 0.0,
+        scale=get("expert_weights_scale", 0.0) or 1.0,
+        shared_hidden=get("expert_shared_count") * hidden,
     )
 
 
@@ -173,7 +177,7 @@ def latent_config(
 
 def _sharpening(c: dict[str, Any], rope: RopeConfig) -> float:
     """YaRN's factor on the logits, which DeepSeek applies here and not to cosine and sine."""
-    given = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    given = hf_rope_parameters(c)
     if rope.kind == "default" or not given.get("mscale_all_dim"):
         return 1.0
     return yarn_mscale(rope.factor, given["mscale_all_dim"]) ** 2

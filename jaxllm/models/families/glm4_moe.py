@@ -6,11 +6,10 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.families.deepseek import SIGMOID, hf_names, latent_config, sigmoid_experts
+from jaxllm.models.families.deepseek import SIGMOID, gguf_experts, hf_names, latent_config, sigmoid_experts
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
-from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern
@@ -57,22 +56,7 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     if (scoring := get("expert_gating_func", SIGMOID)) != SIGMOID:
         raise CheckpointError(f"expert_gating_func is {shown(scoring)}; accepted is {SIGMOID}, sigmoid")
     rope, dense = gguf_rope(checkpoint, partial=0.5), get("leading_dense_block_count", 0)
-    hidden = get("expert_feed_forward_length")
-    groups = get("expert_group_count", 0) or 1
-    moe = MoEConfig(
-        num_experts=get("expert_count"),
-        top_k=get("expert_used_count"),
-        hidden=hidden,
-        scoring="sigmoid",
-        correction_bias=f"blk.{dense}.exp_probs_b.bias" in checkpoint.tensors,
-        num_groups=groups,
-        top_groups=get("expert_group_used_count", 0) or groups,
-        group_score="top2_sum",
-        renormalize=get("expert_weights_norm", False),
-        renormalize_eps=1e-20,
-        scale=get("expert_weights_scale", 0.0) or 1.0,
-        shared_hidden=get("expert_shared_count") * hidden,
-    )
+    moe = gguf_experts(get, sigmoid=True, correction_bias=f"blk.{dense}.exp_probs_b.bias" in checkpoint.tensors)
     return DecoderConfig(
         **gguf_fields(
             checkpoint,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, gguf_windows
-from jaxllm.models.hf import hf_fields, hf_rope, hf_windows
+from jaxllm.models.hf import hf_fields, hf_rope, hf_rope_parameters, hf_windows
 from jaxllm.models.layers.mlp import ClampedSwiglu
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
@@ -33,7 +33,7 @@ DEFAULTS = {
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`intermediate_size` is that of the experts."""
     c = DEFAULTS | {"num_local_experts": c.get("num_experts", 128)} | c
-    given = c.get("rope_scaling") or c.get("rope_parameters") or ROPE
+    given = hf_rope_parameters(c, ROPE)
     rope = hf_rope(c, c["head_dim"] or c["hidden_size"] // c["num_attention_heads"], theta=THETA, parameters=given)
     swiglu = ClampedSwiglu(float(c.get("swiglu_alpha", SWIGLU.alpha)), float(c.get("swiglu_limit", SWIGLU.limit)))
     moe = _experts(c["num_local_experts"], c["num_experts_per_tok"], c["intermediate_size"], swiglu)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import gguf_fields
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope, hf_rope_parameters
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
@@ -26,7 +26,7 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def _rope(c: dict[str, Any]) -> RopeConfig:
     """Dynamic scaling with an `alpha` has the base of a sequence of some length, whatever its length is."""
-    given, dim = c.get("rope_scaling") or c.get("rope_parameters") or {}, hf_head_dim(c)
+    given, dim = hf_rope_parameters(c), hf_head_dim(c)
     alpha = given.get("alpha")
     if given.get("rope_type", given.get("type")) != "dynamic" or not alpha:
         return hf_rope(c, dim)

@@ -8,7 +8,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, permuted_names
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ ROPE: dict[str, Any] = {
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The query scaling is part of `rope_parameters`, or of `rope_scaling` in older files."""
     c = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144} | c
-    parameters = c.get("rope_scaling") or c.get("rope_parameters") or ROPE
+    parameters = hf_rope_parameters(c, ROPE)
     rope = hf_rope(c, hf_head_dim(c), parameters=parameters)
     layers = (LayerKind(rope, c.get("sliding_window")),) * c["num_hidden_layers"]
     return DecoderConfig(**hf_fields(c, layers=layers, query_scaling=query_scaling(parameters, rope)))

@@ -10,7 +10,7 @@ from jaxllm.models.families import deepseek
 from jaxllm.models.families.ministral3 import query_scaling
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata
-from jaxllm.models.hf import hf_rope
+from jaxllm.models.hf import hf_rope, hf_rope_parameters
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.weights.checkpoint import Checkpoint
 
@@ -31,7 +31,7 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The share of a head that is rotated is told by its sizes, whatever `partial_rotary_factor` says."""
     c = DEFAULTS | c
     c |= {key: c.get(key) or 1 for key in ("n_group", "topk_group")}
-    given = c.get("rope_scaling") or c.get("rope_parameters") or ROPE
+    given = hf_rope_parameters(c, ROPE)
     given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
     c |= {"rope_scaling": given, "partial_rotary_factor": None}
     scaling = query_scaling(given, hf_rope(c, c["qk_rope_head_dim"]))

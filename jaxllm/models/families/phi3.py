@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
 from jaxllm.weights.checkpoint import Checkpoint
 
 ORIGINAL_LENGTH = 4096
@@ -20,7 +20,7 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = {
         "original_max_position_embeddings": ORIGINAL_LENGTH, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     } | c  # fmt: skip
-    given = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    given = hf_rope_parameters(c)
     if given.get("rope_type", given.get("type")) in LONGROPE_NAMES:
         given = given | {"rope_type": "longrope"}
     layer = LayerKind(hf_rope(c, hf_head_dim(c), parameters=given), c.get("sliding_window"))
