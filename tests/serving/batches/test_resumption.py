@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.serving.batches.journal import Journal
+from jaxllm.serving.batches.run import _to_its_end
 from tests.serving import fake_engine
 from tests.serving.batches.running import CHAT, Running, chat, questions
 from tests.serving.conftest import wait_for
@@ -112,6 +115,29 @@ def test_a_signal_in_the_middle_records_no_answer_cut_short(start: Callable[...,
     answers = [result["response"]["body"] for result in server.results(batch.output_file_id).values()]
     assert len(answers) == 20
     assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"stop"}
+
+
+def test_a_line_that_is_cancelled_while_it_is_noted_ends_after_the_note() -> None:
+    """Else the note that releases it could come to nothing, or before it."""
+    writing, may_end, noted = threading.Event(), threading.Event(), []
+
+    def write(custom_id: str) -> None:
+        writing.set()
+        may_end.wait()
+        noted.append(custom_id)
+
+    async def scenario() -> None:
+        line = asyncio.create_task(_to_its_end(write, "line-0"))
+        await asyncio.to_thread(writing.wait)
+        line.cancel()
+        done, _ = await asyncio.wait({line}, timeout=0.05)
+        may_end.set()
+        assert not done
+        with pytest.raises(asyncio.CancelledError):
+            await line
+        assert noted == ["line-0"]
+
+    asyncio.run(scenario())
 
 
 class Poisoned(FakeEngine):
