@@ -1,0 +1,100 @@
+"""What adapters add to a product: LoRA (Hu et al. 2021, arXiv:2106.09685), several adapters in one batch.
+
+The arrays of all adapters that are on the devices are tables: one row an adapter. They are no parameters of the model,
+and a step that was compiled without them pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.models.options import AdapterSizes, BuildOptions
+from jaxllm.pallas_kernels import AdapterArrays, AdapterUses, StepMetadata
+from jaxllm.sharding.layout import Layout
+from jaxllm.sharding.mesh import Axes
+
+
+class AdapterTable(nnx.Variable):
+    """One array of every adapter, `[places, ...]`; it says how it is sharded as a parameter does."""
+
+
+_step: ContextVar[StepMetadata | None] = ContextVar("step", default=None)
+
+
+@contextmanager
+def adapting(meta: StepMetadata) -> Iterator[None]:
+    """While this is open, products add what the adapters of the step's tokens give."""
+    token = _step.set(meta)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def adapter_uses() -> AdapterUses:
+    """How much of each adapter the step's tokens have."""
+    step = _step.get()
+    assert step is not None and step.adapter_scales is not None, "tables are used inside adapting(), with scales"
+    ranks, gains = step.adapter_ranks, step.adapter_gains
+    assert ranks is not None and gains is not None, "a model with tables knows the ranks and gains of its adapters"
+    return AdapterUses(step.adapter_scales, ranks, gains)
+
+
+def adapter_numbers(sizes: AdapterSizes | None) -> AdapterTable | None:
+    """A table of one number an adapter: its own rank, which may be below the tables', or whether it has gains."""
+    return None if sizes is None else _table((sizes.places,), jnp.int32, (None,))
+
+
+class AdapterTables(nnx.Module):
+    """`sum over adapters of scale * (b.T @ (a @ x) + gain * w @ x)`, for a product `w @ x` with an `[o, i]` weight.
+
+    A product that is fused of several tensors has an `a` for each of them, one after the other; the columns of `b` that
+    belong to a tensor go with its own. What files call B is `b` transposed: so its columns lie side by side. A product
+    with a bias has a table of what adapters add to that.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        options: BuildOptions,
+        axes: Axes,
+        layout: Layout | None,
+        bias: bool = False,
+    ):
+        assert options.adapters is not None, "a model without adapters has no tables of them"
+        sizes, dtype = options.adapters, options.dtype
+        parts = layout.segments if layout is not None else ()
+        places, rank = sizes.places, sizes.rank
+        self.a = _table((places, max(1, len(parts)) * rank, in_features), dtype, (None, None, axes[1]))
+        self.b = _table((places, rank, out_features), dtype, (None, None, axes[0]), layout)
+        self.gain = _table((places, out_features), dtype, (None, axes[0]), layout)
+        self.bias = _table((places, out_features), jnp.float32, (None, axes[0]), layout) if bias else None
+        self.kernels = options.kernels
+
+    @property
+    def arrays(self) -> AdapterArrays:
+        """As they are now: what kernels take."""
+        return AdapterArrays(self.a[...], self.b[...], self.gain[...])
+
+    def biases(self) -> Float[Array, "T o"]:
+        """What the tokens' adapters add to a product's bias, float32."""
+        assert self.bias is not None, "a product without a bias gets none"
+        # No product of matrices: how that sums up may depend on the number of tokens.
+        return jnp.sum(adapter_uses().scales[:, :, None] * self.bias[...], axis=1)
+
+    def added(self, parts: Sequence[Float[Array, "T _"]], x: Float[Array, "T i"]) -> tuple[jax.Array, ...]:
+        """What a product has of each tensor, float32, and what the tokens' adapters add to it for their inputs `x`."""
+        return self.kernels.low_rank(parts, x, self.arrays, adapter_uses())
+
+
+def _table(shape: tuple[int, ...], dtype: Any, axes: Axes, layout: Layout | None = None) -> AdapterTable:
+    return AdapterTable(jax.ShapeDtypeStruct(shape, dtype), axes=axes, layout=layout)

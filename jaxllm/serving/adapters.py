@@ -1,0 +1,114 @@
+"""The LoRA adapters of one model: which there are, and which of them a request uses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jaxllm.config import LoRAModule
+from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.adapters import AdapterUse
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter that requests may choose.
+
+    Attributes:
+        name: what requests call it, as their `model`.
+        path: a folder, file or hub id, as it was given.
+        id: what engines call it. No other one gets it again, not even the same adapter loaded anew, so that nothing
+            that was computed with the old one is used.
+        number: what llama.cpp's clients call it: 0 for the first of its model; no other one of the model gets it.
+        parent: what listings call its model.
+        scale: what its effect is multiplied by where it is chosen by name.
+        source: where it is on this machine; empty as long as nobody has looked.
+    """
+
+    name: str
+    path: str
+    id: int
+    number: int
+    parent: str
+    scale: float = 1.0
+    source: str = ""
+
+    def use(self, scale: float) -> AdapterUse:
+        """What tells the engine to use it."""
+        return AdapterUse(id=self.id, name=self.name, path=self.source or self.path, scale=scale)
+
+
+_ids = itertools.count(1)
+
+
+class ModelAdapters:
+    """The adapters of one model, by name.
+
+    Attributes:
+        changing: held while an adapter is loaded or unloaded.
+    """
+
+    def __init__(self, parent: str, modules: Iterable[LoRAModule] = ()):
+        self.changing = asyncio.Lock()
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._default_scales: dict[int, float] = {}
+        self._next_number = 0
+        for module in modules:
+            self.keep(self.new(module.name, module.path, module.base_model_name or parent, module.scale))
+
+    def __iter__(self) -> Iterator[LoadedAdapter]:
+        return iter(list(self._by_name.values()))
+
+    def get(self, name: str) -> LoadedAdapter | None:
+        """The adapter of that name, if there is one."""
+        return self._by_name.get(name)
+
+    def new(self, name: str, path: str, parent: str, scale: float = 1.0, source: str = "") -> LoadedAdapter:
+        """An adapter with a number of its own, which nobody can choose before `keep`."""
+        adapter = LoadedAdapter(name, path, next(_ids), self._next_number, parent, scale, source)
+        self._next_number += 1
+        return adapter
+
+    def keep(self, adapter: LoadedAdapter) -> None:
+        """Requests may choose it from now on, instead of an older one of its name."""
+        self.remove(adapter.name)
+        self._by_name[adapter.name] = adapter
+
+    def found_at(self, adapter: LoadedAdapter, source: str) -> LoadedAdapter:
+        """The same adapter, now that it is known where it is on this machine."""
+        found = self._by_name[adapter.name] = replace(adapter, source=source)
+        return found
+
+    def remove(self, name: str) -> None:
+        """Requests that come from now on cannot choose it; those that run go on with it."""
+        old = self._by_name.pop(name, None)
+        if old is not None:
+            self._default_scales.pop(old.number, None)
+
+    def default_scale(self, adapter: LoadedAdapter) -> float:
+        """How strongly requests use it that choose no adapter; 0 is not at all."""
+        return self._default_scales.get(adapter.number, 0.0)
+
+    def set_default_scales(self, scales: Mapping[int, float]) -> None:
+        """Which adapters, by number, requests use that choose none. Raises InvalidRequestError for an unknown one."""
+        self._check(scales)
+        self._default_scales = dict(scales)
+
+    def uses(self, scales: Mapping[int, float] | None) -> tuple[AdapterUse, ...]:
+        """The adapters of a request that names none as its model: those of `scales`, by number, or the default ones.
+
+        Raises InvalidRequestError for an unknown one.
+        """
+        if scales is not None:
+            self._check(scales)
+        chosen = self._default_scales if scales is None else scales
+        return tuple(a.use(chosen[a.number]) for a in self if chosen.get(a.number, 0.0) != 0.0)
+
+    def _check(self, scales: Mapping[int, float]) -> None:
+        numbers = {adapter.number for adapter in self}
+        for at, number in enumerate(scales):
+            if number not in numbers:
+                known = ", ".join(map(str, sorted(numbers))) or "none: the model has no adapters"
+                raise InvalidRequestError([Field("lora", at, "id"), f" is {number}; GET /lora-adapters lists {known}"])
