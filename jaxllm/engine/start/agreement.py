@@ -1,0 +1,132 @@
+"""What the processes of a group agree on before they run a step together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.lockstep.follower import Follower
+from jaxllm.engine.lockstep.leader import Leader
+from jaxllm.engine.lockstep.meeting import Group, meet
+from jaxllm.engine.lockstep.messages import Agreed, MemberMemory, MemberPlan, Refused, difference
+from jaxllm.engine.start.draft import draft_config
+from jaxllm.engine.start.manifest import sources_digest
+from jaxllm.engine.start.platform import Platform
+from jaxllm.errors import ConfigError
+from jaxllm.sharding import distributed
+from jaxllm.weights.source import resolve_model
+
+OF_ONE_PROCESS = (
+    "model", "tokenizer", "download_dir", "imatrix", "generation_config", "compile_cache_dir", "executables",
+    "engine_process", "coordinator_address", "process_id", "cluster", "cluster_secret", "max_num_waiting",
+)  # fmt: skip
+"""Settings that need not be the same in all processes: where things are on a machine, and what the others have no use
+for. What is in the files is compared by itself."""
+_MEMORIES = MemberMemory.__struct_fields__
+WEIGHTS = (".safetensors", ".gguf")
+SAMPLED = 2**16
+"""Bytes at the beginning, in the middle and at the end of a large file that its digest is made of."""
+NOT_COMPARED = ("processor", "process")
+"""Parts of a manifest that differ between processes whose steps are alike."""
+
+
+def join_group(config: EngineConfig, path: Path, on_broken: Callable[[str], None]) -> Group:
+    """Meet the other processes, and start JAX together with them.
+
+    Raises:
+        ConfigError: one is missing, or differs; see `meet`.
+    """
+    assert config.num_processes is not None
+    agreement = _settings(config) | {
+        "the version of jaxllm": f"{version('jaxllm')} ({sources_digest()})",
+        "the version of jax": jax.__version__,
+        "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "the model's files": files_digest(path, config.imatrix),
+    }
+    if (draft := draft_config(config)) is not None:
+        found = resolve_model(draft.model, revision=draft.revision, download_dir=draft.download_dir)
+        agreement |= {"the draft model's files": files_digest(found)}
+    group = meet(config, agreement, on_broken)
+    each = config.tensor_parallel_size // config.num_processes
+    devices = distributed.local_devices(each, group.place, group.neighbours)
+    distributed.join(group.address, group.number, group.count, devices)
+    return group
+
+
+def agree_on_memory(group: Group, platform: Platform) -> Platform:
+    """The platform that all plan for: the least memory that any of them has.
+
+    The host's is shared by the processes that run there.
+    """
+    ours = MemberMemory(
+        platform.memory_limit, platform.memory, platform.free_host_memory // group.neighbours,
+        None if platform.host_memory is None else platform.host_memory // group.neighbours,
+    )  # fmt: skip
+    match group.hold:
+        case Leader() as leader:
+            least = _least([ours, *leader.collect(MemberMemory).values()])
+            leader.tell(least)
+        case Follower() as follower:
+            least = follower.ask(ours, MemberMemory)
+    return dataclasses.replace(platform, **{name: getattr(least, name) for name in _MEMORIES})
+
+
+def _least(told: Sequence[MemberMemory]) -> MemberMemory:
+    """Of each number the smallest that any process has said."""
+    said = {name: [value for one in told if (value := getattr(one, name)) is not None] for name in _MEMORIES}
+    least: dict[str, Any] = {name: min(values, default=None) for name, values in said.items()}
+    return MemberMemory(**least)
+
+
+def agree_on_plan(group: Group, manifest: dict[str, str]) -> None:
+    """Raises ConfigError where the steps of one process would not be those of the others."""
+    ours = {name: value for name, value in manifest.items() if name not in NOT_COMPARED}
+    match group.hold:
+        case Leader() as leader:
+            for process, planned in leader.collect(MemberPlan).items():
+                if problem := difference(ours, planned.manifest, process):
+                    leader.tell(Refused(problem))
+                    raise ConfigError(problem)
+            leader.tell(Agreed())
+        case Follower() as follower:
+            follower.ask(MemberPlan(ours), Agreed)
+
+
+def files_digest(path: Path, *others: Path | None) -> str:
+    """Of a checkpoint's config and weights, and of other files; of large ones the size and parts."""
+    digest = hashlib.sha256()
+    for name, file in [*_files(path), *(("", other) for other in others if other is not None)]:
+        size = file.stat().st_size
+        digest.update(f"{name}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            for start in (0, size // 2, max(0, size - SAMPLED)):
+                opened.seek(start)
+                digest.update(opened.read(SAMPLED))
+    return digest.hexdigest()[:16]
+
+
+def _files(path: Path) -> Iterator[tuple[str, Path]]:
+    """What a checkpoint is read from, by names that are the same wherever it lies."""
+    if path.is_file():
+        yield "", path
+        return
+    flat = [file for file in sorted(path.iterdir()) if file.suffix in WEIGHTS or file.name == "config.json"]
+    if any(file.suffix in WEIGHTS for file in flat):
+        yield from ((file.name, file) for file in flat)
+        return
+    for folder, _, names in sorted(os.walk(path)):  # what `jaxllm convert` has saved
+        yield from ((str((Path(folder) / name).relative_to(path)), Path(folder) / name) for name in sorted(names))
+
+
+def _settings(config: EngineConfig) -> dict[str, str]:
+    names = [name for name in EngineConfig.model_fields if name not in OF_ONE_PROCESS]
+    return {name: repr(getattr(config, name)) for name in names}

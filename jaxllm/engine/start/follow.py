@@ -1,0 +1,85 @@
+"""A process that follows process 0: the same start as an engine's, and then the steps that come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn
+
+from jaxllm import compat
+from jaxllm.config import EngineConfig
+from jaxllm.engine.device.device import Device
+from jaxllm.engine.lockstep.follower import Follower
+from jaxllm.engine.lockstep.meeting import Group
+from jaxllm.engine.lockstep.messages import Follows
+from jaxllm.engine.start.agreement import join_group
+from jaxllm.engine.start.build import (
+    Clock,
+    closing_at_failure,
+    find_model,
+    gather_weights,
+    load_weights,
+    plan_and_compile,
+)
+from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.leave import die, leave
+from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
+from jaxllm.weights.read_ahead import reading_ahead
+
+logger = logging.getLogger(__name__)
+
+
+@compat.under_own_settings
+def follow(
+    config: EngineConfig,
+    on_group: Callable[[Group], None] = lambda group: None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """Follow process 0 until it ends the group; the process ends with it.
+
+    `on_group` is called when all processes have come, `on_ready` when this one can run steps.
+
+    Raises:
+        ConfigError, ModelNotFoundError, CheckpointError: what is wrong before the processes have joined.
+    """
+    clock = Clock()
+    path = find_model(config, clock)
+    with reading_ahead(path):
+        checkpoint = open_model(config, path)
+        group = join_group(config, path, die)
+        on_group(group)
+        assert isinstance(group.hold, Follower)
+        try:
+            clock.lap("the other processes")
+            stage = plan_and_compile(config, checkpoint, group, clock)
+            with closing_at_failure(stage):
+                weights = load_weights(stage)
+                device = Device(stage.executables, weights, stage.functions.state.new())
+                gather_weights(stage, weights)
+            checkpoint.close()
+            group.hold.say(Follows())
+            on_ready()
+            logger.info("follows process 0: %s", clock)
+            stage.executables.announce_end()
+            reason = group.hold.follow(device)
+        except EngineDeadError as error:
+            die(str(error))
+        except Exception as error:
+            _fail(group.hold, error)
+    if reason:
+        die(reason)
+    compat.leave_processes()
+    logger.info("process 0 has ended the group")
+    leave(0)
+
+
+def _fail(hold: Follower, error: Exception) -> NoReturn:
+    """What kept this process from going on is told to process 0, which tells the requests."""
+    said = str(error) if isinstance(error, JaxLLMError) else f"{type(error).__name__}: {one_line(error)}"
+    if not isinstance(error, ConfigError):
+        logger.error("this process cannot go on", exc_info=error)
+    try:
+        hold.fail(said)
+    except EngineDeadError:
+        said += "; process 0 is gone too"
+    die(said)
