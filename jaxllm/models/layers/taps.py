@@ -1,0 +1,113 @@
+"""Activations that leave a step beside what it is for.
+
+Which of them do is data: each layer is told where in one buffer its own go, and writes those that nobody wants where
+nobody looks. So a step is compiled for a number of activations, not for a choice of them, and layers that are alike are
+still traced once. A step that records nothing is traced without any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.requests.captures import POINTS
+
+
+class LayerTaps(NamedTuple):
+    """What a layer is told: the place in the buffer of its activation at each of POINTS, the last for nobody."""
+
+    places: Int[Array, "n"]
+    buffer: Float[Array, "N T E"]
+
+
+@dataclass
+class Recorder:
+    """The activations of one step while it is traced.
+
+    Attributes:
+        places: of each layer, and of a last row for what comes after all of them; see `LayerTaps`.
+        count: how many activations there is room for.
+    """
+
+    places: Int[Array, "L n"]
+    count: int
+    buffer: Float[Array, "N T E"] | None = None
+
+    @property
+    def taken(self) -> Float[Array, "n T E"]:
+        """What was recorded."""
+        assert self.buffer is not None, "the model records inside recording()"
+        return self.buffer[: self.count]
+
+    def layer(self, index: int, x: Float[Array, "T E"]) -> LayerTaps:
+        """What the layer `index` is told, whose activations are like `x`."""
+        if self.buffer is None:
+            self.buffer = jnp.zeros((self.count + 1, *x.shape), x.dtype)
+        return LayerTaps(self.places[index], self.buffer)
+
+    def last(self, hidden: Float[Array, "T E"]) -> None:
+        """The states after the last norm."""
+        taps = _Layer(self.layer(-1, hidden))
+        taps.record(POINTS[0], hidden)
+        self.buffer = taps.buffer
+
+
+class _Layer:
+    """The taps of one layer while it is traced."""
+
+    def __init__(self, taps: LayerTaps):
+        self.places, self.buffer = taps
+
+    def record(self, point: str, value: Float[Array, "T E"]) -> None:
+        place = self.places[POINTS.index(point)]
+        self.buffer = lax.dynamic_update_slice(self.buffer, value[None].astype(self.buffer.dtype), (place, 0, 0))
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
+
+
+@contextmanager
+def recording(recorder: Recorder | None) -> Iterator[Recorder | None]:
+    """While this is open, a model that is traced records its activations; with None it does not."""
+    token = _recorder.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _recorder.reset(token)
+
+
+def recorder() -> Recorder | None:
+    """Where the activations of the step that is traced go; None where it records none."""
+    return _recorder.get()
+
+
+@contextmanager
+def tapping(taps: LayerTaps | None) -> Iterator[_Layer | None]:
+    """While this is open, `tap` records; its target has the buffer as it is then. With None nothing is recorded."""
+    target = None if taps is None else _Layer(taps)
+    token = _layer.set(target)
+    try:
+        yield target
+    finally:
+        _layer.reset(token)
+
+
+def tapped() -> bool:
+    """Whether the layer that is traced records: what it usually adds at once is then computed in two steps."""
+    return _layer.get() is not None
+
+
+def tap(point: str, value: jax.Array) -> None:
+    """Record an activation of the layer that is traced, at one of POINTS, where it records any."""
+    target = _layer.get()
+    if target is not None:
+        target.record(point, value)

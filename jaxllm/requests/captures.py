@@ -1,0 +1,200 @@
+"""Which activations a request is to give, and what they look like to its caller."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Literal
+
+import numpy as np
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.wording import did_you_mean
+
+POINTS = ("residual_before", "attention_out", "residual_middle", "mlp_out", "residual")
+"""The places in a layer whose activations can be given: the residual stream as it enters, what the mixer (attention, a
+convolution, a recurrence) adds to it, the stream after that, what the MLP adds, and the stream as it leaves."""
+FINAL = "final"
+"""The hidden states after the last norm, which the head reads."""
+
+TRANSFORMER_LENS = {
+    "hook_resid_pre": "residual_before",
+    "hook_attn_out": "attention_out",
+    "hook_resid_mid": "residual_middle",
+    "hook_mlp_out": "mlp_out",
+    "hook_resid_post": "residual",
+}
+"""TransformerLens's names behind "blocks.N.", and ours."""
+
+Tap = tuple[str, int]
+"""An activation: its name, and its layer, which is -1 for `FINAL`."""
+CaptureRequest = Mapping[str, int | bool | Sequence[int]] | Sequence[str]
+"""`{"residual": [3, 12], "final": True}`; True means every layer, and a list has TransformerLens's names."""
+Positions = Literal["all", "prompt", "generated", "last"] | tuple[int, ...]
+"""Of which tokens. "last" is the prompt's last one; numbers count from the prompt's first, or back from its end."""
+
+
+@dataclass(frozen=True)
+class CaptureParams:
+    """The activations that a request is to give, in this order, and at which tokens."""
+
+    taps: tuple[Tap, ...]
+    positions: Positions = "all"
+
+    def first(self, num_prompt: int) -> int:
+        """The first position that is wanted of a request with a prompt of so many tokens."""
+        if isinstance(self.positions, tuple):
+            return min(_counted(self.positions, num_prompt))
+        return {"all": 0, "prompt": 0, "generated": num_prompt, "last": num_prompt - 1}[self.positions]
+
+    def among(self, positions: range, num_prompt: int) -> list[int]:
+        """Those of neighbouring positions that are wanted."""
+        if isinstance(self.positions, tuple):
+            wanted = set(_counted(self.positions, num_prompt))
+            return [position for position in positions if position in wanted]
+        end = {"all": positions.stop, "generated": positions.stop}.get(self.positions, num_prompt)
+        return list(range(max(positions.start, self.first(num_prompt)), min(positions.stop, end)))
+
+
+def _counted(positions: tuple[int, ...], num_prompt: int) -> list[int]:
+    return [position if position >= 0 else num_prompt + position for position in positions]
+
+
+def read_capture(capture: CaptureRequest, positions: str | Sequence[int], num_layers: int) -> CaptureParams:
+    """What a caller asks for, by its own names or TransformerLens's.
+
+    Raises:
+        InvalidRequestError: naming the field, its value, and what would be accepted.
+    """
+    if isinstance(capture, str):
+        capture = [capture]
+    if not isinstance(capture, Mapping):
+        taps = [_of_transformer_lens(name) for name in capture]
+    else:
+        taps = [tap for name, layers in capture.items() for tap in _of_layers(name, layers, num_layers)]
+    for name, layer in taps:
+        if name != FINAL and not -num_layers <= layer < num_layers:
+            last = num_layers - 1
+            raise InvalidRequestError(f"capture has layer {layer} of {name!r}; layers go from 0 to {last}", "capture")
+    settled = dict.fromkeys((name, layer % num_layers if name != FINAL else -1) for name, layer in taps)
+    if not settled:
+        raise InvalidRequestError("capture names no activation; it must have one", "capture")
+    return CaptureParams(tuple(settled), _positions(positions))
+
+
+def _of_layers(name: str, layers: object, num_layers: int) -> list[Tap]:
+    if name == FINAL:
+        if layers is not True:
+            raise InvalidRequestError(
+                f"capture has {layers!r} for 'final', which is of no layer; it must be True", "capture"
+            )
+        return [(FINAL, -1)]
+    if name not in POINTS:
+        if name.startswith("blocks."):
+            raise InvalidRequestError(
+                "TransformerLens's names go into a list: capture=['blocks.3.hook_resid_post']", "capture"
+            )
+        known = (*POINTS, FINAL)
+        raise InvalidRequestError(
+            f"capture has {name!r}{did_you_mean(name, known)}; accepted are {', '.join(known)}", "capture"
+        )
+    if layers is True:
+        return [(name, layer) for layer in range(num_layers)]
+    found = integers(layers)
+    if not found:
+        raise InvalidRequestError(
+            f"capture has {layers!r} for {name!r}; it must be a layer, a list of layers, or True for all", "capture"
+        )
+    return [(name, layer) for layer in found]
+
+
+def _of_transformer_lens(name: str) -> Tap:
+    found = re.fullmatch(r"blocks\.(\d+)\.(\w+)", name)
+    if found is None or found[2] not in TRANSFORMER_LENS:
+        known = ", ".join(f"blocks.N.{hook}" for hook in TRANSFORMER_LENS)
+        raise InvalidRequestError(f"capture has {name!r}; in a list accepted are {known}", "capture")
+    return TRANSFORMER_LENS[found[2]], int(found[1])
+
+
+def _positions(positions: str | Sequence[int]) -> Positions:
+    if positions in ("all", "prompt", "generated", "last"):
+        return positions  # type: ignore[return-value]
+    numbers = tuple(integers(positions))
+    if not numbers:
+        raise InvalidRequestError(
+            f"positions is {positions!r}; it must be 'all', 'prompt', 'generated', 'last', or a list of integers",
+            "positions",
+        )
+    return numbers
+
+
+def integers(given: object) -> list[int]:
+    """A number, or several, as a list; empty where it is neither."""
+    several = [given] if isinstance(given, Integral) else list(given) if isinstance(given, Iterable) else []
+    whole = all(isinstance(number, Integral) and not isinstance(number, bool) for number in several)
+    return [int(number) for number in several] if whole else []
+
+
+class Captures(Mapping[str, dict[int, np.ndarray]]):
+    """Activations of one sequence: `captures["residual"][12]` is `[n, E]` float32, a row for each of `positions`.
+
+    `captures.final` are the states after the last norm. TransformerLens's names work too:
+    `captures.array("blocks.12.hook_resid_post")`.
+    """
+
+    def __init__(self, taps: Sequence[Tap], positions: np.ndarray, values: np.ndarray):
+        """`values` are `[activations, n, E]`, in the order of `taps`."""
+        self.positions = positions
+        self.values_by_tap = dict(zip(taps, values, strict=True))
+
+    def __getitem__(self, name: str) -> dict[int, np.ndarray]:
+        found = {layer: array for (point, layer), array in self.values_by_tap.items() if point == name}
+        if not found:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for name, _ in self.values_by_tap))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}: {list(layers)}" for name, layers in self.items())
+        return f"Captures({said}; {len(self.positions)} positions)"
+
+    @property
+    def final(self) -> np.ndarray:
+        """The hidden states after the last norm, which the head reads."""
+        return self.values_by_tap[FINAL, -1]
+
+    def array(self, name: str) -> np.ndarray:
+        """The activation that TransformerLens calls `name`."""
+        return self.values_by_tap[_of_transformer_lens(name)]
+
+
+class CapturesInProgress:
+    """Rows of a sequence's activations as they come, in any order and some perhaps twice."""
+
+    def __init__(self, params: CaptureParams, width: int):
+        """`width` is E."""
+        self._params = params
+        self._width = width
+        self._rows: dict[int, np.ndarray] = {}
+
+    def add(self, positions: Sequence[int], values: bytes) -> None:
+        """float32 `[activations, positions, E]`; those that were computed again take the place of earlier ones."""
+        shape = (len(self._params.taps), len(positions), self._width)
+        for position, rows in zip(
+            positions, np.frombuffer(values, np.float32).reshape(shape).swapaxes(0, 1), strict=True
+        ):
+            self._rows[position] = rows
+
+    def finish(self) -> Captures:
+        """All of them, by position."""
+        positions = sorted(self._rows)
+        rows = [self._rows[position] for position in positions]
+        values = np.stack(rows, axis=1) if rows else np.zeros((len(self._params.taps), 0, self._width), np.float32)
+        return Captures(self._params.taps, np.array(positions, np.int64), values)

@@ -1,0 +1,124 @@
+"""Vectors that are added to a request's residual stream."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import InvalidRequestError
+
+NAMED = ("all", "prompt", "generated")
+
+
+@dataclass(frozen=True, eq=False)
+class Steer:
+    """A vector that is added to the residual stream as it leaves a layer (Turner et al. 2023, arXiv:2308.10248).
+
+    Attributes:
+        layer: counted from 0, or back from the last with -1.
+        vector: `[E]`, anything that NumPy makes an array of.
+        scale: a factor on it.
+        positions: the tokens whose stream it is added to: "all", "prompt", "generated", or `(start, stop)`, which count
+            the tokens of prompt and completion together.
+    """
+
+    layer: int
+    vector: Any
+    scale: float = 1.0
+    positions: str | tuple[int, int] = "all"
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What all vectors of a request come to.
+
+    Attributes:
+        layers: those whose streams are changed, ascending.
+        vectors: float32 `[layers, E]`.
+        start, stop: the tokens from `start` to before `stop` are concerned.
+        digest: the same for requests that are steered alike, and for no others.
+    """
+
+    layers: tuple[int, ...]
+    vectors: bytes
+    start: int
+    stop: int
+    digest: str
+
+    def rows(self) -> np.ndarray:
+        """The vectors, `[layers, E]`."""
+        return np.frombuffer(self.vectors, np.float32).reshape(len(self.layers), -1)
+
+
+Steers = Steer | Sequence[Steer] | Sequence[Steer | Sequence[Steer] | None] | None
+"""Those of all prompts, or for each prompt one, several or none."""
+
+
+def steers_of(given: Steers, count: int) -> list[list[Steer]]:
+    """Those of each of `count` prompts.
+
+    Raises:
+        InvalidRequestError: there is an entry for each of another number of prompts.
+    """
+    if given is None or isinstance(given, Steer):
+        return [[] if given is None else [given]] * count
+    if all(isinstance(entry, Steer) for entry in given):
+        return [[entry for entry in given if isinstance(entry, Steer)]] * count
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"steer has {len(given)} entries for {count} prompts; give those of all, or a list for each prompt", "steer"
+        )
+    return [[] if entry is None else [entry] if isinstance(entry, Steer) else list(entry) for entry in given]
+
+
+def read_steering(
+    steers: Sequence[Steer], num_prompt: int, *, num_layers: int, width: int, longest: int
+) -> Steering | None:
+    """The sum of vectors for a prompt of so many tokens, in a context of `longest`; None without any.
+
+    Raises:
+        InvalidRequestError: a layer, a vector or positions that this model does not have, or positions that differ.
+    """
+    if not steers:
+        return None
+    ranges = {_range(steer.positions, num_prompt, longest): steer.positions for steer in steers}
+    if len(ranges) > 1:
+        raise InvalidRequestError(
+            f"steer has vectors for the positions {' and '.join(map(repr, ranges.values()))}; those of one request "
+            "must be for the same ones",
+            "steer",
+        )
+    sums: dict[int, np.ndarray] = {}
+    for steer in steers:
+        if not -num_layers <= steer.layer < num_layers:
+            raise InvalidRequestError(f"steer has layer {steer.layer}; layers go from 0 to {num_layers - 1}", "steer")
+        vector = np.asarray(steer.vector, np.float32)
+        if vector.shape != (width,) or not np.isfinite(vector * steer.scale).all():
+            raise InvalidRequestError(
+                f"steer has a vector {list(vector.shape)} for layer {steer.layer}; it must be [{width}], and finite",
+                "steer",
+            )
+        layer = steer.layer % num_layers
+        sums[layer] = sums.get(layer, np.zeros(width, np.float32)) + np.float32(steer.scale) * vector
+    layers, [(start, stop)] = tuple(sorted(sums)), ranges
+    vectors = np.stack([sums[layer] for layer in layers]).tobytes()
+    digest = hashlib.sha256(repr((layers, start, stop)).encode() + vectors).hexdigest()
+    return Steering(layers, vectors, start, stop, digest)
+
+
+def _range(positions: str | tuple[int, int], num_prompt: int, longest: int) -> tuple[int, int]:
+    if isinstance(positions, str):
+        named = {"all": (0, longest), "prompt": (0, num_prompt), "generated": (num_prompt, longest)}
+        if positions in named:
+            return named[positions]
+    elif len(positions) == 2 and 0 <= positions[0] < positions[1]:
+        return positions[0], min(positions[1], longest)
+    raise InvalidRequestError(
+        f"steer has the positions {positions!r}; they must be {', '.join(map(repr, NAMED))}, or (start, stop) with "
+        "0 <= start < stop",
+        "steer",
+    )

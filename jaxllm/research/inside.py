@@ -1,0 +1,268 @@
+"""The methods of `LLM` that look inside its engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from jaxllm.engine.front.drive import drive
+from jaxllm.engine.front.limits import check_capture, check_request
+from jaxllm.engine.front.sequences import Prompt, prompt_ids, prompt_list
+from jaxllm.engine.front.streams import Stream, Streams
+from jaxllm.engine.messages import EngineRequest, TokenDelta
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesInProgress, read_capture
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.steering import Steer, Steering, read_steering
+from jaxllm.research.logits import LogitRows
+from jaxllm.research.scores import ScoredCompletion, pairs, scored
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxllm.engine.core import EngineCore
+    from jaxllm.engine.front.thread_client import ThreadClient
+    from jaxllm.models.decoder import Decoder
+    from jaxllm.models.parts import LiveModel
+    from jaxllm.research.model import OpenModel
+
+T = TypeVar("T")
+
+
+class Inside:
+    """What a notebook opens up of an engine. See docs/research.md."""
+
+    _streams: Streams
+    _open: OpenModel | None = None
+
+    @property
+    def module(self) -> Decoder:
+        """The Flax NNX module with the engine's weights.
+
+        Its collectives run inside `jax.shard_map`; `model_fn` does that.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own.
+        """
+        return self._model.module(self.params)
+
+    @property
+    def params(self) -> dict[str, jax.Array]:
+        """The weights as arrays, by their paths in `module`, such as "layers.0.mlp.down.weight".
+
+        They are the engine's own arrays, which must not be donated; what it keeps quantized, or in tiles, is expanded
+        anew at each access.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own.
+        """
+        return self._model.params(self._ask(lambda core: _live(core).arrays()))
+
+    def model_fn(self, params: Mapping[str, jax.Array], tokens: Any, embeddings: Any = None) -> jax.Array:
+        """The logits after each token: a pure function, for `jax.grad` and `jax.jit`.
+
+        It is the decoder that the engine runs, in plain XLA. With tensor parallelism no request should run meanwhile.
+
+        Args:
+            params: as `params` gives them; also of another type, or changed.
+            tokens: integers `[T]`, or `[B, T]` for several sequences; tokens see those before them in their own.
+            embeddings: what takes the place of the tokens' rows of the embedding table, `[T, E]` or `[B, T, E]`: soft
+                prompts, or something to differentiate by.
+
+        Returns:
+            float32 `[T, V]` or `[B, T, V]`.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own.
+            InvalidRequestError: `tokens`, `embeddings` or `params` are of another shape.
+        """
+        import jax.numpy as jnp
+
+        rows = None if embeddings is None else jnp.asarray(embeddings)
+        return self._model.logits(params, jnp.asarray(tokens), rows)
+
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[ScoredCompletion]:
+        """How likely each completion is after its prompt, in their order; what prompts share is computed once.
+
+        Args:
+            prompts: one for each completion, or one for all: texts, or token ids.
+            completions: likewise. Text is tokenized together with its prompt, whose last token it may change.
+
+        Raises:
+            InvalidRequestError: a prompt or a completion is empty, or too long; nothing is run then.
+            EngineDeadError: the engine has died.
+        """
+        self._streams.check_process()
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        asked = pairs(prompts, completions, self._streams.tokenizer)
+        for ids, _ in asked:
+            check_request(self._streams.client.info, self._streams.tokenizer, ids, params)
+        order = sorted(range(len(asked)), key=asked.__getitem__)  # those that begin alike one after the other
+        requests = [
+            EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling_params=params, scores_from=count)
+            for ids, count in map(asked.__getitem__, order)
+        ]
+        found: dict[int, ScoredCompletion] = {}
+
+        def take(sequence: int, delta: TokenDelta) -> bool:
+            index = order[sequence]
+            assert delta.prompt_logprobs is not None, "the first delta has the scores, and there is one"
+            found[index] = scored(*asked[index], delta.prompt_logprobs, delta.num_cached_tokens)
+            return True
+
+        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        return [found[index] for index in range(len(asked))]
+
+    def capture(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        capture: CaptureRequest,
+        positions: str | Sequence[int] = "prompt",
+        use_tqdm: bool = True,
+    ) -> list[Captures]:
+        """Activations of one prompt or many, in their order: `llm.capture(prompts, {"residual": [3, 12]})`.
+
+        A captured sequence gives up the prefix cache from its first wanted token on; others in its batch do not.
+
+        Args:
+            capture: names of `jaxllm.requests.captures.POINTS` with a layer, a list of layers, or True for all; and
+                `"final": True`. Or a list of TransformerLens's names, such as "blocks.12.hook_resid_post".
+            positions: of which tokens: "prompt" (or "all"), "last", or numbers, which may count from the end.
+
+        Raises:
+            InvalidRequestError: a prompt, a name, a layer or a position is not there; nothing is run then.
+            EngineDeadError: the engine has died.
+        """
+        self._streams.check_process()
+        info, tokenizer = self._streams.client.info, self._streams.tokenizer
+        wanted = read_capture(capture, positions, info.num_layers)
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        requests = []
+        for prompt in prompt_list(prompts):
+            ids = prompt_ids(prompt, tokenizer)[1]
+            check_request(info, tokenizer, ids, params)
+            check_capture(info, ids, wanted)
+            requests.append(
+                EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling_params=params, capture=wanted)
+            )
+        found = [CapturesInProgress(wanted, info.hidden_size) for _ in requests]
+
+        def take(sequence: int, delta: TokenDelta) -> bool:
+            for rows in delta.captured:
+                found[sequence].add(rows.positions, rows.values)
+            return True
+
+        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        return [captures.finish() for captures in found]
+
+    def logits(
+        self, prompts: Prompt | Sequence[Prompt], positions: str | Sequence[int] = "prompt", use_tqdm: bool = True
+    ) -> list[LogitRows]:
+        """The logits over the vocabulary after each token of one prompt or many, of which none is kept.
+
+        Returns:
+            For each prompt something like an array `[T, V]` whose rows are computed where they are looked at.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own.
+            InvalidRequestError: as `capture`.
+            EngineDeadError: the engine has died.
+        """
+        self._client()
+        found = self.capture(prompts, {FINAL: True}, positions, use_tqdm)
+        unembed = partial(self.unembed, norm=False)
+        return [LogitRows(captures.final, unembed, self._streams.client.info.vocab_size) for captures in found]
+
+    def unembed(self, activations: np.ndarray, *, norm: bool = True) -> np.ndarray:
+        """The logits that the model's head gives of activations, `[..., E]` -> `[..., V]`, float32: a logit lens.
+
+        Args:
+            norm: they pass the model's last norm first, as the residual stream does; False for those behind it.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own.
+            InvalidRequestError: the model is an encoder, or `activations` are not of its width.
+        """
+        info = self._streams.client.info
+        if info.tasks.encodes:
+            raise InvalidRequestError("this model is an encoder, which has no logits of tokens")
+        states = np.asarray(activations)
+        if states.ndim == 0 or states.shape[-1] != info.hidden_size:
+            raise InvalidRequestError(
+                f"activations has the shape {list(states.shape)}; the last axis must be {info.hidden_size}",
+                "activations",
+            )
+        rows, parts = states.reshape(-1, info.hidden_size), []
+        while len(rows):
+            parts.append(self._ask(partial(_unembed, rows, not norm)))  # other requests have their turn in between
+            rows = rows[len(parts[-1]) :]
+        found = np.concatenate(parts) if parts else np.zeros((0, info.vocab_size), np.float32)
+        return found.reshape(*states.shape[:-1], found.shape[1])
+
+    def control_vector(
+        self, source: str | PathLike[str], scale: float = 1.0, layers: tuple[int, int] | None = None
+    ) -> list[Steer]:
+        """The vectors in a GGUF file of llama.cpp's or repeng's, to be given to `generate` and `chat` as `steer`.
+
+        Args:
+            scale: a factor on all of them, as llama.cpp's --control-vector-scaled.
+            layers: the first and the last layer to take, as --control-vector-layer-range; by default all.
+
+        Raises:
+            CheckpointError: it is no file of control vectors, or has none for these layers.
+        """
+        from jaxllm.research.control_vectors import control_vector
+
+        return control_vector(Path(source), scale, layers)
+
+    def _steering(self, steers: Sequence[Steer], num_prompt: int) -> Steering | None:
+        info = self._streams.client.info
+        if steers and info.tasks.encodes:
+            raise InvalidRequestError("this model is an encoder; only decoders are steered", "steer")
+        return read_steering(
+            steers, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
+        )
+
+    @property
+    def _model(self) -> OpenModel:
+        if self._open is None:
+            from jaxllm.research.model import OpenModel
+
+            parts = self._ask(lambda core: _live(core).parts)
+            if parts.mesh.is_multi_process:
+                raise ConfigError(
+                    "num_processes is more than 1: each process has a part of the model; it must be 1 to look inside it"
+                )
+            self._open = OpenModel(parts)
+        return self._open
+
+    def _ask(self, ask: Callable[[EngineCore], T]) -> T:
+        return self._client().ask(ask)
+
+    def _client(self) -> ThreadClient:
+        from jaxllm.engine.front.thread_client import ThreadClient
+
+        self._streams.check_process()
+        client = self._streams.client
+        if not isinstance(client, ThreadClient):
+            raise ConfigError(
+                "engine_process is True: the model is in another process; it must be False to look inside it"
+            )
+        return client
+
+
+def _unembed(states: np.ndarray, normed: bool, core: EngineCore) -> np.ndarray:
+    return core.unembed(states, normed)
+
+
+def _live(core: EngineCore) -> LiveModel:
+    assert core.model is not None, "whoever builds an engine gives its core the model"
+    return core.model

@@ -1,0 +1,135 @@
+"""An engine's model as a pure function of its parameters, which JAX can differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxllm.compat import under_own_settings
+from jaxllm.errors import InvalidRequestError
+from jaxllm.models.abstract import abstract_model
+from jaxllm.models.caches import Buffer, CacheLayout, PerSlot, parts_of
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.parts import ModelParts
+from jaxllm.pallas_kernels.whole import WHOLE, whole_sequences
+from jaxllm.quantization.weight import Dense, Weight
+from jaxllm.weights.loader import ParamSpec
+
+ModelArrays = Mapping[str, jax.Array]
+"""The arrays of a model by their paths in its module, such as "layers.0.mlp.down.weight"."""
+
+
+class OpenModel:
+    """The decoder that an engine serves, built once more over plain arrays and kernels that have a derivative."""
+
+    def __init__(self, parts: ModelParts):
+        """Raises InvalidRequestError for an encoder, which predicts no tokens."""
+        if parts.spec.config.encoder is not None:
+            raise InvalidRequestError(f"{parts.spec.family.name} is an encoder; only decoders have logits of tokens")
+        self._parts = parts
+        self._config = parts.spec.config
+        model, self._specs = abstract_model(parts.spec, replace(parts.options, kernels=WHOLE, adapters=None))
+        self._graph, state = nnx.split(model)
+        self._tree = jax.tree.structure(state)
+        self._axes = {spec.path: P(*spec.axes) for spec in self._specs}
+
+    def params(self, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """The engine's weights, by `LiveModel.arrays`: the same arrays where each number is kept by itself, otherwise
+        expanded.
+        """
+        kept = [spec.abstract() for spec in self._parts.params]
+        values = jax.tree.unflatten(jax.tree.structure(kept), arrays)
+        pairs = zip(self._parts.params, self._specs, values, strict=True)
+        return {plain.path: self._plain(value, spec, plain) for spec, plain, value in pairs}
+
+    def module(self, params: ModelArrays) -> Decoder:
+        """The Flax module; its collectives run inside `shard_map` over the engine's mesh."""
+        model: Any = nnx.merge(self._graph, jax.tree.unflatten(self._tree, [params[path] for path in self._axes]))
+        return model  # type: ignore[no-any-return]
+
+    @under_own_settings
+    def logits(
+        self, params: ModelArrays, tokens: Int[Array, "*B T"], embeddings: Float[Array, "*B T E"] | None = None
+    ) -> Float[Array, "*B T V"]:
+        """The logits after each token of a sequence, or of several of one length; float32.
+
+        Raises:
+            InvalidRequestError: `tokens` is neither `[T]` nor `[B, T]`, `embeddings` do not go with them, or `params`
+                are not those of this model.
+        """
+        if tokens.ndim not in (1, 2) or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            kind = f"{tokens.dtype}{list(tokens.shape)}"
+            raise InvalidRequestError(f"tokens is {kind}; it must be integers, [T] or [B, T]", "tokens")
+        if params.keys() != self._axes.keys():
+            odd = sorted(params.keys() ^ self._axes.keys())
+            raise InvalidRequestError(f"params differs from llm.params in {', '.join(odd[:4])}", "params")
+        if embeddings is not None:
+            expected = (*tokens.shape, self._config.hidden_size)
+            if embeddings.shape != expected:
+                raise InvalidRequestError(
+                    f"embeddings is {list(embeddings.shape)}; it must be {list(expected)}", "embeddings"
+                )
+            embeddings = embeddings.reshape(-1, expected[-1]).astype(self._parts.options.dtype)
+        out = self._run(dict(params), tokens.reshape(-1, tokens.shape[-1]), embeddings)
+        return out.reshape(*tokens.shape, -1)
+
+    @cached_property
+    def _run(self) -> Any:
+        mapped = jax.shard_map(
+            self._forward, mesh=self._parts.mesh, in_specs=(self._axes, P(), P()), out_specs=P(), check_vma=False
+        )
+        return jax.jit(mapped)
+
+    def _forward(
+        self, params: ModelArrays, tokens: Int[Array, "B T"], embeddings: Float[Array, "N E"] | None
+    ) -> Float[Array, "N V"]:
+        model = self.module(params)
+        count, length = tokens.shape
+        hidden, _ = model(tokens.reshape(-1), self._caches(count), whole_sequences(count, length), embeddings)
+        return model.logits(hidden)
+
+    def _caches(self, count: int) -> tuple[tuple[jax.Array, ...], ...]:
+        """Zeros for the states of `count` sequences, and for padding's; keys and values are not kept in pages."""
+        layout = CacheLayout(np.dtype(np.float32), 1, self._parts.options.tp)
+
+        def zeros(buffer: Buffer) -> jax.Array:
+            shape = NamedSharding(self._parts.mesh, P(*buffer.axes)).shard_shape(buffer.shape)
+            return jnp.zeros(shape, buffer.dtype)
+
+        kept = ([part for part in parts_of([spec]) if isinstance(part, PerSlot)] for spec in self._config.caches)
+        return tuple(
+            tuple(zeros(buffer) for state in states for buffer in layout.buffers(state, 0, count + 1))
+            for states in kept
+        )
+
+    def _plain(self, value: Any, spec: ParamSpec, plain: ParamSpec) -> jax.Array:
+        """A parameter as floats, one by one."""
+        if not isinstance(value, Weight):
+            return value
+        if isinstance(value, Dense) and value.array.dtype == plain.dtype:
+            return value.array
+        leaves, tree = jax.tree.flatten(value)
+        axes = tuple(P(*axes) for _, axes in spec.leaves())
+        expanded: jax.Array = _expanding(self._parts.mesh, tree, axes, P(*plain.axes), plain.dtype)(*leaves)
+        return expanded
+
+
+@cache
+def _expanding(mesh: Mesh, tree: Any, axes: tuple[P, ...], out: P, dtype: np.dtype) -> Callable[..., jax.Array]:
+    """Expands a weight of this kind, each device its own part; one function for all that are alike."""
+
+    def expand(*leaves: jax.Array) -> jax.Array:
+        weight: Weight = jax.tree.unflatten(tree, leaves)
+        return weight.dequantize().astype(dtype)
+
+    return jax.jit(jax.shard_map(expand, mesh=mesh, in_specs=axes, out_specs=out, check_vma=False))

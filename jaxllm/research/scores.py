@@ -1,0 +1,97 @@
+"""Log-probabilities of given completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxllm.engine.front.sequences import Prompt, is_many, prompt_ids, prompt_list
+from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ScoredCompletion:
+    """How likely a completion is after its prompt.
+
+    Attributes:
+        prompt_token_ids, token_ids: the tokens of both.
+        logprobs: `[n]` float32, the log-probability of each token of the completion (natural log), of the model's raw
+            distribution.
+        ranks: `[n]` int32, each token's place among all, from 1.
+        num_cached_tokens: tokens of the prompt that another request had computed already.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    num_cached_tokens: int
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the whole completion."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would give this completion."""
+        return bool((self.ranks == 1).all())
+
+
+def pairs(
+    prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None
+) -> list[tuple[list[int], int]]:
+    """The token ids of each prompt with its completion, and how many of them are the prompt's.
+
+    Of texts the completion's are those from where the tokens of both together part from those of the prompt alone.
+
+    Raises:
+        InvalidRequestError: there are more of the one than of the other, or one cannot be scored.
+    """
+    behind = prompt_list(completions)
+    before = prompt_list(prompts) if is_many(prompts) else [prompts] * len(behind)
+    if len(before) != len(behind):
+        raise InvalidRequestError(
+            f"completions has {len(behind)} entries for {len(before)} prompts; give one a prompt, or one prompt for "
+            "all",
+            "completions",
+        )
+    return [_pair(*both, index, tokenizer) for index, both in enumerate(zip(before, behind, strict=True))]
+
+
+def _pair(prompt: Prompt, completion: Prompt, index: int, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise InvalidRequestError(
+            f"completions[{index}] is {_kind(completion)} and its prompt {_kind(prompt)}; both must be text, or both "
+            "token ids",
+            "completions",
+        )
+    first = prompt_ids(prompt, tokenizer)[1]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        whole = prompt_ids(prompt + completion, tokenizer)[1]
+        count = next((i for i, both in enumerate(zip(first, whole, strict=False)) if both[0] != both[1]), len(first))
+        count = min(count, len(whole))
+    else:
+        whole, count = first + prompt_ids(completion, tokenizer)[1], len(first)
+    if count == len(whole):
+        raise InvalidRequestError(f"completions[{index}] is empty; it must have a token", "completions")
+    if count == 0:
+        raise InvalidRequestError(
+            f"prompts[{index}] is empty; it must have a token that the completion's first one follows", "prompts"
+        )
+    return whole, count
+
+
+def _kind(given: Any) -> str:
+    return "text" if isinstance(given, str) else "token ids"
+
+
+def scored(ids: list[int], count: int, scores: PromptScores, num_cached_tokens: int) -> ScoredCompletion:
+    """The result for one of `pairs`, of the scores that the engine gave its completion's tokens."""
+    logprobs, ranks = np.frombuffer(scores.logprobs, np.float32), np.frombuffer(scores.ranks, np.int32)
+    return ScoredCompletion(ids[:count], ids[count:], logprobs, ranks, num_cached_tokens)

@@ -1,0 +1,63 @@
+"""What engines show of themselves, for a process with several devices to show too.
+
+JAX_NUM_CPU_DEVICES=2 python -m tests.research.inside OUT.npz
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import LLM, SamplingParams, Steer
+from tests.reference.tiny import tiny_prompt, write_checkpoint
+
+MODELS = ("llama_mha8", "lfm2")
+FIELDS: dict[str, Any] = {
+    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
+    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
+}  # fmt: skip
+
+
+def shown(name: str, folder: Path, tp: int) -> dict[str, np.ndarray]:
+    """Activations, logits, scores, and a derivative."""
+    prompt = tiny_prompt(name)[:40]
+    with LLM(write_checkpoint(name, folder / name), **FIELDS, tensor_parallel_size=tp) as llm:
+        (captures,) = llm.capture(prompt, {"residual": True, "attention_out": [0, 2], "mlp_out": 1}, use_tqdm=False)
+        (rows,) = llm.logits(prompt, "last", use_tqdm=False)
+        logits = rows[:]
+        steer, params = Steer(1, np.ones(llm.info.hidden_size)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+        (output,) = llm.generate([prompt], params, use_tqdm=False, steer=steer)
+        steered = [next(iter(step.values())).logprob for step in output.outputs[0].logprobs or ()]
+        (score,) = llm.score(prompt[:9], [prompt[9:30]], use_tqdm=False)
+
+        def loss(params: dict[str, jax.Array]) -> jax.Array:
+            found = jax.nn.log_softmax(llm.model_fn(params, prompt[:16]))
+            return -found[jnp.arange(15), jnp.array(prompt[1:16])].mean()
+
+        value, gradient = jax.jit(jax.value_and_grad(loss))(llm.params)
+    found = {f"{point}.{layer}": array for point, layers in captures.items() for layer, array in layers.items()}
+    vectors = {path: np.asarray(array) for path, array in gradient.items() if "norm" in path or "embed" in path}
+    vectors["embed.weight"] = vectors["embed.weight"][: logits.shape[1]]
+    return (
+        found
+        | vectors
+        | {"logits": logits, "steered": np.array(steered), "score": score.logprobs, "loss": np.asarray(value)}
+    )
+
+
+def main(out: str) -> None:
+    arrays: dict[str, Any] = {"devices": len(jax.devices())}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in MODELS:
+            arrays |= {f"{name}/{key}": array for key, array in shown(name, Path(folder), len(jax.devices())).items()}
+    np.savez(out, **arrays)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
