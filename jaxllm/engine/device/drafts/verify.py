@@ -16,9 +16,9 @@ from jax import lax
 
 from jaxllm.engine.device.batch import Fields, decode_batch, known_or_sampled, mixed_batch
 from jaxllm.engine.device.choice import Sampled, Settled, choose
+from jaxllm.engine.device.drafts.drafter import Asked, Drafter
+from jaxllm.engine.device.forward import forward
 from jaxllm.engine.device.keys import Variant
-from jaxllm.engine.device.ngrams import ngram_drafts
-from jaxllm.engine.device.sizes import NgramDrafts
 from jaxllm.engine.device.slots import Slots
 from jaxllm.models.decoder import Decoder
 
@@ -29,13 +29,13 @@ def verify(
     slots: Slots,
     x: Fields,
     *,
-    rule: NgramDrafts,
+    drafter: Drafter,
     variant: Variant,
     page_size: int,
 ) -> tuple[Any, Slots, Sampled]:
     """One token of each sequence and as many drafted ones as are right: caches, slots, and what was sampled.
 
-    `x` is as `verify_packing` lays it out, `S` sequences. What is sampled has `rule.num_tokens + 1` rows for each of
+    `x` is as `verify_packing` lays it out, `S` sequences. What is sampled has `drafter.num_tokens + 1` rows for each of
     them in turn, of which `settled.taken + 1` count. Where no sequence has a draft the step is a plain decode.
     """
     slot, live = x["slot"], jnp.arange(x["slot"].shape[0]) < x["num_decodes"]
@@ -44,23 +44,26 @@ def verify(
     last = known_or_sampled(x["tokens"], slots, slot, position)
     table = slots.page_table.at[x["new_pages"][:, 0], x["new_pages"][:, 1]].set(x["new_pages"][:, 2])
     history = slots.history.at[jnp.where(live, slot, nobody), position].set(last)
-    drafts, found = ngram_drafts(history[slot], position, rule)
-    drafted = jnp.where(live & found, jnp.minimum(x["most_drafts"], rule.num_tokens), 0)
-    ahead = jnp.arange(rule.num_tokens)
+    most = jnp.where(live, jnp.minimum(x["most_drafts"], drafter.num_tokens), 0)
+    asked = Asked(slot, position, most, live, x["num_decodes"])
+    slots = slots._replace(page_table=table, history=history)
+    caches, slots, drafts, count = drafter.propose(caches, slots, asked, variant)
+    drafted = jnp.minimum(count, most)
+    ahead = jnp.arange(drafter.num_tokens)
     tried = ahead < drafted[:, None]
     places = jnp.where(tried, slot[:, None], nobody), jnp.where(tried, position[:, None] + 1 + ahead, 0)
-    slots = slots._replace(page_table=table, history=history.at[places].set(drafts))
+    slots = slots._replace(history=slots.history.at[places].set(drafts))
 
     def with_drafts(caches: Any, slots: Slots) -> Any:
-        count = slot.shape[0] * (rule.num_tokens + 1)
+        count = slot.shape[0] * (drafter.num_tokens + 1)
         start = jnp.cumulative_sum(jnp.where(live, 1 + drafted, 0), include_initial=True).astype(jnp.int32)
         none, fields = jnp.zeros((0, 3), jnp.int32), {"slot": slot, "num_seqs": x["num_decodes"]}
         fields |= {"tokens": jnp.full(count, -1), "query_start": start, "num_decodes": jnp.int32(0), "new_pages": none}
-        tokens, meta, slots = mixed_batch(fields, slots)
-        hidden, caches = model()(tokens, caches, meta)
+        tokens, meta, slots = mixed_batch(fields, slots, variant.adapted)
+        hidden, caches = forward(model(), tokens, caches, meta)
         owner = jnp.append(slot, nobody)[meta.seq_ids]
         slots, sampled = choose(model(), hidden, {"slot": owner, "position": meta.positions}, slots, variant)
-        rows = jnp.minimum(start[:-1, None] + jnp.arange(rule.num_tokens + 1), count - 1)
+        rows = jnp.minimum(start[:-1, None] + jnp.arange(drafter.num_tokens + 1), count - 1)
         right = tried & (sampled.tokens[rows[:, :-1]] == drafts)
         taken = jnp.cumprod(right, axis=1).sum(axis=1)
         after = slots.position.at[slot].set(jnp.where(live, position + 1 + taken, 0))
@@ -68,13 +71,14 @@ def verify(
 
     def without(caches: Any, slots: Slots) -> Any:
         fields = {"num_decodes": x["num_decodes"], "tokens": last, "slot": slot, "new_page": jnp.zeros_like(slot)}
-        tokens, meta, slots = decode_batch(fields, slots, page_size)
-        hidden, caches = model()(tokens, caches, meta)
+        tokens, meta, slots = decode_batch(fields, slots, page_size, variant.adapted)
+        hidden, caches = forward(model(), tokens, caches, meta)
         slots, sampled = choose(model(), hidden, {"slot": slot, "position": meta.positions}, slots, variant)
-        rows = jnp.repeat(jnp.arange(slot.shape[0]), rule.num_tokens + 1)
+        rows = jnp.repeat(jnp.arange(slot.shape[0]), drafter.num_tokens + 1)
         return caches, slots, _rows(sampled, rows), jnp.zeros_like(drafted)
 
     caches, slots, sampled, taken = lax.cond(jnp.any(drafted > 0), with_drafts, without, caches, slots)
+    slots = slots._replace(drafted=jnp.minimum(slots.drafted, slots.position))
     return caches, slots, sampled._replace(settled=Settled(drafted, taken))
 
 

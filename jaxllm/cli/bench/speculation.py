@@ -1,0 +1,103 @@
+"""`jaxllm bench speculation`: what tokens tried ahead gain, by kind of text and number of streams."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from jaxllm.cli.bench.draft_texts import TEXTS
+from jaxllm.cli.bench.flags import LOAD_GROUP, Count, JsonFile
+from jaxllm.cli.bench.report import report
+from jaxllm.cli.settings import takes_settings
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.speculative_config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+DEFAULT = SpeculativeConfig(
+    num_speculative_tokens=8,
+    prompt_lookup_min=2,
+    prompt_lookup_max=4,
+    num_speculative_tokens_per_batch_size=[(1, 1, 8), (2, 4096, 4)],
+)
+
+StreamCounts = Annotated[
+    list[int] | None,
+    Parameter(name="--num-streams", group=LOAD_GROUP, consume_multiple=True, negative=(), validator=Number(gte=1)),
+]
+
+
+@takes_settings(EngineConfig)
+def speculation(
+    config: EngineConfig,
+    *,
+    num_streams: StreamCounts = None,
+    output_len: Count = 256,
+    num_iters: Count = 3,
+    json: JsonFile = None,
+) -> None:
+    """Tokens a second with drafts and without, in turns: on code edits, extraction from a text, and free text.
+
+    Both engines answer the same, or the benchmark fails. A speedup is the median of those of the iterations. Before
+    them one round is not counted: it leaves the prompts in the prefix cache, so that the answers alone are compared.
+
+    Args:
+        num_streams: How many questions are asked at once; several numbers give more rows. [default: 1 4]
+        output_len: Most tokens of an answer.
+        num_iters: Repetitions.
+        json: Write the result to this file.
+    """
+    from jaxllm.llm import LLM
+
+    given = config.model_dump(exclude_unset=True)
+    streams = num_streams or [1, 4]
+    given = {"max_num_seqs": max(streams), "max_model_len": 2048} | given
+    asked = given.pop("speculative_config", None) or DEFAULT.model_dump(exclude_unset=True)
+    with LLM(**given) as plain, LLM(**given, speculative_config=asked) as drafting:
+        for llm in (plain, drafting):
+            while llm.stats().compiles_pending:
+                time.sleep(0.2)
+        results = [_compare(plain, drafting, kind, count, output_len, num_iters) for kind in TEXTS for count in streams]
+    load = {"num_streams": streams, "output_len": output_len, "num_iters": num_iters, "speculative_config": asked}
+    report("speculation", config, load, results, json)
+
+
+def _compare(plain: LLM, drafting: LLM, kind: str, count: int, output_len: int, num_iters: int) -> dict[str, Any]:
+    questions = TEXTS[kind]()
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    groups = [[conversations[(at + i) % len(conversations)] for i in range(count)] for at in range(len(conversations))]
+    params = SamplingParams(temperature=0, max_tokens=output_len, detokenize=False)
+    before, rates = drafting.stats(), list[tuple[float, float]]()
+    for iteration in range(num_iters + 1):
+        pair = [_rate(llm, groups, params) for llm in (plain, drafting)]
+        if pair[0][1] != pair[1][1]:
+            raise ConfigError(f"with drafts the answers to {kind} are others than without: this is a fault of jaxllm")
+        if iteration:  # the first time something may still be loaded
+            rates.append((pair[0][0], pair[1][0]))
+    after = drafting.stats()
+    tried = after.num_draft_tokens - before.num_draft_tokens
+    taken = sum(after.accepted_by_position) - sum(before.accepted_by_position)
+    return {
+        "text": kind,
+        "streams": count,
+        "without_tok_s": statistics.median(rate for rate, _ in rates),
+        "with_tok_s": statistics.median(rate for _, rate in rates),
+        "speedup": statistics.median(drafted / alone for alone, drafted in rates),
+        "accepted": taken / tried if tried else 0.0,
+    }
+
+
+def _rate(llm: LLM, groups: Sequence[list[Any]], params: SamplingParams) -> tuple[float, list[Any]]:
+    """Tokens a second over all groups, one after the other, and what was said."""
+    begin, said = time.perf_counter(), []
+    for group in groups:
+        said += [output.outputs[0].token_ids for output in llm.chat(group, params, use_tqdm=False)]
+    return sum(map(len, said)) / (time.perf_counter() - begin), said
