@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from jaxllm.engine.start.plan import plan_engine
 from tests.reference import load_golden
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
 
-MODELS = ("lfm2", "lfm2_bias", "lfm2_moe")
+MODELS = ("lfm2", "lfm2_bias", "lfm2_moe", "qwen3_next", "qwen3_5", "mamba2", "falcon_h1")
+SLOW = ("lfm2_bias", "lfm2_moe", "qwen3_next")
+"""Those whose states are another one's in other layers."""
 FIELDS = {
     "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128,
     "max_num_seqs": 8, "kv_cache_memory": 2**24, "max_num_batched_tokens": 64,
@@ -21,7 +24,9 @@ FIELDS = {
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
+)
 def name(request) -> str:
     return request.param
 
@@ -74,19 +79,21 @@ def shared_prompts(count: int, vocab: int = 141) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "differently",
+    ("model", "differently"),
     [
-        {"max_num_batched_tokens": 16},
-        {"pages": 20, "max_model_len": 90},
-        {"state_cache_memory": 0},
-        {"decode_steps": 4},
-        {"block_size": 16},
+        ("lfm2", {"max_num_batched_tokens": 16}),
+        ("lfm2", {"pages": 20, "max_model_len": 90}),
+        ("lfm2", {"state_cache_memory": 0}),
+        ("lfm2", {"decode_steps": 4}),
+        pytest.param("lfm2", {"block_size": 16}, marks=pytest.mark.slow),
+        ("qwen3_5", {"max_num_batched_tokens": 16}),
+        ("qwen3_5", {"pages": 20, "max_model_len": 90}),
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_many_together_give_what_each_gives_alone(tmp_path, differently):
+def test_many_together_give_what_each_gives_alone(tmp_path, model, differently):
     differently = dict(differently)
-    checkpoint = str(write_checkpoint("lfm2", tmp_path))
+    checkpoint = str(write_checkpoint(model, tmp_path))
     if pages := differently.pop("pages", 0):
         plan = plan_engine(EngineConfig(model=checkpoint, dtype="float32"))
         states = 6 * plan.state_bytes
@@ -113,6 +120,25 @@ def test_choices_share_the_state_of_their_prompt(checkpoint, llm):
     assert len(set(map(tuple, expected))) > 1
     for _ in range(2):
         assert tokens_of(llm, [prompt], params) == expected
+
+
+@pytest.mark.parametrize("model", ["lfm2", "qwen3_5"])
+def test_of_a_chats_first_turn_hardly_anything_is_computed_again(model, tmp_path):
+    """Two turns of 2,000 tokens, by the engine's own counters."""
+    config = tiny_config(model) | {"max_position_embeddings": 4096}
+    checkpoint = str(save_checkpoint(config, tiny_weights(model), tmp_path))
+    dice = np.random.default_rng(3)
+    question, more = dice.integers(3, 140, 1500).tolist(), dice.integers(3, 140, 320).tolist()
+    fields = FIELDS | {"block_size": 16, "max_model_len": 2048, "max_num_batched_tokens": 512, "max_num_seqs": 2}
+    params = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
+    with LLM(checkpoint, **fields) as llm:
+        (answer,) = tokens_of(llm, [question], params)
+        first_turn = len(question) + len(answer)
+        before = llm.stats()
+        (second,) = llm.generate([question + answer + more], replace(params, max_tokens=1), use_tqdm=False)
+        after = llm.stats()
+    assert after.prefix_cache_queries - before.prefix_cache_queries == first_turn + len(more) == 2000
+    assert after.prefix_cache_hits - before.prefix_cache_hits == second.num_cached_tokens >= 0.95 * first_turn
 
 
 def convolutions_alone() -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -1,0 +1,156 @@
+"""Granite 4: state-space layers, and attention in every few layers, mostly without positions; dense, or with experts.
+
+It has Granite 3's factors on embeddings, attention, residual sums and logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.families.granite import gguf_scales, hf_scales
+from jaxllm.models.family import Family
+from jaxllm.models.gguf import Metadata, gguf_fields, gguf_hybrid_heads, gguf_rope, permuted_names
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.rope import RopeConfig
+from jaxllm.models.layers.ssd import SSDConfig
+from jaxllm.models.state_space import (
+    check_activation,
+    check_sizes,
+    gguf_ssd,
+    gguf_ssd_names,
+    hf_ssd_names,
+    hf_time_step_limits,
+)
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
+from jaxllm.weights.names import AnyOf, Pattern
+
+LAYER_TYPES = ("mamba", "attention", "linear_attention", "full_attention")
+"""As checkpoints call them, and as transformers does."""
+ATTENTION = ("attention", "full_attention")
+DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_expand": 2,
+}
+
+
+def from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """A model without experts has the shared MLP alone."""
+    c = DEFAULTS | c
+    kinds = c.get("layer_types") or ["mamba"] * c["num_hidden_layers"]
+    positions = c.get("position_embedding_type")
+    if positions not in ("rope", "nope", None):
+        raise CheckpointError(f"position_embedding_type is {shown(positions)}; accepted is one of rope, nope or null")
+    rope = hf_rope(c, hf_head_dim(c)) if positions == "rope" else None
+    layers = _layers([kind in ATTENTION for kind in kinds], rope, bool(c["num_local_experts"]))
+    bias = bool(c.get("attention_bias"))
+    dense = {"intermediate_size": c["shared_intermediate_size"]}
+    return DecoderConfig(
+        **hf_fields(c, layers=layers, qkv_bias=bias, output_bias=bias, **hf_scales(c), **dense),
+        moe=_moe(c) if c["num_local_experts"] else None,
+        ssd=_ssd(c) if any(layer.mixer == "ssd" for layer in layers) else None,
+    )
+
+
+def _moe(c: dict[str, Any]) -> MoEConfig:
+    """A softmax over the logits of the chosen experts."""
+    return MoEConfig(
+        num_experts=c["num_local_experts"],
+        top_k=c["num_experts_per_tok"],
+        hidden=c["intermediate_size"],
+        renormalize=True,
+        shared_hidden=c["shared_intermediate_size"],
+    )
+
+
+def _ssd(c: dict[str, Any]) -> SSDConfig:
+    check_activation(c, "hidden_act")
+    inner, heads = c["mamba_expand"] * c["hidden_size"], c["mamba_n_heads"]
+    head_dim = inner // heads if c["mamba_d_head"] == "auto" else c["mamba_d_head"]
+    check_sizes("mamba_d_head", head_dim, heads, inner)
+    return SSDConfig(
+        heads=heads,
+        head_dim=head_dim,
+        state_size=c.get("mamba_d_state", 256),
+        groups=c.get("mamba_n_groups", 1),
+        kernel=c.get("mamba_d_conv", 4),
+        conv_bias=bool(c.get("mamba_conv_bias", True)),
+        bias=bool(c.get("mamba_proj_bias", False)),
+        output_bias=bool(c.get("mamba_proj_bias", False)),
+        **hf_time_step_limits(c),
+    )
+
+
+def _layers(attend: list[bool], rope: RopeConfig | None, sparse: bool) -> tuple[LayerKind, ...]:
+    return tuple(
+        LayerKind(rope, sparse=sparse) if attends else LayerKind(None, sparse=sparse, mixer="ssd") for attends in attend
+    )
+
+
+def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
+    """A layer without KV heads is a state-space layer; rotary embeddings are there unless a key says that they are not.
+
+    The key is one that llama.cpp has for another purpose.
+    """
+    get = Metadata(checkpoint)
+    attends, kv_heads = gguf_hybrid_heads(checkpoint)
+    experts = get("expert_count", 0)
+    moe = None
+    if experts:
+        moe = MoEConfig(
+            num_experts=experts,
+            top_k=get("expert_used_count"),
+            hidden=get("feed_forward_length"),
+            renormalize=True,
+            shared_hidden=get("expert_shared_feed_forward_length"),
+        )
+    rope = gguf_rope(checkpoint) if get("rope.scaling.finetuned", True) else None
+    layers = _layers(attends, rope, bool(experts))
+    bias = f"blk.{attends.index(True)}.attn_q.bias" in checkpoint.tensors
+    fields = gguf_fields(checkpoint, num_kv_heads=kv_heads, layers=layers, **gguf_scales(checkpoint))
+    dense = {} if moe is None else {"intermediate_size": moe.shared_hidden}
+    return DecoderConfig(**fields | dense | {"qkv_bias": bias, "output_bias": bias}, moe=moe, ssd=gguf_ssd(checkpoint))
+
+
+def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """Gate and up are one tensor; experts are stacked, under the names of the checkpoints or of transformers 5."""
+    layer, experts = "model.layers.*", "model.layers.*.block_sparse_moe"
+    shared = "mlp.shared" if config.moe else "mlp"
+    return {
+        **hf_ssd_names(config, f"{layer}.mamba"),
+        f"layers.*.{shared}.gate_up.weight": f"{layer}.shared_mlp.input_linear.weight",
+        f"layers.*.{shared}.down.weight": f"{layer}.shared_mlp.output_linear.weight",
+        "layers.*.mlp.router.weight": AnyOf(f"{experts}.router.layer.weight", f"{experts}.router.weight"),
+        "layers.*.mlp.experts.gate_up.weight": AnyOf(
+            f"{experts}.input_linear.weight", f"{experts}.experts.gate_up_proj"
+        ),
+        "layers.*.mlp.experts.down.weight": AnyOf(f"{experts}.output_linear.weight", f"{experts}.experts.down_proj"),
+    }
+
+
+def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """Rows of queries and keys are moved, though mostly nothing rotates them."""
+    return permuted_names(config) | gguf_ssd_names(config)
+
+
+FAMILY = Family(
+    name="Granite 4",
+    models="Granite 4.0 (H Micro, Tiny, Small; Micro; 1B, 350M)",
+    architectures=("GraniteMoeHybridForCausalLM",),
+    model_types=("granitemoehybrid",),
+    layer_types=LAYER_TYPES,
+    from_hf=from_hf,
+    gguf_architectures=("granitehybrid",),
+    from_gguf=from_gguf,
+    hf_names=hf_names,
+    gguf_names=gguf_names,
+)

@@ -1,0 +1,230 @@
+"""Nemotron-H and Nemotron 3: layers that are one block each: state-space, attention without positions, MLP, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.errors import CheckpointError
+from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.families.deepseek import sigmoid_experts
+from jaxllm.models.family import Family
+from jaxllm.models.gguf import Metadata, gguf_fields, permuted_names
+from jaxllm.models.hf import hf_fields, hf_linear
+from jaxllm.models.hf_fields import LAYERS
+from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.ssd import SSDConfig
+from jaxllm.models.state_space import (
+    check_activation,
+    gguf_ssd,
+    gguf_ssd_names,
+    hf_ssd_names,
+    hf_time_step_limits,
+)
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import shown
+from jaxllm.weights.names import AnyOf, Pattern, Source
+
+MLP, EXPERTS = LayerKind(None, mixer=None), LayerKind(None, mixer=None, sparse=True)
+STATES, ATTENTION = LayerKind(None, mixer="ssd", mlp=False), LayerKind(None, mlp=False)
+KINDS = {"mamba": STATES, "attention": ATTENTION, "mlp": MLP, "moe": EXPERTS}
+KINDS |= {"linear_attention": STATES, "full_attention": ATTENTION}
+LETTERS = {"M": STATES, "*": ATTENTION, "-": MLP, "E": EXPERTS}
+LAYER_TYPES = tuple(KINDS)
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 131_072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 4096, "intermediate_size": 21_504, "mlp_hidden_act": "relu2", "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
+UNREAD = {"attention_bias": (None, False), "sliding_window": (None,)}
+"""Keys that transformers has, and that its layers do not look at."""
+
+
+def from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """The number of layers is that of the pattern, or of the list that has its place in newer files.
+
+    A step's length is kept within `time_step_limit`, as in NVIDIA's own code. transformers 5.24 keeps it above
+    `time_step_min` too, in prompts and not in answers.
+    """
+    c = DEFAULTS | {"head_dim": c.get("attention_head_dim") or 128} | c
+    check_activation(c, "mamba_hidden_act")
+    for name, accepted in UNREAD.items():
+        if c.get(name) not in accepted:
+            raise CheckpointError(f"{name} is {shown(c[name])}; accepted is {' or '.join(map(_json, accepted))}")
+    layers = _layers(c)
+    sparse = any(layer.sparse for layer in layers)
+    if sparse and c.get("mlp_bias"):
+        raise CheckpointError("mlp_bias is True; accepted is false in a model with experts")
+    return DecoderConfig(
+        **hf_fields(
+            c,
+            layers=layers,
+            norm_eps=c.get("layer_norm_epsilon", 1e-5),
+            hidden_act=c["mlp_hidden_act"],
+            gated_mlp=False,
+            mlp_bias=c.get("mlp_bias"),
+            moe=_moe(c) if sparse else None,
+            ssd=_ssd(c) if STATES in layers else None,
+        )
+    )
+
+
+def _json(value: Any) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+def _layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
+    """`layers_block_type`, also called `layer_types`, goes before the pattern of letters."""
+    kinds, pattern = c.get("layers_block_type") or c.get("layer_types"), c.get("hybrid_override_pattern")
+    if kinds:
+        return tuple(KINDS[kind] for kind in kinds)
+    if not pattern:
+        return STATES, EXPERTS, ATTENTION, MLP
+    if not LAYERS.fits(len(pattern)) or set(pattern) - set(LETTERS):
+        raise CheckpointError(
+            f"hybrid_override_pattern is {shown(pattern)}; accepted is a letter for each layer, of {' '.join(LETTERS)}"
+        )
+    return tuple(LETTERS[letter] for letter in pattern)
+
+
+def _moe(c: dict[str, Any]) -> MoEConfig:
+    """DeepSeek V3's router, over experts without gates, which may work on a projection."""
+    shared = c["moe_shared_expert_intermediate_size"]
+    return replace(sigmoid_experts(c), shared_hidden=shared, gated=False, latent=c.get("moe_latent_size") or 0)
+
+
+def _ssd(c: dict[str, Any]) -> SSDConfig:
+    bias = bool(c.get("use_bias"))
+    return SSDConfig(
+        heads=c["mamba_num_heads"],
+        head_dim=c["mamba_head_dim"],
+        state_size=c["ssm_state_size"],
+        groups=c["n_groups"],
+        kernel=c["conv_kernel"],
+        conv_bias=bool(c["use_conv_bias"]),
+        bias=bias,
+        output_bias=bias,
+        **hf_time_step_limits(c),
+    )
+
+
+def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
+    """A layer with KV heads attends, one with an MLP's size has that or experts, and the others have states."""
+    get, tensors = Metadata(checkpoint), checkpoint.tensors
+    count, further = get("block_count"), get("nextn_predict_layers", 0)
+    kv_heads = get.by_layer("attention.head_count_kv", count)[: count - further]
+    sizes = get.by_layer("feed_forward_length", count)[: count - further]
+    experts = [f"blk.{i}.ffn_gate_inp.weight" in tensors for i in range(count)]
+    layers = tuple(
+        ATTENTION if heads else STATES if not size else EXPERTS if sparse else MLP
+        for heads, size, sparse in zip(kv_heads, sizes, experts, strict=False)
+    )
+    dense = {size for size, layer in zip(sizes, layers, strict=True) if layer == MLP}
+    different = {
+        "attention.head_count_kv": sorted(set(kv_heads) - {0}), "feed_forward_length": sorted(dense),
+    }  # fmt: skip
+    for name, found in different.items():
+        if len(found) > 1:
+            raise CheckpointError(f"{name} is {shown(found)} in layers that have one; accepted is the same in each")
+    (heads,) = different["attention.head_count_kv"] or (get("attention.head_count"),)
+    fields = gguf_fields(
+        checkpoint,
+        num_kv_heads=heads,
+        layers=layers,
+        intermediate_size=next(iter(dense), get("expert_feed_forward_length", 0)),
+        hidden_act="relu2",
+        gated_mlp=False,
+        moe=_gguf_moe(get, tensors, experts) if EXPERTS in layers else None,
+        ssd=gguf_ssd(checkpoint) if STATES in layers else None,
+    )
+    biased = next((i for i, layer in enumerate(layers) if layer == MLP), 0)
+    return DecoderConfig(**fields | {"mlp_bias": f"blk.{biased}.ffn_down.bias" in tensors})
+
+
+def _gguf_moe(get: Metadata, tensors: Any, experts: Sequence[bool]) -> MoEConfig:
+    groups = get("expert_group_count", 0) or 1
+    return MoEConfig(
+        num_experts=get("expert_count"),
+        top_k=get("expert_used_count"),
+        hidden=get("expert_feed_forward_length"),
+        scoring="sigmoid",
+        correction_bias=f"blk.{experts.index(True)}.exp_probs_b.bias" in tensors,
+        num_groups=groups,
+        top_groups=get("expert_group_used_count", 0) or groups,
+        group_score="top2_sum",
+        renormalize=get("expert_weights_norm", False),
+        renormalize_eps=1e-20,
+        scale=get("expert_weights_scale", 0.0) or 1.0,
+        shared_hidden=get("expert_shared_feed_forward_length"),
+        gated=False,
+        latent=get("moe_latent_size", 0),
+    )
+
+
+def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """As in published checkpoints, or as transformers 5 calls them."""
+    first, second = _names(config, "backbone"), _names(config, "model")
+    return {path: AnyOf(*_options(first[path]), *_options(second[path])) for path in first}
+
+
+def _options(pattern: Pattern) -> tuple[Any, ...]:
+    return pattern.options if isinstance(pattern, AnyOf) else (pattern,)
+
+
+def _names(config: DecoderConfig, model: str) -> dict[str, Pattern]:
+    layer, block = f"{model}.layers.*", f"{model}.layers.*.mixer"
+    names: dict[str, Pattern] = {
+        "embed.weight": f"{model}.embeddings.weight",
+        "norm.weight": f"{model}.norm_f.weight",
+        "layers.*.attention_norm.weight": f"{layer}.norm.weight",
+        "layers.*.mlp_norm.weight": f"{layer}.norm.weight",
+        **hf_linear("layers.*.attention.qkv", *(f"{block}.{p}_proj" for p in "qkv")),
+        **hf_linear("layers.*.attention.output", f"{block}.o_proj"),
+        **hf_linear("layers.*.mlp.up", f"{block}.up_proj"),
+        **hf_linear("layers.*.mlp.down", f"{block}.down_proj"),
+        **hf_ssd_names(config, block),
+    }
+    if config.moe is None:
+        return names
+    count = config.moe.num_experts
+    for part in ("up", "down"):
+        each = Source(f"{block}.experts.{{}}.{part}_proj.weight", stack=count)
+        names[f"layers.*.mlp.experts.{part}.weight"] = AnyOf(each, f"{block}.experts.{part}_proj")
+        names[f"layers.*.mlp.shared.{part}.weight"] = f"{block}.shared_experts.{part}_proj.weight"
+    return names | {
+        "layers.*.mlp.router.weight": f"{block}.gate.weight",
+        "layers.*.mlp.router.correction_bias": f"{block}.gate.e_score_correction_bias",
+        "layers.*.mlp.latent_down.weight": f"{block}.fc1_latent_proj.weight",
+        "layers.*.mlp.latent_up.weight": f"{block}.fc2_latent_proj.weight",
+    }
+
+
+def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """Each layer has one norm; rows of queries and keys are moved, though nothing rotates them."""
+    return (
+        permuted_names(config)
+        | gguf_ssd_names(config)
+        | {
+            "layers.*.mlp_norm.weight": "blk.*.attn_norm.weight",
+            "layers.*.mlp.latent_down.weight": "blk.*.ffn_latent_down.weight",
+            "layers.*.mlp.latent_up.weight": "blk.*.ffn_latent_up.weight",
+        }
+    )
+
+
+FAMILY = Family(
+    name="Nemotron-H",
+    models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super",
+    architectures=("NemotronHForCausalLM",),
+    model_types=("nemotron_h",),
+    layer_types=LAYER_TYPES,
+    from_hf=from_hf,
+    gguf_architectures=("nemotron_h", "nemotron_h_moe"),
+    from_gguf=from_gguf,
+    hf_names=hf_names,
+    gguf_names=gguf_names,
+)

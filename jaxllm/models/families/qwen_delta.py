@@ -1,0 +1,307 @@
+"""Qwen3-Next and Qwen3.5: linear attention by the gated delta rule in three of four layers; dense, or with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import CheckpointError
+from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.family import Family
+from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
+from jaxllm.models.hf import hf_expert_names, hf_fields, hf_rope
+from jaxllm.models.layers.delta import DeltaConfig
+from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.names import AnyOf, Pattern, Source, plus_one, without_middle_axis
+
+LAYER_TYPES = ("full_attention", "linear_attention")
+PARTIAL = 0.25
+"""Of each head's channels are rotated."""
+INTERVAL = 4
+"""Every so many layers one has full attention, where nothing else is said."""
+
+DEFAULTS = {
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 32_768,
+}  # fmt: skip
+SPARSE_DEFAULTS = DEFAULTS | {
+    "num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+
+
+def next_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """Layers have experts unless `mlp_only_layers` or `decoder_sparse_step` says otherwise."""
+    c = SPARSE_DEFAULTS | {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10} | c
+    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"])]
+    return _from_hf(c, sparse, _experts(c, renormalize=bool(c.get("norm_topk_prob", True))))
+
+
+def dense_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """Text has one position in each section of `mrope_section`, so that these are of no account."""
+    c = DEFAULTS | {"num_key_value_heads": 4} | c
+    return _from_hf(c, [False] * c["num_hidden_layers"], None)
+
+
+def moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """All layers have experts; no MLP is dense."""
+    c = SPARSE_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8} | c
+    c = c | {"intermediate_size": c["moe_intermediate_size"]}
+    return _from_hf(c, [True] * c["num_hidden_layers"], _experts(c, renormalize=True))
+
+
+def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> DecoderConfig:
+    count, interval = c["num_hidden_layers"], c.get("full_attention_interval", INTERVAL)
+    kinds = c.get("layer_types") or [LAYER_TYPES[(i + 1) % interval != 0] for i in range(count)]
+    rope, bias = hf_rope(c, c["head_dim"], partial=PARTIAL), c.get("attention_bias", False)
+    delta = DeltaConfig(
+        key_heads=c["linear_num_key_heads"],
+        value_heads=c["linear_num_value_heads"],
+        key_dim=c["linear_key_head_dim"],
+        value_dim=c["linear_value_head_dim"],
+        kernel=c["linear_conv_kernel_dim"],
+    )
+    layers = _layers([kind == "full_attention" for kind in kinds], sparse, rope)
+    return DecoderConfig(
+        **hf_fields(
+            c, layers=layers, delta=delta, moe=moe, qk_norm="rms", attention_gate=True, qkv_bias=bias, output_bias=bias
+        )
+    )
+
+
+def _layers(attends: list[bool], sparse: list[bool], rope: Any) -> tuple[LayerKind, ...]:
+    return tuple(
+        LayerKind(rope, sparse=is_sparse) if full else LayerKind(None, sparse=is_sparse, mixer="delta")
+        for full, is_sparse in zip(attends, sparse, strict=True)
+    )
+
+
+def _experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
+    return MoEConfig(
+        num_experts=c["num_experts"],
+        top_k=c["num_experts_per_tok"],
+        hidden=c["moe_intermediate_size"],
+        renormalize=renormalize,
+        shared_hidden=c["shared_expert_intermediate_size"],
+        shared_gate=True,
+    )
+
+
+def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
+    """Files say neither that weights of experts are renormalised nor that some layers are dense."""
+    get, tensors = Metadata(checkpoint), checkpoint.tensors
+    count, interval = gguf_layers(checkpoint), get("full_attention_interval", INTERVAL)
+    attends = [(i + 1) % interval == 0 for i in range(count)]
+    heads, moe = get("ssm.time_step_rank"), None
+    delta = DeltaConfig(
+        key_heads=get("ssm.group_count"),
+        value_heads=heads,
+        key_dim=get("ssm.state_size"),
+        value_dim=get("ssm.inner_size") // heads,
+        kernel=get("ssm.conv_kernel"),
+    )
+    if get("expert_count", 0):
+        moe = MoEConfig(
+            num_experts=get("expert_count"),
+            top_k=get("expert_used_count"),
+            hidden=get("expert_feed_forward_length"),
+            renormalize=True,
+            shared_hidden=get("expert_shared_feed_forward_length"),
+            shared_gate=True,
+        )
+    layers = _layers(attends, [moe is not None] * count, gguf_rope(checkpoint, partial=PARTIAL))
+    full = next((i for i, attend in enumerate(attends) if attend), 0)
+    size = get("feed_forward_length") if moe is None else get("feed_forward_length", moe.hidden)
+    return DecoderConfig(
+        **gguf_fields(
+            checkpoint,
+            layers=layers,
+            delta=delta,
+            moe=moe,
+            intermediate_size=size,
+            qk_norm="rms",
+            attention_gate=True,
+            qkv_bias=f"blk.{full}.attn_q.bias" in tensors,
+            output_bias=f"blk.{full}.attn_output.bias" in tensors,
+        )
+    )
+
+
+def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """All norms but the one behind the rule are stored without the 1 that is added to them."""
+    layer, attention = "model.layers.*", "model.layers.*.linear_attn"
+    names: dict[str, Pattern] = {
+        "norm.weight": Source("model.norm.weight", plus_one),
+        "layers.*.attention_norm.weight": Source(f"{layer}.input_layernorm.weight", plus_one),
+        "layers.*.mlp_norm.weight": Source(f"{layer}.post_attention_layernorm.weight", plus_one),
+        "layers.*.attention.q_norm.weight": Source(f"{layer}.self_attn.q_norm.weight", plus_one),
+        "layers.*.attention.k_norm.weight": Source(f"{layer}.self_attn.k_norm.weight", plus_one),
+        "layers.*.delta.qkv.weight": f"{attention}.in_proj_qkv.weight",
+        "layers.*.delta.gate.weight": f"{attention}.in_proj_z.weight",
+        "layers.*.delta.beta_decay.weight": (f"{attention}.in_proj_b.weight", f"{attention}.in_proj_a.weight"),
+        "layers.*.delta.taps": Source(f"{attention}.conv1d.weight", without_middle_axis),
+        "layers.*.delta.rate": Source(f"{attention}.A_log", _rate),
+        "layers.*.delta.rate_bias": f"{attention}.dt_bias",
+        "layers.*.delta.norm.weight": f"{attention}.norm.weight",
+        "layers.*.delta.output.weight": f"{attention}.out_proj.weight",
+    }
+    return names | (hf_expert_names(config, f"{layer}.mlp", shared="shared_expert") if config.moe else {})
+
+
+def next_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """Qwen3-Next has what linear attention projects in two tensors, a key head's rows next to each other."""
+    attention = "model.layers.*.linear_attn"
+    return hf_names(config) | _by_key_heads(config, f"{attention}.in_proj_qkvz", f"{attention}.in_proj_ba")
+
+
+def _by_key_heads(config: DecoderConfig, qkvz: str, ba: str) -> dict[str, Pattern]:
+    delta = config.delta
+    assert delta is not None
+    shared = delta.value_heads // delta.key_heads
+    values = shared * delta.value_dim
+    q, k, v, z = _parts(delta.key_heads, delta.key_dim, delta.key_dim, values, values)
+    return {
+        "layers.*.delta.qkv.weight": _moved(f"{qkvz}.weight", np.concatenate([q, k, v]), len(z)),
+        "layers.*.delta.gate.weight": _moved(f"{qkvz}.weight", z, len(q) + len(k) + len(v)),
+        "layers.*.delta.beta_decay.weight": _moved(
+            f"{ba}.weight", np.concatenate(_parts(delta.key_heads, shared, shared))
+        ),
+    }
+
+
+def _parts(heads: int, *sizes: int) -> list[np.ndarray]:
+    """Which rows are of each part, where every head has `sizes` rows of each, one part after the other."""
+    rows = np.arange(heads * sum(sizes)).reshape(heads, -1)
+    return [part.ravel() for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
+
+
+def _moved(name: str, rows: np.ndarray, others: int = 0) -> Source:
+    """These rows of a tensor, in their order, which has so many `others`."""
+
+    def transform(tensor: np.ndarray) -> np.ndarray:
+        tensor = without_middle_axis(tensor) if tensor.ndim == 3 else tensor  # a convolution's
+        _check_size(name, "rows", len(tensor), len(rows) + others)
+        return tensor[rows]
+
+    return Source(name, transform, by_rows=True)
+
+
+def _columns(name: str, order: np.ndarray, run: int) -> Source:
+    """The columns of a matrix in this order, which keeps runs of so many together."""
+
+    def transform(matrix: np.ndarray, columns: int = 1) -> np.ndarray:
+        _check_size(name, "columns", matrix.shape[-1] * columns, len(order))
+        return matrix[..., order[::columns] // columns]
+
+    return Source(name, transform, column_runs=run)
+
+
+def _check_size(name: str, what: str, found: int, accepted: int) -> None:
+    if found != accepted:
+        raise CheckpointError(f"tensor {name!r} has {found} {what}; accepted is {accepted}")
+
+
+def _rate(logarithm: np.ndarray) -> np.ndarray:
+    """What the softplus of a token's logit is multiplied by to give the logarithm of its decay."""
+    return -np.exp(np.asarray(logarithm, np.float32))
+
+
+def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """What all files have under the same names. Norms have their 1 already."""
+    return {
+        "layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight",
+        "layers.*.delta.qkv.weight": "blk.*.attn_qkv.weight",
+        "layers.*.delta.gate.weight": "blk.*.attn_gate.weight",
+        "layers.*.delta.beta_decay.weight": ("blk.*.ssm_beta.weight", "blk.*.ssm_alpha.weight"),
+        "layers.*.delta.taps": Source("blk.*.ssm_conv1d.weight", without_middle_axis),
+        "layers.*.delta.rate": "blk.*.ssm_a",
+        "layers.*.delta.rate_bias": "blk.*.ssm_dt.bias",
+        "layers.*.delta.norm.weight": "blk.*.ssm_norm.weight",
+        "layers.*.delta.output.weight": "blk.*.ssm_out.weight",
+    }
+
+
+def next_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """Files of Qwen3-Next have beta and decay by key heads, and older ones the rest as well."""
+    standard, by_heads = gguf_names(config), _by_key_heads(config, "blk.*.ssm_in", "blk.*.ssm_ba")
+    either = {
+        path: AnyOf(standard[path], by_heads[path])  # type: ignore[arg-type]
+        for path in ("layers.*.delta.qkv.weight", "layers.*.delta.gate.weight")
+    }
+    return standard | by_heads | either
+
+
+def tiled_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """Files of Qwen3.5 have the value heads in another order: the first of each key head, then the second of each, …
+
+    The order of the output's inputs is one of columns. Quantized ones are moved in whole blocks where a head has some,
+    and encoded anew where a block has inputs of several heads.
+    """
+    delta, names = config.delta, gguf_names(config)
+    assert delta is not None
+    if delta.value_heads == delta.key_heads:
+        return names
+    keys = 2 * delta.key_heads * delta.key_dim
+    heads, channels = _untiled(delta, 1), _untiled(delta, delta.value_dim)
+    qkv = np.concatenate([np.arange(keys), keys + channels])
+    beta_decay = (_moved("blk.*.ssm_beta.weight", heads), _moved("blk.*.ssm_alpha.weight", heads))
+    return names | {
+        "layers.*.delta.qkv.weight": _moved("blk.*.attn_qkv.weight", qkv),
+        "layers.*.delta.gate.weight": _moved("blk.*.attn_gate.weight", channels),
+        "layers.*.delta.beta_decay.weight": beta_decay,
+        "layers.*.delta.taps": _moved("blk.*.ssm_conv1d.weight", qkv),
+        "layers.*.delta.rate": _moved("blk.*.ssm_a", heads),
+        "layers.*.delta.rate_bias": _moved("blk.*.ssm_dt.bias", heads),
+        "layers.*.delta.output.weight": _columns("blk.*.ssm_out.weight", channels, delta.value_dim),
+    }
+
+
+def _untiled(delta: DeltaConfig, size: int) -> np.ndarray:
+    """Where the rows of each value head are, in the order of the key heads that they use.
+
+    Worked example, two key heads and four value heads of one row: the file has heads 0 2 1 3.
+    """
+    heads = np.arange(delta.value_heads).reshape(-1, delta.key_heads).T.reshape(-1, 1)
+    return (heads * size + np.arange(size)).ravel()
+
+
+NEXT = Family(
+    name="Qwen3-Next",
+    models="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
+    architectures=("Qwen3NextForCausalLM",),
+    model_types=("qwen3_next",),
+    layer_types=LAYER_TYPES,
+    from_hf=next_from_hf,
+    hf_names=next_hf_names,
+    gguf_architectures=("qwen3next",),
+    from_gguf=from_gguf,
+    gguf_names=next_gguf_names,
+)
+
+DENSE = Family(
+    name="Qwen3.5",
+    models="Qwen3.5, 3.6, 3.8, dense (text)",
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    model_types=("qwen3_5_text",),
+    layer_types=LAYER_TYPES,
+    from_hf=dense_from_hf,
+    hf_names=hf_names,
+    gguf_architectures=("qwen35",),
+    from_gguf=from_gguf,
+    gguf_names=tiled_gguf_names,
+)
+
+MOE = Family(
+    name="Qwen3.5 MoE",
+    models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B (text)",
+    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    model_types=("qwen3_5_moe_text",),
+    layer_types=LAYER_TYPES,
+    from_hf=moe_from_hf,
+    hf_names=hf_names,
+    gguf_architectures=("qwen35moe",),
+    from_gguf=from_gguf,
+    gguf_names=tiled_gguf_names,
+)
