@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
 from jaxllm.serving.conversation import Conversation
-from jaxllm.serving.http.request_model import Label, RequestModel, are_integers, refuse
+from jaxllm.serving.http.request_model import Label, are_integers, refuse
+from jaxllm.serving.keep_alive import KeepAliveFields
 from jaxllm.serving.openai.messages import Messages, TemplateFields
 from jaxllm.serving.openai.usage import PromptTokensDetails
 from jaxllm.serving.pooling.encoding import EncodingFields
@@ -22,7 +23,7 @@ UNSUPPORTED_POOLING = frozenset({"chat_template_content_format", "media_io_kwarg
 """Fields of vLLM's server that this one refuses by name."""
 
 
-class PoolingFields(RequestModel):
+class PoolingFields(KeepAliveFields):
     """Which model, how much of a text, and when."""
 
     model: str | None = None
@@ -56,6 +57,8 @@ class InputFields(TemplateFields, PoolingFields):
     """One text or one list of token ids, or a list of either."""
     messages: Messages | None = None
     """A chat, rendered through the template and taken as one text."""
+    prompt_name: str | None = None
+    """What the model wants before a text, by its name in config_sentence_transformers.json; by default as that says."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as the one that ends a text; true for text, false for a chat."""
     add_generation_prompt: bool | None = False
@@ -82,6 +85,9 @@ class InputFields(TemplateFields, PoolingFields):
         if (self.input is None) == (self.messages is None):
             problem = "neither is given" if self.input is None else "both are given"
             raise refuse(f"give input or messages; {problem}", "input")
+        of_texts = bool(self.inputs) and all(isinstance(entry, str) for entry in self.inputs)
+        if self.prompt_name is not None and not of_texts:
+            raise refuse("prompt_name goes with texts, not with token ids or messages", "prompt_name")
         if len(self.inputs) > MAX_INPUTS:
             raise refuse(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
         return self

@@ -43,12 +43,12 @@ cohere_router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 @router.post("/embeddings", responses=returns(EmbeddingList))
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
-    return await vectors_of(await leased(request, body.model), body, request)
+    return await vectors_of(await leased(request, body.model, keep_alive=body.keep_alive), body, request)
 
 
 async def vectors_of(lease: Lease, body: EmbeddingRequest, request: Request) -> Response:
     """What /embeddings answers, of a model that has been taken."""
-    run = PoolingRun(lease.model, body, "embd")
+    run = PoolingRun(lease, body, "embd")
     vectors = await embed(request.app.state.server, lease.model, request, body, run)
     embeddings = EmbeddingList(
         id=run.id,
@@ -64,9 +64,9 @@ async def vectors_of(lease: Lease, body: EmbeddingRequest, request: Request) -> 
 async def pool(body: PoolingRequest, request: Request) -> Response:
     """What the model makes of each text: a vector, or with a classification head the probabilities of its classes."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
+    lease = await leased(request, body.model, keep_alive=body.keep_alive)
     model = lease.model
-    run = PoolingRun(model, body, "pool")
+    run = PoolingRun(lease, body, "pool")
     classifies = bool(model.engine.info.tasks.labels)
     if body.task == "classify" or (body.task is None and classifies):
         for field in ("dimensions", "normalize"):
@@ -89,9 +89,10 @@ async def pool(body: PoolingRequest, request: Request) -> Response:
 async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     """A vector for each text; Cohere's second shape."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
-    fields = body.as_embeddings()
-    run = PoolingRun(model, fields, "embd")
+    lease = await leased(request, body.model)
+    model = lease.model
+    fields = body.as_embeddings(model.engine.info.tasks.prompts)
+    run = PoolingRun(lease, fields, "embd")
     vectors = await embed(state, model, request, fields, run)
     answer = CohereEmbedResponse(
         id=run.id,

@@ -16,6 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.requests.tasks import ModelTasks
+from jaxllm.serving.served_model import stopped
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import BOS, CONTEXT, HIDDEN, HIDDEN_SIZE, FakeEngine
 
@@ -296,7 +297,7 @@ def test_a_server_that_stops_answers_503(make_client: Any) -> None:
         while len(engine.active) < 2:
             await asyncio.sleep(0.01)
         assert len(state.running) == 1
-        next(iter(state.running)).abort()
+        next(iter(state.running)).abort(stopped())
 
     client.portal.start_task_soon(stop_when_running)
     response = client.post("/v1/embeddings", json={"input": ["a", "b"]})

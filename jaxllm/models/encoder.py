@@ -1,0 +1,112 @@
+"""The encoder that every bidirectional family is a configuration of: whole texts in, vectors or classes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.models.caches import Cache
+from jaxllm.models.config import DecoderConfig
+from jaxllm.models.decoder import DecoderLayer, Late, without_padding
+from jaxllm.models.layers.embedding import VocabEmbedding
+from jaxllm.models.layers.encoder import Classifier, Projections, TokenPlaces, at_each_token, pool_texts
+from jaxllm.models.layers.norm import norm_of_kind
+from jaxllm.models.layers.rope import Angles, rope_angles
+from jaxllm.models.options import BuildOptions
+from jaxllm.models.parallel import check_parallel
+from jaxllm.pallas_kernels import StepMetadata
+
+
+class Encoder(nnx.Module):
+    """Embeddings, a stack of layers whose tokens see all of their text, and what follows them.
+
+    A step has whole texts. Where something is made of what stands for a text, by projections or a classification head,
+    that is what is in the row of each of its tokens, whichever of them is read.
+    """
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        check_parallel(config, options.tp, options.expert_parallel)
+        encoder, size = config.encoder, config.hidden_size
+        assert encoder is not None
+        norm = partial(norm_of_kind, config.norm, size, config.norm_eps, options.kernels)
+        self.config = config
+        self.kernels = options.kernels
+        self.embed = VocabEmbedding(config.vocab_size, size, options)
+        self.places = TokenPlaces(encoder, size, options) if encoder.positions or encoder.token_types else None
+        self.embedding_norm = norm() if encoder.embedding_norm else None
+        kind = SumNormLayer if encoder.sum_norms else DecoderLayer
+        self.layers = nnx.List([kind(config, i, options) for i in range(config.num_layers)])
+        if not encoder.first_norm:
+            self.layers[0].attention_norm = None
+        self.norm = norm() if encoder.last_norm else None
+        head = (encoder.classifier, size, config.num_labels, config.norm_eps, options)
+        self.classifier = Classifier(*head) if config.num_labels else None
+        projections = encoder.projections
+        self.projections = Projections(projections, size, options) if projections and not config.num_labels else None
+
+    def __call__(
+        self, tokens: Int[Array, "T"], caches: tuple[Cache, ...], meta: StepMetadata
+    ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
+        """The last hidden states of `tokens`, or what stands for their texts. Nothing is kept in `caches`."""
+        config = self.config
+        x = self._embedded(tokens, meta)
+        angles: dict[Any, Angles | None] = {None: None}
+        angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x = _run_layer(*nnx.split(layer), x, angles[config.layers[index].rope], meta)
+        if self.norm is not None:
+            x = self.norm(x)
+        encoder = config.encoder
+        assert encoder is not None
+        if self.classifier is not None:
+            x = at_each_token(pool_texts(x, meta, encoder.classifier.pooling), meta.seq_ids)
+        elif self.projections is not None:
+            x = at_each_token(self.projections(pool_texts(x, meta, encoder.pooling)), meta.seq_ids)
+        return x, caches
+
+    def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R n"]:
+        """float32 scores of the classes, of what stands for a text. Only a model that classifies has them."""
+        assert self.classifier is not None, "the front door refuses to classify with a model that has no head"
+        return self.classifier(hidden)
+
+    def _embedded(self, tokens: Int[Array, "T"], meta: StepMetadata) -> Float[Array, "T E"]:
+        x = self.embed(tokens)
+        dtype = x.dtype
+        if self.config.embedding_scale != 1.0:
+            x = (x * self.config.embedding_scale).astype(dtype)
+        if self.places is not None:
+            x = self.places(x, meta)
+        x = (x if self.embedding_norm is None else self.embedding_norm(x)).astype(dtype)
+        return without_padding(x, meta, self.kernels)
+
+
+class SumNormLayer(DecoderLayer):
+    """`x = norm(x + mixer(x))`, then `x = norm(x + mlp(x))`: the norms come after the residual sums."""
+
+    def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
+        super().__init__(replace(config, pre_norms=False, post_norms=True), index, options)
+        self.kernels = options.kernels
+
+    def __call__(
+        self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
+        meta: StepMetadata, given: Float[Array, "T p"] | None = None,
+    ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
+        """The layer's output. There is nothing `late`, and no input is `given` besides."""
+        assert self.attention_post_norm is not None and self.mlp_post_norm is not None and self.mlp is not None
+        x, cache = self._mix(x, angles, cache, meta, residual=x)
+        x = without_padding(self.attention_post_norm(x), meta, self.kernels)  # which biases have filled
+        return without_padding(self.mlp_post_norm(self.mlp(x, meta, residual=x)), meta, self.kernels), None, cache
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Angles | None, meta: StepMetadata) -> jax.Array:
+    """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
+    x, late, _ = nnx.merge(graph, weights)(x, None, angles, (), meta)
+    assert late is None, "layers that leave a sum to the next one are a decoder's"
+    return x
