@@ -14,7 +14,8 @@ MAX_ENTRIES = 2**20
 
 
 class PromptScores(msgspec.Struct):
-    """Row i is of the prompt's token i + 1: the first has none, as nothing predicts it.
+    """Row i is of the prompt's token i + 1: the first has none, as nothing predicts it. Where those of later tokens
+    alone were asked for, the token before these counts as the first.
 
     Attributes:
         tokens: `[n]` int32, the prompt's tokens from the second on.

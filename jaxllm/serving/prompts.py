@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.engine.front.limits import refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.constraints import answer_constraint
@@ -72,6 +73,7 @@ async def conversation_prompt(
     state: ServerState, model: ServedModel, conversation: Conversation, settings: GenerationSettings
 ) -> ConversationPrompt:
     """Render, tokenize and check a conversation off the event loop. Raises InvalidRequestError naming the field."""
+    refuse_text(model.engine.info.tasks)
     may_be_cut = settings.truncate_prompt_tokens is not None
     conversation = with_defaults(model, conversation)
     rendered = await render(state, model, conversation, may_be_cut=may_be_cut)
@@ -171,7 +173,7 @@ def _checked(
     model: ServedModel, conversation: Conversation, settings: GenerationSettings, rendered: Rendered
 ) -> ConversationPrompt:
     formats = rendered.formats
-    if formats.channels and not conversation.separate_reasoning:
+    if formats.channels and formats.reasoning and not conversation.separate_reasoning:
         reason = " is false, but this model writes its reasoning on a channel of its own; it must be true"
         raise InvalidRequestError([Field("separate_reasoning"), reason])
     continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""
@@ -190,9 +192,11 @@ def _checked(
         raise InvalidRequestError("use_beam_search is not available with tools that constrain the answer", "tools")
     if thinking and settings.beam_search is not None:
         raise InvalidRequestError("use_beam_search is not available with a thinking budget", "use_beam_search")
+    predicted = settings.prediction and model.encode(settings.prediction, Field("prediction"), add_special_tokens=False)
     params = sampling_params(
         model,
         settings,
+        predicted_token_ids=predicted or (),
         structured_outputs=constraint,
         shown_special_token_ids=model.marker_ids(formats, with_tools=bool(conversation.tools)),
         **thinking,

@@ -11,15 +11,22 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_head_dim, gguf_rope
+from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_head_dim, gguf_rope, gguf_rows
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows
+from jaxllm.models.layers.encoder import ClassifierConfig, EncoderConfig, Projection
 from jaxllm.models.layers.rope import RopeConfig
+from jaxllm.models.tasks import gguf_pooling
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source, plus_one
 
 DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 GELU = "gelu_pytorch_tanh"
+EMBEDDING = "gemma-embedding"
+"""EmbeddingGemma in GGUF."""
+CLASSIFIER = ClassifierConfig(pooling="last", activation=None, output_bias=False)
+"""A head over an encoder, as over a decoder."""
+DENSE_MODULES = ("dense_2.weight", "dense_3.weight")
 LAYERS_OF_27B = {2: 46, 3: 62}
 """GGUF files do not say the attention scale; only the 27B models' is not one over the root of their head size."""
 
@@ -57,6 +64,10 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     } | c  # fmt: skip
     _refuse_attention_softcap(c.get("attn_logit_softcapping"))
     ropes = c.get("rope_parameters") or {}
+    encoder = None
+    if c.get("use_bidirectional_attention"):  # EmbeddingGemma, whose window is shared out to both sides
+        encoder = EncoderConfig(classifier=CLASSIFIER)
+        c = c | {"sliding_window": c["sliding_window"] // 2 + 1 if c["sliding_window"] else None}
     local = {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | (ropes.get("sliding_attention") or {})
     everywhere = hf_rope(c, hf_head_dim(c), theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))
     near = hf_rope(c, hf_head_dim(c), parameters=local)
@@ -65,6 +76,7 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         **_later_fields(c, layers, max_position_embeddings=c["max_position_embeddings"]),
         qk_norm="rms",
         logit_softcap=c.get("final_logit_softcapping"),
+        encoder=encoder,
     )
 
 
@@ -108,10 +120,12 @@ def gemma2_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def gemma3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Which layers slide is not stored: five of six."""
+    """Which layers slide is not stored: five of six. The window of EmbeddingGemma is shared out to both sides."""
     get = Metadata(checkpoint)
+    encoder = _embedding_gemma(checkpoint) if checkpoint.config["general.architecture"] == EMBEDDING else None
     _refuse_attention_softcap(get("attn_logit_softcapping", None))
     window = get("attention.sliding_window", 0)
+    window = window // 2 + 1 if window and encoder is not None else window
     rope = gguf_rope(checkpoint, theta=1e6)
     everywhere = LayerKind(rope)
     local = RopeConfig(
@@ -122,10 +136,27 @@ def gemma3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     sliding = LayerKind(local, window)
     layers = tuple(sliding if window and (i + 1) % 6 else everywhere for i in range(get("block_count")))
     return DecoderConfig(
-        **_later_gguf_fields(checkpoint, layers, LAYERS_OF_27B[3], max_position_embeddings=get("context_length")),
+        **_later_gguf_fields(
+            checkpoint, layers, LAYERS_OF_27B[3], max_position_embeddings=get("context_length"), encoder=encoder
+        ),
         qk_norm="rms",
         logit_softcap=get("final_logit_softcapping", None),
     )
+
+
+def _embedding_gemma(checkpoint: Checkpoint) -> EncoderConfig:
+    """Dense modules are in a file if they were asked for when it was made."""
+    dense = (name for name in DENSE_MODULES if name in checkpoint.tensors)
+    return EncoderConfig(
+        classifier=CLASSIFIER,
+        pooling=gguf_pooling(checkpoint, "mean"),
+        projections=tuple(Projection(gguf_rows(checkpoint, name), bias=False) for name in dense),
+    )
+
+
+def gemma3_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """EmbeddingGemma's Dense modules."""
+    return {f"projections.products.{i}.weight": name for i, name in enumerate(DENSE_MODULES)}
 
 
 def _later_gguf_fields(
@@ -191,11 +222,12 @@ GEMMA2 = Family(
 
 GEMMA3 = Family(
     name="Gemma 3",
-    models="Gemma 3 270M, 1B, 4B, 12B, 27B (text)",
-    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    models="Gemma 3 270M, 1B, 4B, 12B, 27B (text), EmbeddingGemma",
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     model_types=("gemma3_text",),
     from_hf=gemma3_from_hf,
-    gguf_architectures=("gemma3",),
+    gguf_architectures=("gemma3", EMBEDDING),
     from_gguf=gemma3_from_gguf,
     hf_names=later_hf_names,
+    gguf_names=gemma3_gguf_names,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_linear, gguf_rope
+from jaxllm.models.gguf import Metadata, gguf_fields, gguf_hybrid_heads, gguf_linear, gguf_rope
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.layers.conv import ConvConfig
 from jaxllm.models.layers.moe import MoEConfig
@@ -84,13 +84,7 @@ def _mlp_size(c: dict[str, Any]) -> int:
 def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
     """A layer without KV heads convolves."""
     get = Metadata(checkpoint)
-    count = get("block_count")
-    kv_heads = get.by_layer("attention.head_count_kv", count)
-    different = sorted(set(kv_heads) - {0})
-    if len(different) != 1:
-        raise CheckpointError(
-            f"attention.head_count_kv is {shown(kv_heads)}; accepted is 0 or one and the same in each layer"
-        )
+    attends, kv_heads = gguf_hybrid_heads(checkpoint)
     moe, num_dense = None, None
     if get("expert_count", 0):
         if (scoring := get("expert_gating_func", SIGMOID)) != SIGMOID:
@@ -106,10 +100,10 @@ def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
             renormalize_eps=ROUTER_EPS,
         )
     rope = gguf_rope(checkpoint, theta=THETA)
-    sparse = [num_dense is not None and i >= num_dense for i in range(count)]
-    layers = tuple(_layer(heads == 0, rope, is_sparse) for heads, is_sparse in zip(kv_heads, sparse, strict=True))
-    fields = gguf_fields(checkpoint, num_kv_heads=different[0], layers=layers, moe=moe, qk_norm="rms")
-    convolving = next((i for i, heads in enumerate(kv_heads) if heads == 0), 0)
+    sparse = [num_dense is not None and i >= num_dense for i in range(len(attends))]
+    layers = tuple(_layer(not full, rope, is_sparse) for full, is_sparse in zip(attends, sparse, strict=True))
+    fields = gguf_fields(checkpoint, num_kv_heads=kv_heads, layers=layers, moe=moe, qk_norm="rms")
+    convolving = next((i for i, full in enumerate(attends) if not full), 0)
     bias = f"blk.{convolving}.shortconv.in_proj.bias" in checkpoint.tensors
     return DecoderConfig(**fields, conv=ConvConfig(get("shortconv.l_cache", 3), bias=bias))
 

@@ -87,6 +87,7 @@ def _input_prompts(model: ServedModel, body: InputFields) -> list[list[int]]:
 def _input_prompt(model: ServedModel, body: InputFields, entry: str | list[int], source: str) -> list[int]:
     keep = kept_tokens(model, body)
     if isinstance(entry, str):
+        entry = model.engine.info.tasks.prompt(body.prompt_name) + entry
         if body.add_special_tokens is not False:
             return text_prompt(model, entry, keep, source, body.truncation_side)
         may_be_cut = body.truncate_prompt_tokens is not None

@@ -1,0 +1,121 @@
+"""Kernels for whole sequences of one length, which keep nothing and have a derivative.
+
+Loops whose length is only known while they run, as those of the engine's kernels are, cannot be differentiated in
+reverse. Here a step is `S` sequences of `T / S` tokens each, from their first token on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxllm.pallas_kernels import ssd
+from jaxllm.pallas_kernels.delta_rule import step, tokens_of
+from jaxllm.pallas_kernels.delta_windows import Tokens
+from jaxllm.pallas_kernels.kernels import COMPILED
+from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
+from jaxllm.pallas_kernels.pages import Pages
+from jaxllm.pallas_kernels.reference import Options
+
+
+def whole_sequences(count: int, length: int) -> StepMetadata:
+    """The metadata of `count` sequences of `length` tokens each; each has the state row of its number."""
+    rows = jnp.arange(count)
+    return StepMetadata(
+        positions=jnp.tile(jnp.arange(length), count),
+        seq_ids=jnp.repeat(rows, length),
+        query_start=jnp.arange(count + 1) * length,
+        context_len=jnp.full(count, length),
+        page_table=jnp.zeros((count, 1), jnp.int32),
+        num_decodes=jnp.int32(0),
+        num_seqs=jnp.int32(count),
+        rotary_lengths=jnp.full(count * length, length),
+        decode_only=False,
+        states=StateRows(rows, jnp.ones(count, bool), rows, jnp.full(count, count), jnp.zeros(count, jnp.int32)),
+    )
+
+
+def attention(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"] | None,
+    pages: Pages,
+    meta: StepMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunked: bool = False,
+    softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    slopes: Float[Array, "H"] | None = None,
+    value_dim: int | None = None,
+) -> tuple[Float[Array, "T H Dv"], Pages]:
+    """See `kernels.PagedAttention`. Its pages are one, with the step's keys and values: `[1, T, K, D]`."""
+    if k.shape[1]:
+        pages = tuple(x[None] for x in (k, v) if x is not None)
+    keys, values = pages[0][0], pages[-1][0, ..., :value_dim]
+    seqs, num_kv, size = len(meta.context_len), keys.shape[1], len(q) // len(meta.context_len)
+    queries = rearrange(q, "(seq t) (kv group) dim -> seq kv (group t) dim", seq=seqs, kv=num_kv)
+    keys, values = (rearrange(x, "(seq t) kv dim -> seq kv t dim", seq=seqs) for x in (keys, values))
+    by_row = (None if x is None else jnp.repeat(x.reshape(num_kv, -1), size, axis=1) for x in (sinks, slopes))
+    sink_rows, slope_rows = by_row
+    options = Options(scale, window, softcap, sink_rows, values.shape[-1], chunked, slope_rows)
+    place = jnp.arange(size)
+    query = jnp.tile(place, q.shape[1] // num_kv)
+    logits = options.mask(options.logits(queries, keys), query[:, None], place, slope_rows)
+    out = options.start(queries.shape[:-1], sink_rows).add(logits, values).finish()
+    return rearrange(out, "seq kv (group t) dim -> (seq t) (kv group) dim", t=size).astype(q.dtype), pages
+
+
+def delta_rule(
+    qkv: Float[Array, "T C"],
+    decay: Float[Array, "T H"],
+    beta: Float[Array, "T H"],
+    buffer: Float[Array, "N H Dk Dv"],
+    meta: StepMetadata,
+    *,
+    key_heads: int,
+) -> tuple[Float[Array, "T H Dv"], Float[Array, "N H Dk Dv"]]:
+    """See `delta_rule.delta_rule`; one token after the other."""
+    tokens = tokens_of(qkv, decay, beta, key_heads, buffer.shape[2])
+    seqs = len(meta.context_len)
+
+    def run(state: jax.Array, x: Tokens) -> tuple[jax.Array, jax.Array]:
+        read, after = step(x, state)
+        return after, read
+
+    state = jnp.zeros((seqs, *buffer.shape[1:]), jnp.float32)
+    _, read = lax.scan(run, state, Tokens(*(_by_time(part, seqs) for part in tokens)))
+    return _by_sequence(read), buffer
+
+
+def state_space(
+    inputs: ssd.SSDInputs, buffer: Float[Array, "B H P N"], meta: StepMetadata
+) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
+    """See `ssd.recurrent`."""
+    tokens, seqs = ssd.grouped(inputs), len(meta.context_len)
+    _, groups, heads, dim = tokens.x.shape
+
+    def run(state: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        return jax.vmap(ssd.moved_on)(state, *x)
+
+    state = jnp.zeros((seqs, groups, heads, dim, buffer.shape[-1]), jnp.float32)
+    _, read = lax.scan(run, state, tuple(_by_time(part, seqs) for part in tokens))
+    return ssd.finished(_by_sequence(read), inputs), buffer
+
+
+def _by_time(x: Float[Array, "T *n"], seqs: int) -> Float[Array, "L S *n"]:
+    return x.reshape(seqs, -1, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _by_sequence(x: Float[Array, "L S *n"]) -> Float[Array, "T *n"]:
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
+WHOLE = replace(COMPILED, name="whole", attention=attention, delta_rule=delta_rule, ssd=state_space)
+"""Plain XLA, for `whole_sequences`."""
