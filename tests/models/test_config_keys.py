@@ -14,7 +14,7 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.registry import FAMILIES, model_spec
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import tiny_config
-from tests.reference.tiny_configs import VARIANTS
+from tests.reference.tiny_configs import ENCODERS, VARIANTS
 
 pytest.importorskip("transformers")
 
@@ -25,6 +25,17 @@ HARMLESS = {
     "resid_pdrop": "in training only",
     "residual_dropout": "in training only",
     "embedding_dropout": "in training only",
+    "hidden_dropout_prob": "in training only",
+    "attention_probs_dropout_prob": "in training only",
+    "classifier_dropout": "in training only",
+    "mlp_dropout": "in training only",
+    "initializer_cutoff_factor": "of weights that are not loaded",
+    "decoder_bias": "of a head over words, which encoders are not served with",
+    "sparse_prediction": "of a head over words, which encoders are not served with",
+    "sparse_pred_ignore_index": "of a loss",
+    "deterministic_flash_attn": "how it is computed",
+    "cls_token_id": "the tokenizer says what a text begins with",
+    "sep_token_id": "the tokenizer says what a text ends with",
     "initializer_range": "of weights that are not loaded",
     "router_aux_loss_coef": "of a loss",
     "router_jitter_noise": "in training only",
@@ -36,12 +47,41 @@ HARMLESS = {
     "eod_token_id": "when to stop, which the tokenizer reads",
     "moe_norm_min": "less than any sum of the scores that it is the least of; larger ones are refused",
     "eos_token_id": "when to stop, which the tokenizer reads",
+    "num_logits_to_keep": "how it is computed",
+    "use_mamba_kernels": "how it is computed",
+    "mamba_ssm_cache_dtype": "how it is computed",
+    "moe_shared_expert_overlap": "how it is computed",
+    "mtp_layers_block_type": "layers past the last, whose tensors are left out",
+    "chunk_size": "how it is computed",
+    "mamba_chunk_size": "how it is computed",
+    "residual_in_fp32": "how it is computed",
+    "rescale_prenorm_residual": "of weights that are not loaded",
+    "time_step_rank": "of weights that are not loaded",
+    "time_step_min": "of weights that are not loaded",
+    "time_step_max": "of weights that are not loaded",
+    "time_step_floor": "of weights that are not loaded",
+    "attn_pdrop": "in training only",
+    "reorder_and_upcast_attn": "how it is computed",
+    "slow_but_exact": "how it is computed",
+    "emb_pdrop": "in training only",
+    "embedding_fraction": "in training only",
+    "init_device": "of weights that are not loaded",
+    "learned_pos_emb": "none are learnt beside biases by distance",
+    "summary_type": "of a head for classes",
+    "summary_use_proj": "of a head for classes",
+    "summary_activation": "of a head for classes",
+    "summary_proj_to_labels": "of a head for classes",
+    "summary_first_dropout": "of a head for classes",
+    "is_decoder": "the class for language models always is one",
     "num_nextn_predict_layers": "layers past the last, whose tensors are left out",
     "num_mtp_layers": "layers past the last, whose tensors are left out",
 }
 """Keys that change no logits, each with its reason."""
 
+ENCODER_TYPES = ("bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert")
+
 WITHOUT_MEANING = {
+    **{(kind, "tie_word_embeddings"): "encoders are served without a head over words" for kind in ENCODER_TYPES},
     ("ministral3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v3", "max_position_embeddings"): "YaRN's context is its factor times the original length",
@@ -49,45 +89,70 @@ WITHOUT_MEANING = {
     ("gpt_oss", "max_position_embeddings"): "YaRN's context is its factor times the original length",
     ("deepseek_v2", "head_dim"): "transformers replaces it by qk_rope_head_dim",
     ("deepseek_v3", "head_dim"): "transformers replaces it by qk_rope_head_dim",
+    ("nemotron_h", "expand"): "the size is that of all heads",
+    ("nemotron_h", "mamba_proj_bias"): "transformers looks at use_bias",
+    ("nemotron_h", "n_shared_experts"): "moe_shared_expert_intermediate_size is that of all together",
+    ("gemma4_unified_text", "use_double_wide_mlp"): "it is of layers that share keys and values, of which it has none",
     ("stablelm", "head_dim"): "transformers shares the hidden size out among the heads",
 }
 """Keys that a family's own other keys decide, each with its reason."""
 
-MODELS = {"phi3": "phi3_longrope_long", "deepseek_v2": "deepseek_v2"}
+MODELS = {"phi3": "phi3_longrope_long", "deepseek_v2": "deepseek_v2", "granitemoehybrid": "granite4_moe",
+          "falcon_h1": "falcon_h1_norm", "nemotron_h": "nemotron_h_moe"}  # fmt: skip
 """Tiny models in which all keys have a meaning, where the first of its type has some without."""
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
 """What gives the other keys of windows a meaning in the families that have the first."""
 
 OTHERS: dict[str, list[Any]] = {
+    "activation_function": ["relu", "gelu"],
     "attn_logit_softcapping": [3.0],
+    "classifier_activation": ["relu", "tanh"],
+    "classifier_pooling": ["mean", "cls"],
+    "local_attention": [20],
     "decoder_sparse_step": [2],
     "final_logit_softcapping": [3.0],
     "first_k_dense_replace": [2],
     "full_attn_idxs": [[1]],
-    "head_dim": [16],
+    "head_dim": [16, 24, 12],
     "hidden_act": ["relu", "gelu_new"],
     "hidden_activation": ["relu", "gelu_new"],
     "intermediate_size": [200],
     "max_window_layers": [0],
     "mlp_only_layers": [[0]],
     "no_rope_layer_interval": [2],
-    "num_experts_per_tok": [1],
+    "num_experts_per_tok": [1, 2],
     "num_key_value_heads": [1, 2],
     "original_max_position_embeddings": [77],
     "q_lora_rank": [12],
     "rope_parameters": [{"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0}],
     "sliding_window": [7, 9],
+    "time_step_limit": [[0.01, 0.2]],
+    "position_embedding_type": ["nope"],
+    "mamba_d_head": [7],
+    "mamba_d_ssm": [192],
+    "mlp_multipliers": [[0.5, 0.5]],
+    "ssm_multipliers": [[0.5, 0.75, 1.5, 1.3, 0.6]],
+    "mlp_hidden_act": ["relu"],
+    "mamba_hidden_act": ["relu"],
+    "layers_block_type": [["moe", "mamba", "attention", "moe", "mamba"]],
+    "use_bidirectional_attention": ["all"],
     "topk_method": ["noaux", "group_limited_greedy"],
+    "attn_config": [{"alibi_bias_max": 4}],
+    "norm_type": ["rmsnorm"],
 }
 """Values for keys where it matters which; other flags are turned round, and other numbers are made another."""
+
+
+WITHOUT_CLASS = ("baichuan",)
+"""Types that are published with code of their own; `test_baichuan.py` tries it."""
 
 
 def config_of(model_type: str) -> tuple[str, type]:
     """A tiny model of this type, and transformers' configuration class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    of_type = (name for name, variant in VARIANTS.items() if variant.config["model_type"] == model_type)
+    of_type = (name for name, variant in (VARIANTS | ENCODERS).items() if variant.config["model_type"] == model_type)
     name = MODELS.get(model_type) or next(of_type)
     return name, CONFIG_MAPPING[model_type]
 
@@ -99,10 +164,18 @@ def keys_of(model_type: str) -> list[str]:
     return [field.name for field in dataclasses.fields(config_of(model_type)[1]) if field.name not in common]
 
 
+def has_class(model_type: str) -> bool:
+    """Whether this transformers knows the type: the oldest one that is supported lacks the newest."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return model_type not in WITHOUT_CLASS and model_type in CONFIG_MAPPING
+
+
 CASES = [
     (kind, key)
     for family in FAMILIES
     for kind in family.model_types
+    if has_class(kind)
     for key in keys_of(kind)
     if key not in HARMLESS and (kind, key) not in WITHOUT_MEANING
 ]
@@ -149,7 +222,7 @@ def test_a_key_is_read_or_refused(model_type, key, tmp_path):
     default = next(field.default for field in dataclasses.fields(kind) if field.name == key)
     before = read(tmp_path, config)
     assert isinstance(before, DecoderConfig), before
-    layers = config["num_hidden_layers"]
+    layers = next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
     turned_round = ["full_attention", *[other_layer(model_type)] * (layers - 1)]
     value = turned_round if key == "layer_types" else other_value(key, config.get(key, default), layers)
     assert read(tmp_path, config | {key: value}) != before
@@ -163,14 +236,38 @@ NOT_NULL = {
     ("ernie4_5_moe", "moe_norm_min"), ("ernie4_5_moe", "moe_num_experts"), ("ernie4_5_moe", "moe_num_shared_experts"),
     ("ernie4_5_moe", "moe_layer_start_index"), ("ernie4_5_moe", "moe_layer_end_index"),
     ("ernie4_5_moe", "moe_layer_interval"), ("mistral4", "v_head_dim"), ("mistral4", "num_experts_per_tok"),
-    ("mistral4", "first_k_dense_replace"),
+    ("mistral4", "first_k_dense_replace"), ("granitemoehybrid", "mamba_n_heads"),
+    ("granitemoehybrid", "mamba_n_groups"),
+    ("granitemoehybrid", "mamba_d_state"), ("granitemoehybrid", "mamba_d_head"), ("granitemoehybrid", "mamba_d_conv"),
+    ("granitemoehybrid", "mamba_expand"), ("granitemoehybrid", "num_local_experts"),
+    ("granitemoehybrid", "num_experts_per_tok"), ("granitemoehybrid", "embedding_multiplier"),
+    ("granitemoehybrid", "attention_multiplier"), ("granitemoehybrid", "residual_multiplier"),
+    ("granitemoehybrid", "logits_scaling"), ("falcon_h1", "mamba_n_heads"), ("falcon_h1", "mamba_d_head"),
+    ("falcon_h1", "mamba_d_state"), ("falcon_h1", "mamba_n_groups"), ("falcon_h1", "mamba_d_conv"),
+    ("falcon_h1", "mamba_expand"), ("falcon_h1", "embedding_multiplier"),
 }  # fmt: skip
 """Keys that the class lets be null, and without which its model cannot be built, or not at this size."""
-SIZES = {"num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "num_experts_per_tok"}
+SIZES = {
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_experts_per_tok",
+    "linear_num_key_heads",
+}
 """Keys whose defaults do not go with a tiny model's others."""
+OWN_SIZES = {
+    ("mamba2", "num_heads"), ("mamba2", "head_dim"), ("mamba2", "n_groups"), ("granitemoehybrid", "mamba_n_heads"),
+    ("falcon_h1", "mamba_n_heads"), ("falcon_h1", "mamba_d_ssm"),
+}  # fmt: skip
+"""Those of one family."""
 
 
-@pytest.mark.parametrize("model_type", [kind for family in FAMILIES for kind in family.model_types])
+UNSUITED = {("gemma4_text", "layer_types"), ("hunyuan_v1_moe", "num_experts")}
+"""Keys whose defaults do not go with others of that tiny model."""
+
+
+@pytest.mark.parametrize("model_type", [kind for family in FAMILIES for kind in family.model_types if has_class(kind)])
 def test_what_transformers_itself_writes_is_read(model_type, tmp_path):
     """A config that it saves, each key at its class's default, and null where the class lets it be."""
     name, kind = config_of(model_type)
@@ -182,7 +279,10 @@ def test_what_transformers_itself_writes_is_read(model_type, tmp_path):
         config["topk_method"] = "greedy"
     for field in dataclasses.fields(kind):
         if field.name in keys_of(model_type):
-            values = [] if field.name in SIZES or field.default is dataclasses.MISSING else [field.default]
+            if (model_type, field.name) in UNSUITED:
+                continue
+            fixed = field.name in SIZES or (model_type, field.name) in OWN_SIZES
+            values = [] if fixed or field.default is dataclasses.MISSING else [field.default]
             values += [None] if "None" in str(field.type) and (model_type, field.name) not in NOT_NULL else []
             found = [read(tmp_path, config | {field.name: value}) for value in values]
             assert [one for one in found if isinstance(one, str)] == [], field.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxllm.weights import open_checkpoint
 from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights
+from tests.reference.tiny_gguf import GGUF_MODELS, write_gguf
 
 
 def read(directory: Path, name: str, *absent: str, **changes: Any) -> DecoderConfig:
@@ -137,3 +139,136 @@ def test_alpha_stretches_the_base_whatever_the_length(tmp_path):
     assert plain is not None and rope is not None
     assert rope.theta == pytest.approx(plain.theta * 1000 ** (20 / 18))
     assert not rope.depends_on_length
+
+
+def test_hunyuans_numbers_may_be_lists(tmp_path):
+    plain = read(tmp_path, "hunyuan_moe")
+    assert read(tmp_path, "hunyuan_moe", moe_topk=[3, 3], num_experts=[8, 8], moe_intermediate_size=[48, 48]) == plain
+    for changes, says in (
+        ({"moe_topk": [3, 2]}, r"moe_topk is \[3, 2\]; accepted is one number for all layers"),
+        ({"num_shared_expert": [2, 2]}, r"num_shared_expert is \[2, 2\]; accepted is 1"),
+        ({"moe_intermediate_size": 44}, "moe_intermediate_size is 44; accepted is 48"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            read(tmp_path, "hunyuan_moe", **changes)
+
+
+def test_layers_of_llama_4(tmp_path):
+    layers = read(tmp_path, "llama4").layers
+    assert [(layer.window, layer.chunked, layer.rope is None) for layer in layers] == [
+        *[(13, True, False)] * 3,
+        (None, False, True),
+    ]
+    assert [layer.sparse for layer in layers] == [False, True, False, True]
+    kinds = ["chunked_attention", *["full_attention"] * 3]
+    with pytest.raises(CheckpointError, match="the size of attention's chunks is missing; accepted is 1 or more"):
+        read(tmp_path, "llama4", layer_types=kinds, attention_chunk_size=None)
+
+
+def test_gpt_2_without_scores_scaled_by_layer(tmp_path):
+    with pytest.raises(CheckpointError, match="scale_attn_by_inverse_layer_idx is true; accepted is false"):
+        read(tmp_path, "gpt2", scale_attn_by_inverse_layer_idx=True)
+
+
+def test_internlm_3_says_its_biases_in_two_ways(tmp_path):
+    old = read(tmp_path, "internlm3", "attention_bias", "mlp_bias", qkv_bias=True, bias=True)
+    assert old == read(tmp_path, "internlm3")
+    assert old != read(tmp_path, "internlm3", "attention_bias", "mlp_bias", qkv_bias=True, bias=False)
+
+
+def test_the_factors_of_falcon_h1_are_in_the_weights_of_gguf_files(tmp_path, monkeypatch):
+    monkeypatch.setitem(GGUF_MODELS, "falcon_h1", {})
+    golden = load_golden("falcon_h1")
+    ids = golden.prompt_token_ids
+    (logits,) = Harness(write_gguf("falcon_h1", tmp_path / "model.gguf")).run([ids], [Chunk(0, 0, len(ids))])
+    assert np.abs(logits - golden.logits).max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("factor", "flag"), [("attention_in_multiplier", "attention_bias"), ("ssm_in_multiplier", "mamba_proj_bias")]
+)
+def test_falcon_h1_has_no_factor_on_the_input_of_a_product_with_a_bias(factor, flag, tmp_path):
+    read(tmp_path, "falcon_h1", **{flag: True, factor: 1.0})
+    with pytest.raises(CheckpointError, match=f"{factor} is 0.5; accepted is 1 where {flag} is true"):
+        read(tmp_path, "falcon_h1", **{flag: True, factor: 0.5})
+
+
+@pytest.mark.parametrize("limits", [[0.1, 0.5], [0, 7], [0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None])
+def test_steps_of_states_are_kept_within_limits(limits, tmp_path):
+    ssd = read(tmp_path, "mamba2", time_step_limit=limits).ssd
+    least, most = limits or (0, float("inf"))
+    unbounded = isinstance(most, dict) or math.isinf(most)
+    assert ssd is not None and (ssd.dt_min, ssd.dt_max) == (least, None if unbounded else most)
+
+
+@pytest.mark.parametrize("limits", [[0.1], [0.5, 0.1], [-1, 2], ["0", "1"], [0.0, {"__float__": "NaN"}], [True, 2.0]])
+def test_other_limits_are_refused(limits, tmp_path):
+    with pytest.raises(CheckpointError, match=r"time_step_limit is .*; accepted are two numbers"):
+        read(tmp_path, "mamba2", time_step_limit=limits)
+
+
+def test_sizes_of_states_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"head_dim is 7, which 12 state-space heads have; accepted is .* 96 channels"
+    ):
+        read(tmp_path, "mamba2", head_dim=7)
+    with pytest.raises(CheckpointError, match="number of state-space groups is 5; accepted is a divisor of 12 heads"):
+        read(tmp_path, "mamba2", n_groups=5)
+
+
+def test_granite_4_may_have_no_states_at_all(tmp_path):
+    config = read(tmp_path, "granite4", layer_types=["attention"] * 4, position_embedding_type="rope")
+    assert config.ssd is None and not config.has_states and all(layer.rope for layer in config.layers)
+    with pytest.raises(CheckpointError, match="position_embedding_type is 'alibi'; accepted is one of rope, nope or"):
+        read(tmp_path, "granite4", position_embedding_type="alibi")
+
+
+@pytest.mark.parametrize("pattern", ["M-*X", "M" * 1025])
+def test_other_letters_of_nemotron_are_refused(pattern, tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"hybrid_override_pattern is .*; accepted is a letter for each layer, of M"
+    ):
+        read(tmp_path, "nemotron_h", hybrid_override_pattern=pattern)
+
+
+def test_nemotrons_modules_for_further_tokens_are_left_out(tmp_path):
+    weights = tiny_weights("nemotron_h") | {"mtp.layers.0.enorm.weight": np.ones(60, np.float32)}
+    path = save_checkpoint(tiny_config("nemotron_h"), weights, tmp_path)
+    golden = load_golden("nemotron_h")
+    ids = golden.prompt_token_ids
+    (logits,) = Harness(path).run([ids], [Chunk(0, 0, len(ids))])
+    assert np.abs(logits - golden.logits).max() <= 1e-4
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("lfm2", "lfm2"), ("granite4", "granitehybrid")])
+@pytest.mark.parametrize("kv_heads", [[0, 0, 0, 0], [0, 1, 2, 0]])
+def test_layers_of_a_hybrid_attend_with_as_many_kv_heads_or_none(name, architecture, kv_heads, tmp_path):
+    path = write_gguf(name, tmp_path / "model.gguf", also_keys={f"{architecture}.attention.head_count_kv": kv_heads})
+    with pytest.raises(CheckpointError, match="accepted is 0 or one and the same in each layer"):
+        model_spec(open_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"clip_qkv": -6.0}, "attn_config.clip_qkv is -6.0; accepted is null or a number from 0.001 to"),
+        ({"alibi": False}, "attn_config.alibi is False; accepted is true"),
+        ({"qk_ln": True}, "attn_config.qk_ln is True; accepted is false"),
+        ({"prefix_lm": True}, "attn_config.prefix_lm is True; accepted is false"),
+        ({"attn_type": "multiquery_attention"}, "attn_config.attn_type is .*; accepted is one of multihead_attention"),
+    ],
+)
+def test_what_mpt_attention_may_not_be(changes, says, tmp_path):
+    with pytest.raises(CheckpointError, match=says):
+        read(tmp_path, "mpt", attn_config=changes)
+
+
+def test_mpts_gguf_files_say_how_steep_alibi_is_and_what_is_clamped(tmp_path):
+    for clamp, clip in ((6.0, 6.0), (0.0, None)):
+        path = write_gguf("mpt", tmp_path / f"{clamp}.gguf", also_keys={"mpt.attention.clamp_kqv": clamp})
+        assert model_spec(open_checkpoint(path)).config.qkv_clip == clip
+    path = write_gguf("mpt", tmp_path / "wrong.gguf", also_keys={"mpt.attention.clamp_kqv": -6.0})
+    with pytest.raises(CheckpointError, match=r"mpt.attention.clamp_kqv is -6.0; accepted is a number from 0.001 to"):
+        model_spec(open_checkpoint(path))
+    path = write_gguf("mpt_scaled", tmp_path / "steep.gguf")
+    assert model_spec(open_checkpoint(path)).config.alibi == 12.0

@@ -27,8 +27,8 @@ def shared(c: Config) -> Config:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
-        "rope.freq_base": rope.get("rope_theta"),
-        "rope.freq_base_swa": ropes.get("sliding_attention", {}).get("rope_theta"),
+        "rope.freq_base": _float(rope.get("rope_theta")),
+        "rope.freq_base_swa": _float(ropes.get("sliding_attention", {}).get("rope_theta")),
         "expert_count": c.get("num_local_experts") or c.get("num_experts"),
         "expert_used_count": c.get("num_experts_per_tok"),
         "expert_group_count": c.get("n_group"),
@@ -74,7 +74,7 @@ def phi2(c: Config) -> Config:
         "attention.head_count": heads,
         "attention.head_count_kv": heads,
         "attention.layer_norm_epsilon": c["layer_norm_eps"],
-        "rope.dimension_count": int(_partial(c) * size) // heads,
+        "rope.dimension_count": int(rotated_part(c) * size) // heads,
     }
 
 
@@ -90,7 +90,7 @@ def phi3(c: Config) -> Config:
         "attention.head_count": c["num_attention_heads"],
         "attention.head_count_kv": c["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
-        "rope.dimension_count": int(_partial(c) * c["hidden_size"]) // c["num_attention_heads"],
+        "rope.dimension_count": int(rotated_part(c) * c["hidden_size"]) // c["num_attention_heads"],
         "rope.freq_base": c["rope_parameters"]["rope_theta"],
         "attention.sliding_window": c["sliding_window"] or 0,
     }
@@ -103,7 +103,7 @@ def _phi3_original(c: Config) -> int:
     return c["rope_parameters"].get("original_max_position_embeddings") or c["original_max_position_embeddings"]
 
 
-def _partial(c: Config) -> float:
+def rotated_part(c: Config) -> float:
     return c["rope_parameters"].get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
 
 
@@ -121,7 +121,7 @@ def stablelm(c: Config) -> Config:
         "embedding_length": c["hidden_size"],
         "block_count": c["num_hidden_layers"],
         "feed_forward_length": c["intermediate_size"],
-        "rope.dimension_count": int(_partial(c) * head_dim),
+        "rope.dimension_count": int(rotated_part(c) * head_dim),
         "attention.head_count": c["num_attention_heads"],
         "attention.head_count_kv": c["num_key_value_heads"],
         "use_parallel_residual": c["use_parallel_residual"],
@@ -170,29 +170,45 @@ def deepseek2(c: Config) -> Config:
     }
 
 
-def lfm2(c: Config) -> Config:
-    """KV heads in the layers that attend, none in those that convolve; the size of the MLP as it is."""
-    layers = [c["num_key_value_heads"] if kind == "full_attention" else 0 for kind in c["layer_types"]]
-    size = c["intermediate_size"]
-    if c.get("block_auto_adjust_ff_dim"):
-        unit = c["block_multiple_of"]
-        size = -(-int(c["block_ffn_dim_multiplier"] * int(2 * size / 3)) // unit) * unit
-    keys = shared(c | {"rms_norm_eps": c["norm_eps"], "intermediate_size": size}) | {
-        "attention.head_count_kv": layers,
-        "vocab_size": c["vocab_size"],
-        "shortconv.l_cache": c["conv_L_cache"],
+def llama4(c: Config) -> Config:
+    """How large chunks are, and how queries grow, is not stored; a window of 0 says that there are neither."""
+    every = all(kind == "full_attention" for kind in c["layer_types"])
+    return llama(c | {"intermediate_size": c["intermediate_size_mlp"]}) | {
+        "interleave_moe_layer_step": c["interleave_moe_layer_step"],
+        "expert_feed_forward_length": c["intermediate_size"],
+        "attention.sliding_window": 0 if every else None,
     }
-    if "num_experts" not in c:
-        return keys
-    return keys | {
-        "expert_feed_forward_length": c["moe_intermediate_size"],
-        "leading_dense_block_count": c["num_dense_layers"],
-        "expert_gating_func": 2,
+
+
+def gemma4(c: Config) -> Config:
+    """Sizes that differ from layer to layer are lists. Heads are those of layers without a window, but for `swa`."""
+    number, shared_layers = c["num_hidden_layers"], c["num_kv_shared_layers"]
+    changes = {int(index): change for index, change in (c.get("per_layer_config") or {}).items()}
+    slides = [kind == "sliding_attention" for kind in c["layer_types"]]
+    head_dim = changes[slides.index(False)]["head_dim"]
+    kv_heads = [changes.get(i, {}).get("num_key_value_heads", c["num_key_value_heads"]) for i in range(number)]
+    doubled = [i >= number - shared_layers and c["use_double_wide_mlp"] for i in range(number)]
+    return shared(c) | {
+        "attention.shared_kv_layers": shared_layers,
+        "embedding_length_per_layer_input": c.get("hidden_size_per_layer_input", 0),
+        "attention.sliding_window": c["sliding_window"],
+        "attention.sliding_window_pattern": slides,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.key_length_swa": c["head_dim"],
+        "attention.value_length_swa": c["head_dim"],
+        "attention.head_count_kv": kv_heads,
+        "feed_forward_length": [c["intermediate_size"] * (2 if wide else 1) for wide in doubled],
+        "expert_feed_forward_length": c.get("moe_intermediate_size"),
+        "expert_used_count": c.get("top_k_experts"),
+        "final_logit_softcapping": c["final_logit_softcapping"],
+        "rope.dimension_count": head_dim,
+        "rope.dimension_count_swa": c["head_dim"],
     }
 
 
 def glm4(c: Config) -> Config:
-    return shared(c) | {"rope.dimension_count": int(c["head_dim"] * _partial(c))}
+    return shared(c) | {"rope.dimension_count": int(c["head_dim"] * rotated_part(c))}
 
 
 def windowed(c: Config) -> Config:
@@ -223,6 +239,29 @@ def cohere2(c: Config) -> Config:
         "vocab_size": c["vocab_size"],
         "rope.dimension_count": c["hidden_size"] // c["num_attention_heads"],
     }
+
+
+def encoder(c: Config) -> Config:
+    """Of those with LayerNorms."""
+    keys = with_layer_norm(
+        c | {"num_key_value_heads": c["num_attention_heads"], "rope_parameters": c.get("rope_parameters")}
+    )
+    return keys | {"attention.causal": False, "pooling_type": 1}
+
+
+def modern_bert(c: Config) -> Config:
+    ropes = c["rope_parameters"]
+    return encoder(c | {"layer_norm_eps": c["norm_eps"]}) | {
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+        "rope.scaling.type": "none",
+        "attention.sliding_window": c["local_attention"],
+        "attention.sliding_window_pattern": c.get("global_attn_every_n_layers", 3),
+        "vocab_size": c["vocab_size"],
+    }
+
+
+def gemma_embedding(c: Config) -> Config:
+    return gemma3(c) | {"attention.causal": False, "pooling_type": 1}
 
 
 def granite(c: Config) -> Config:
@@ -262,6 +301,66 @@ def hunyuan(c: Config) -> Config:
     }
 
 
+def hunyuan_moe(c: Config) -> Config:
+    size = c["intermediate_size"]
+    return hunyuan(c) | {
+        "expert_used_count": c["moe_topk"],
+        "expert_feed_forward_length": size,
+        "expert_shared_feed_forward_length": size,
+        "expert_shared_count": 1,
+    }
+
+
+def gpt2(c: Config) -> Config:
+    return {
+        "block_count": c["n_layer"],
+        "context_length": c["n_positions"],
+        "embedding_length": c["n_embd"],
+        "feed_forward_length": 4 * c["n_embd"],
+        "attention.head_count": c["n_head"],
+        "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
+    }
+
+
+def bloom(c: Config) -> Config:
+    """As many tokens of context as channels, where the config does not say."""
+    return {
+        "context_length": c.get("seq_length", c["hidden_size"]),
+        "embedding_length": c["hidden_size"],
+        "feed_forward_length": 4 * c["hidden_size"],
+        "block_count": c["n_layer"],
+        "attention.head_count": c["n_head"],
+        "attention.head_count_kv": c["n_head"],
+        "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
+    }
+
+
+def mpt(c: Config) -> Config:
+    return {
+        "context_length": c["max_seq_len"],
+        "embedding_length": c["d_model"],
+        "block_count": c["n_layers"],
+        "feed_forward_length": 4 * c["d_model"],
+        "attention.head_count": c["n_heads"],
+        "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
+        "attention.clamp_kqv": _float(c["attn_config"]["clip_qkv"]),
+        "attention.max_alibi_bias": float(c["attn_config"]["alibi_bias_max"]),
+    }
+
+
+def gptneox(c: Config) -> Config:
+    return {
+        "context_length": c["max_position_embeddings"],
+        "embedding_length": c["hidden_size"],
+        "block_count": c["num_hidden_layers"],
+        "feed_forward_length": c["intermediate_size"],
+        "rope.dimension_count": int(rotated_part(c) * (c["hidden_size"] // c["num_attention_heads"])),
+        "attention.head_count": c["num_attention_heads"],
+        "use_parallel_residual": c["use_parallel_residual"],
+        "attention.layer_norm_epsilon": c["layer_norm_eps"],
+    }
+
+
 def gpt_oss(c: Config) -> Config:
     """Which layers have a window is not stored: every other one. Nor is it what the gate is."""
     return shared(c) | {
@@ -276,7 +375,7 @@ def glm4_moe(c: Config) -> Config:
     return shared(c) | {
         "block_count": c["num_hidden_layers"] + further,
         "nextn_predict_layers": further,
-        "rope.dimension_count": int(c["head_dim"] * _partial(c)),
+        "rope.dimension_count": int(c["head_dim"] * rotated_part(c)),
         "expert_count": c["n_routed_experts"],
         "expert_feed_forward_length": c["moe_intermediate_size"],
         "expert_shared_count": c["n_shared_experts"],

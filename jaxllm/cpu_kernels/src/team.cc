@@ -36,7 +36,8 @@ class Team {
     threads = std::min(threads, MOST_THREADS);
     while (helpers_ < threads - 1) std::thread(&Team::help, this, ++helpers_).detach();
     threads_.store(threads, std::memory_order_relaxed);
-    for (const Phase& phase : phases) run(phase);
+    for (const Phase& phase : phases)
+      if (phase.units) run(phase);
     busy_.clear(std::memory_order_release);
     return true;
   }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "decode", "verify", "backbone", "head", "score", "score_all", "pool", "token_logits", "admit", "adjust", "remember"
-]
+    "decode", "verify", "backbone", "head", "score", "score_given", "score_all", "pool", "token_logits", "unembed",
+    "admit", "adjust", "remember", "recall", "encode", "adapt", "steer",
+]  # fmt: skip
 """The methods of StepFunctions."""
 
 
@@ -30,12 +31,18 @@ USES: dict[Kind, Uses] = {
     "backbone": Uses(("weights", "caches", "slots", "hidden"), ("caches", "slots", "hidden"), output=False),
     "head": Uses(("weights", "slots", "hidden"), ("slots",)),
     "score": _READOUT,
+    "score_given": _READOUT,
     "score_all": _READOUT,
     "token_logits": _READOUT,
     "pool": Uses(("hidden",)),
     "admit": Uses(("slots",), ("slots",), output=False),
     "adjust": Uses(("slots",), ("slots",), output=False),
     "remember": Uses(("slots",), ("slots",), output=False),
+    "recall": Uses(("slots",), ("slots",), output=False),
+    "encode": Uses(("weights", "hidden"), ("hidden",), output=False),
+    "unembed": Uses(("weights",)),
+    "adapt": Uses(("adapters",), ("adapters",), output=False),
+    "steer": Uses(("steering",), ("steering",), output=False),
 }
 
 
@@ -47,6 +54,12 @@ class Variant:
     """Everything that a request may ask of the sampler; argmax alone without it."""
     masked: bool = False
     """A mask of allowed tokens, which a grammar fills; the sampler applies it."""
+    adapted: bool = False
+    """Products add what adapters give."""
+    steered: bool = False
+    """The residual stream is steered for some requests; see `models.layers.steering`."""
+    recorded: int = 0
+    """How many activations it gives besides; see `models.layers.taps`."""
 
     def __post_init__(self) -> None:
         if self.masked and not self.sampled:
@@ -54,10 +67,11 @@ class Variant:
 
     def covers(self, other: Variant) -> bool:
         """Whether this can do all that `other` does."""
-        return all(getattr(self, name) or not getattr(other, name) for name in _ABILITIES)
+        return all(getattr(self, name) >= getattr(other, name) for name in _ABILITIES)
 
     def __str__(self) -> str:
-        return "+".join(name for name in _ABILITIES if getattr(self, name))
+        found = {name: getattr(self, name) for name in _ABILITIES}
+        return "+".join(name if value is True else f"{name}{value}" for name, value in found.items() if value)
 
 
 _ABILITIES = tuple(field.name for field in fields(Variant))
@@ -65,14 +79,31 @@ _ABILITIES = tuple(field.name for field in fields(Variant))
 PLAIN = Variant()
 SAMPLED = Variant(sampled=True)
 MASKED = Variant(sampled=True, masked=True)
+ADAPTED = Variant(adapted=True)
+SAMPLED_ADAPTED = Variant(sampled=True, adapted=True)
 
 VARIANTS: dict[Kind, tuple[Variant, ...]] = {
-    "decode": (PLAIN, SAMPLED),
-    "verify": (PLAIN, SAMPLED),
-    "backbone": (PLAIN,),
+    "decode": (PLAIN, SAMPLED, ADAPTED, SAMPLED_ADAPTED),
+    "verify": (PLAIN, SAMPLED, ADAPTED, SAMPLED_ADAPTED),
+    "backbone": (PLAIN, ADAPTED),
+    "encode": (PLAIN,),
     "head": (PLAIN, SAMPLED, MASKED),
 }
-"""Those that are compiled of each phase, cheapest first."""
+"""Those that are compiled of each phase, cheapest first; adapted ones only where an engine has adapters."""
+
+RECORDED = (1, 4, 16, 64, 256, 1024)
+"""How many activations a backbone may give; each that does is compiled on demand. The most are those of all points of
+all layers, which requests of one step may want together."""
+
+
+def variants(kind: Kind, wanted: Variant) -> tuple[Variant, ...]:
+    """Those that can do what is wanted of a phase, cheapest first. One that steers or records serves nobody else."""
+    found = VARIANTS[kind]
+    if wanted.steered:
+        found = tuple(replace(variant, steered=True) for variant in found)
+    if wanted.recorded:
+        found = tuple(replace(variant, recorded=count) for count in RECORDED for variant in found)
+    return tuple(variant for variant in found if variant.covers(wanted))
 
 
 class Key(NamedTuple):
@@ -81,6 +112,22 @@ class Key(NamedTuple):
     kind: Kind
     size: int = 0
     variant: Variant = PLAIN
+
+    @property
+    def on_demand(self) -> bool:
+        """Nobody plans it: it is compiled when somebody first asks for what few do."""
+        return self.kind in ("unembed", "steer") or self.variant.steered or self.variant.recorded > 0
+
+    @property
+    def uses(self) -> Uses:
+        """What the step has to do with what lives on the devices: behind the weights it may take adapters, and what
+        steers requests.
+        """
+        found = USES[self.kind]
+        if self.variant.recorded:
+            found = found._replace(output=True)
+        further = {"adapters": self.variant.adapted, "steering": self.variant.steered}
+        return found._replace(takes=(found.takes[0], *(name for name in further if further[name]), *found.takes[1:]))
 
     def __str__(self) -> str:
         return "-".join(str(part) for part in (self.kind, self.size or "", self.variant) if str(part))

@@ -45,6 +45,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
+    rejected_prediction_tokens: int = 0
+    """Those that were not. They are no part of completion_tokens."""
 
 
 class CompletionUsage(msgspec.Struct, kw_only=True):
@@ -61,5 +65,7 @@ def usage_object(usage: generation.Usage) -> CompletionUsage:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(usage.reasoning_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            usage.reasoning_tokens, usage.taken_tokens, usage.drafted_tokens - usage.taken_tokens
+        ),
     )

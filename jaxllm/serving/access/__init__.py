@@ -1,0 +1,1 @@
+"""Who may call, what they may do, and what they have used."""
