@@ -15,12 +15,20 @@ def routing_gap(model: PreTrainedModel, ids: list[int]) -> float | None:
     groups. None for a model without experts.
     """
     gaps: list[torch.Tensor] = []
-    routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
-    hooks = [r.register_forward_hook(lambda module, _, out: gaps.append(_gap(module, out[0]))) for r in routers]
+    routers = [module for module in model.modules() if type(module).__name__.endswith(("Router", "V1Gate"))]
+    hooks = [
+        r.register_forward_hook(lambda module, _, out: gaps.append(_gap(module, _logits(module, out)))) for r in routers
+    ]
     oracle_logits(model, ids)
     for hook in hooks:
         hook.remove()
     return float(torch.cat(gaps).min()) if gaps else None
+
+
+def _logits(router: torch.nn.Module, out: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The router's, up to what all have alike: Gemma 4's gives probabilities, Llama 4's the chosen scores first."""
+    name = type(router).__name__
+    return out[1] if name == "Llama4Router" else out[0].log() if name == "Gemma4TextRouter" else out[0]
 
 
 def _gap(router: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
@@ -30,7 +38,7 @@ def _gap(router: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
     bias = getattr(router, "e_score_correction_bias", None)
     scores = logits if bias is None else logits.sigmoid() + bias
     if bias is None and getattr(router, "topk_method", "greedy") == "greedy":
-        return _lead(scores, router.top_k)
+        return _lead(scores, getattr(router, "top_k", None) or router.config.top_k_experts)
     grouped = scores.unflatten(-1, (router.num_group, -1))
     group_scores = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
     chosen = group_scores.topk(router.topk_group, dim=-1).indices

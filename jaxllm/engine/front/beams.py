@@ -146,6 +146,7 @@ class Run:
         self._search = BeamSearch(search, len(request.prompt_token_ids), eos_token_ids)
         self._answers: dict[int, TokenDelta] = {}
         self._first: TokenDelta | None = None
+        self._padding = 0.0
 
     def step(self) -> list[EngineRequest]:
         """What to ask the engine next: one token after each open beam."""
@@ -167,6 +168,7 @@ class Run:
     def answer(self, beam: int, delta: TokenDelta) -> bool:
         """Take the token of one open beam; whether that was the last of the step."""
         self._answers[beam] = delta
+        self._padding += delta.padding
         if len(self._answers) < len(self._search.open):
             return False
         deltas = [self._answers[at] for at in range(len(self._answers))]
@@ -177,7 +179,7 @@ class Run:
         return True
 
     def results(self, tokenizer: Tokenizer | None) -> list[TokenDelta]:
-        """The best texts, each whole in one delta."""
+        """The best texts, each whole in one delta; the first has the padding of the whole search."""
         params, first = self._request.sampling_params, self._first
         assert first is not None
         return [
@@ -190,8 +192,9 @@ class Run:
                 finish_reason=beam.finish_reason,
                 num_cached_tokens=first.num_cached_tokens,
                 first_scheduled_time=first.first_scheduled_time,
+                padding=0.0 if rank else self._padding,
             )
-            for beam in self._search.best(params.n)
+            for rank, beam in enumerate(self._search.best(params.n))
         ]
 
 

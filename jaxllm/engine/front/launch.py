@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.front.keeper import Keeper
 from jaxllm.engine.messages import EngineClient
+from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
+from jaxllm.errors import ConfigError
+from jaxllm.sharding.clusters import settled
 from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.engine.front.replicas import Replicas
+    from jaxllm.engine.front.routing import Policy
 
 
 def start_engine(
-    config: EngineConfig, given_up: threading.Event | None = None
+    config: EngineConfig,
+    given_up: threading.Event | None = None,
+    room: MemoryRoom | None = None,
+    keeper: Keeper | None = None,
 ) -> tuple[EngineClient, Tokenizer | None]:
     """A running engine, and the tokenizer its front door needs; see `start_client`.
+
+    In a process that follows another it does not return: the process ends when the other does.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: it could not start.
     """
-    client = start_client(config, given_up)
+    config = settled(config)
+    if config.process_id:
+        from jaxllm.engine.start.follow import follow
+
+        follow(config)
+    client = start_client(config, given_up, room, keeper)
     try:
         return client, resolve_tokenizer(config)
     except BaseException:
@@ -26,14 +45,53 @@ def start_engine(
         raise
 
 
-def start_client(config: EngineConfig, given_up: threading.Event | None = None) -> EngineClient:
-    """A running engine; in a process of its own, `given_up` ends a start under way. Raises as `start_engine`."""
+def start_client(
+    config: EngineConfig,
+    given_up: threading.Event | None = None,
+    room: MemoryRoom | None = None,
+    keeper: Keeper | None = None,
+) -> EngineClient:
+    """A running engine; in a process of its own, `given_up` ends a start under way. Raises as `start_engine`.
+
+    With `room` it asks for its place in memory, see there. `keeper` is where it may leave its weights, and find those
+    of an engine before it.
+    """
+    if config.data_parallel_size > 1:
+        return start_replicas(config, given_up, keeper)
     if config.engine_process:
         from jaxllm.engine.front.process_client import ProcessClient
 
-        return ProcessClient(config, given_up=given_up)
+        return ProcessClient(config, given_up=given_up, room=room, keeper=keeper)
     from jaxllm.engine.front.thread_client import ThreadClient
     from jaxllm.engine.start.build import build_core
 
-    core, info = build_core(config)
+    core, info = build_core(config, room)
     return ThreadClient(core, info)
+
+
+def start_replicas(
+    config: EngineConfig,
+    given_up: threading.Event | None = None,
+    keeper: Keeper | None = None,
+    policy: Policy | None = None,
+) -> Replicas:
+    """Running engines, config.data_parallel_size of them; `policy` says which request goes where.
+
+    All of them take the weights that `keeper` has, which is empty afterwards.
+    """
+    from jaxllm.engine.front.process_client import ProcessClient
+    from jaxllm.engine.front.replicas import Replicas
+    from jaxllm.engine.front.share import Share
+
+    count = config.data_parallel_size
+    if not config.engine_process:
+        raise ConfigError(f"data_parallel_size is {count}: each engine has a process of its own, see engine_process")
+    one = config.model_copy(update={"data_parallel_size": 1})
+
+    def start(number: int, given_up: threading.Event) -> ProcessClient:
+        return ProcessClient(one, given_up=given_up, keeper=keeper, share=Share(number, count))
+
+    replicas = Replicas(count, start, given_up=given_up, policy=policy)
+    if keeper is not None:
+        keeper.clear()
+    return replicas

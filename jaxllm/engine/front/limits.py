@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from jaxllm.engine.front.budget_checks import check_thinking
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.captures import CaptureParams
 from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import MAX_ENTRIES
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
+from jaxllm.requests.tasks import ModelTasks
 from jaxllm.text.bad_words import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
 
 MAX_ALL_LOGITS = 4096
 """The largest vocabulary, or number of classes, whose logits may be asked for without naming them."""
+
+
+def refuse_text(tasks: ModelTasks) -> None:
+    """Raises InvalidRequestError where the model cannot be asked to write."""
+    if tasks.why_no_text is not None:
+        raise InvalidRequestError(tasks.why_no_text)
 
 
 def check_request(
@@ -26,9 +34,8 @@ def check_request(
     Raises:
         InvalidRequestError: naming the field, its value, and what would be accepted.
     """
-    if info.tasks.labels and not pools:
-        classes = ", ".join(info.tasks.labels[:5]) + (", …" if len(info.tasks.labels) > 5 else "")
-        raise InvalidRequestError(f"this model generates no text, it classifies (as {classes}); use /classify")
+    if not pools:
+        refuse_text(info.tasks)
     if not ids:
         raise InvalidRequestError("prompt is empty; it must have at least one token", param="prompt")
     bad = next((i for i in ids if not 0 <= i < info.vocab_size), None)
@@ -54,6 +61,35 @@ def check_request(
     check_thinking(params, tokenizer, ids)
     if params.bad_words and tokenizer is not None:
         check_bad_words(tokenizer.backend, params.bad_words)
+
+
+MOST_CAPTURED_BYTES = 2**30
+"""What a step may give of activations, as float32."""
+
+
+def check_capture(info: EngineInfo, ids: Sequence[int], capture: CaptureParams) -> None:
+    """Refuse more activations than there is room for, and positions that a prompt and its completion cannot have.
+
+    Raises:
+        InvalidRequestError: naming the field, its value, and what would be accepted.
+    """
+    if info.tasks.encodes:
+        raise InvalidRequestError("this model is an encoder; activations are given of decoders only", "capture")
+    most = max(1, MOST_CAPTURED_BYTES // (4 * info.max_num_batched_tokens * info.hidden_size))
+    if len(capture.taps) > most:
+        raise InvalidRequestError(
+            f"capture asks for {len(capture.taps)} activations; accepted are up to {most} at a time, for steps of "
+            f"{info.max_num_batched_tokens} tokens (max_num_batched_tokens)",
+            "capture",
+        )
+    positions = capture.positions if isinstance(capture.positions, tuple) else ()
+    bad = next((i for i in positions if not -len(ids) <= i < info.max_model_len), None)
+    if bad is not None:
+        raise InvalidRequestError(
+            f"positions has {bad}; of a prompt of {len(ids)} tokens, in a context of {info.max_model_len}, they go "
+            f"from {-len(ids)} to {info.max_model_len - 1}",
+            "positions",
+        )
 
 
 def _check_logprobs(most: int, params: SamplingParams) -> None:
@@ -93,12 +129,26 @@ def _check_vocabularies(info: EngineInfo, num_prompt: int, params: SamplingParam
         raise InvalidRequestError([Field("logprobs"), problem])
 
 
-def check_pooling(info: EngineInfo, prompts: Sequence[Sequence[int]], pooling: PoolingParams) -> None:
-    """Refuse what the engine could not honour.
+def check_pooling(
+    info: EngineInfo, prompts: Sequence[Sequence[int]], pooling: PoolingParams, second_texts: Sequence[int] = ()
+) -> None:
+    """Refuse what the engine could not honour. `second_texts` are where each prompt's second text begins; 0: nowhere.
 
     Raises:
         InvalidRequestError: naming the field, its value, and what would be accepted.
     """
+    if second_texts and len(second_texts) != len(prompts):
+        raise InvalidRequestError(
+            f"second_texts has {len(second_texts)} entries for {len(prompts)} prompts; give one a prompt",
+            param="second_texts",
+        )
+    for ids, second in zip(prompts, second_texts, strict=False):
+        if not 0 <= second < max(len(ids), 1):
+            raise InvalidRequestError(
+                f"second_texts has {second} for a prompt of {len(ids)} tokens; it must be one of them", "second_texts"
+            )
+    if info.tasks.encodes:
+        _check_encoder(info.tasks, pooling)
     params = SamplingParams(max_tokens=1, allowed_token_ids=pooling.token_ids or None)
     for ids in prompts:
         check_request(info, None, ids, params, pools=True)
@@ -107,4 +157,22 @@ def check_pooling(info: EngineInfo, prompts: Sequence[Sequence[int]], pooling: P
         raise InvalidRequestError(
             f"token_ids is empty, which asks for all {outputs} logits; at most {MAX_ALL_LOGITS} are given",
             param="token_ids",
+        )
+
+
+def _check_encoder(tasks: ModelTasks, pooling: PoolingParams) -> None:
+    kind = pooling.kind
+    if tasks.labels and kind != "logits":
+        raise InvalidRequestError(f"this model gives classes ({', '.join(tasks.labels[:5])}) and no vectors")
+    if not tasks.labels and kind == "logits":
+        raise InvalidRequestError(
+            "kind is 'logits'; this model is an encoder, which scores no tokens: it must be last, cls or mean",
+            param="kind",
+        )
+    if tasks.labels and pooling.token_ids:
+        raise InvalidRequestError("token_ids is set, but this model scores classes, all of which it gives", "token_ids")
+    if tasks.projects and kind != tasks.pooling:
+        raise InvalidRequestError(
+            f"kind is {kind!r}; it must be {tasks.pooling!r}, which this model's Dense modules are made for",
+            param="kind",
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError, JaxLLMError
+from jaxllm.requests.captures import CaptureParams, CapturesInProgress
 from jaxllm.requests.outputs import (
     CompletionOutput,
     Logprob,
@@ -49,6 +51,16 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None,
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise InvalidRequestError("prompt must be text or a list of integer token ids", param="prompt")
     return None, ids
+
+
+def is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is a list of prompts; a list of integers is one prompt."""
+    return not isinstance(prompts, (str, dict)) and not (prompts and all(isinstance(i, int) for i in prompts))
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or many -> many."""
+    return list(prompts) if is_many(prompts) else [prompts]
 
 
 def split_request(request: EngineRequest) -> list[EngineRequest]:
@@ -106,8 +118,10 @@ class Collector:
         ids: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None = None,
+        capture: CaptureParams | None = None,
+        hidden_size: int = 0,
     ):
-        """`tokenizer` names the tokens of the prompt's log-probabilities."""
+        """`tokenizer` names the tokens of the prompt's log-probabilities; `capture` are of states of `hidden_size`."""
         wants = params.logprobs is not None
         self.output = RequestOutput(
             request_id=request_id,
@@ -120,6 +134,7 @@ class Collector:
             metrics=RequestMetrics(arrival_time=time.time()),
         )
         self._open = params.n
+        self._captures = [CapturesInProgress(capture, hidden_size) for _ in range(params.n)] if capture else []
         self._tokenizer = tokenizer
 
     def add(self, choice: int, delta: TokenDelta) -> None:
@@ -132,6 +147,8 @@ class Collector:
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None and self.output.prompt_logprobs is None:
             self.output.prompt_logprobs = [self._dict(step) for step in delta.prompt_logprobs.steps()]
+        for rows in delta.captured:
+            self._captures[choice].add(rows.positions, rows.values)
         output.token_ids += delta.token_ids
         output.text += delta.text
         if output.logprobs is not None and delta.logprobs is not None:
@@ -141,6 +158,8 @@ class Collector:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e[t].logprob for t, e in chosen)
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+            if self._captures:
+                output.captures = self._captures[choice].finish()
             self._open -= 1
             if self._open == 0:
                 self.output.finished = True

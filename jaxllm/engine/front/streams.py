@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ import msgspec
 
 from jaxllm.engine.front.budget_checks import with_markers
 from jaxllm.engine.front.sequences import name_tokens, rank_vocabulary, split_request
+from jaxllm.engine.front.suspects import Suspects
 from jaxllm.engine.messages import EngineClient, EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, JaxLLMError, QueueFullError
 from jaxllm.text.tokenizer import Tokenizer
@@ -35,15 +37,16 @@ class Place(NamedTuple):
 
     stream: Stream
     sequence: int
-    request_id: str
-    """The caller's name for the request it is of; several may bear the same."""
+    request: EngineRequest
+    """As its caller has named it; several may bear the same name."""
 
 
 class Streams:
     """Reads what the engine says, on a thread of its own, and hands each delta to the stream that waits for it.
 
     An engine that dies is started again, where it is to be `revived`, or by `restart`: `is_dead` until then, and the
-    streams that were open end with EngineDeadError. The thread keeps this object alive until `shutdown`, but not those
+    streams that were open end with EngineDeadError. One that `is_asleep` has ended, and is started by `wake_up`. The
+    thread keeps this object alive until `shutdown`, but not those
     who hold it: they call that when they are forgotten.
 
     Attributes:
@@ -57,20 +60,25 @@ class Streams:
         tokenizer: Tokenizer | None,
         *,
         limit: int | None = None,
-        start: Callable[[threading.Event], EngineClient],
+        start: Callable[..., EngineClient],
         revived: bool = False,
     ):
-        """`start` starts another engine like `client`; the event is set to end a start under way."""
+        """`start` starts another engine like `client`: its first argument is an event that ends a start under way."""
         self.client = client
         self.tokenizer = tokenizer
         self.limit = limit
         self.is_dead = False
+        self.death: str | None = None
+        """Why the engine died the last time, if it did."""
+        self.is_asleep = False
         self._start = start
         self._revived = revived
         self._pid = os.getpid()
         self._serials = itertools.count()
         self._lock = threading.Lock()
         self._places: dict[str, Place] = {}
+        self._busy_since = 0.0
+        self._suspects = Suspects()
         self._closing = threading.Event()
         self._begin_reading()
 
@@ -86,10 +94,15 @@ class Streams:
         """Queue sequences of a stream under names of their own.
 
         Raises:
+            InvalidRequestError: the engine has died of it before.
             QueueFullError: there is no room for `room` sequences; none is queued then.
             EngineDeadError: the engine has stopped.
         """
         self.check_process()
+        if self.is_asleep:
+            raise EngineDeadError("the engine is asleep")
+        for _, request in sequences:
+            self._suspects.check(request)
         named = [
             msgspec.structs.replace(request, request_id=f"{request.request_id}-{next(self._serials)}")
             for _, request in sequences
@@ -100,8 +113,10 @@ class Streams:
                     f"{len(self._places)} requests are running or waiting; at most {self.limit} are accepted. Retry "
                     "later"
                 )
+            if not self._places:
+                self._busy_since = time.monotonic()
             for (index, request), sequence in zip(sequences, named, strict=True):
-                self._places[sequence.request_id] = Place(stream, index, request.request_id)
+                self._places[sequence.request_id] = Place(stream, index, request)
         client = self.client
         for sequence in named:
             stream.names.append(sequence.request_id)
@@ -110,6 +125,11 @@ class Streams:
             except EngineDeadError:
                 self._end_of(client)
                 raise
+
+    @property
+    def step_age(self) -> float | None:
+        """Seconds since the last step, or since there are requests; None without any."""
+        return time.monotonic() - max(self.client.last_turn, self._busy_since) if self._places else None
 
     def close(self, stream: Stream) -> None:
         """Drop what of a stream has not finished; nothing more comes."""
@@ -121,11 +141,11 @@ class Streams:
             names = which.names
         else:
             with self._lock:
-                names = [name for name, place in self._places.items() if place.request_id == which]
+                names = [name for name, place in self._places.items() if place.request.request_id == which]
         dropped = self._drop(names)
         arrivals: dict[Stream, list[Gain]] = defaultdict(list)
-        for stream, sequence, request_id in dropped:
-            arrivals[stream].append((sequence, TokenDelta(request_id=request_id, finish_reason="abort")))
+        for stream, sequence, request in dropped:
+            arrivals[stream].append((sequence, TokenDelta(request_id=request.request_id, finish_reason="abort")))
         _deliver(arrivals)
 
     def shutdown(self) -> None:
@@ -147,6 +167,28 @@ class Streams:
         self._closing.clear()
         self.client = self._start(self._closing)
         self.is_dead = False
+        self._begin_reading()
+
+    def sleep(self, *, keep: bool) -> None:
+        """End the engine until `wake_up`; with `keep` it leaves its weights. Its streams end with EngineDeadError.
+
+        Raises as `EngineClient.keep_weights`; it is asleep all the same where it has ended.
+        """
+        self.check_process()
+        self._closing.set()
+        try:
+            if keep:
+                self.client.keep_weights()
+        finally:
+            self.shutdown()
+            self._reader.join()
+            self.is_dead, self.is_asleep = False, True
+
+    def wake_up(self, given_up: threading.Event, *arguments: object) -> None:
+        """Start the engine again: `start(given_up, *arguments)`. Raises what kept it from starting."""
+        self.client = self._start(given_up, *arguments)
+        self._closing.clear()
+        self.is_dead = self.is_asleep = False
         self._begin_reading()
 
     def _end_of(self, client: EngineClient) -> None:
@@ -184,13 +226,18 @@ class Streams:
                     continue  # its stream was closed
                 if delta.finish_reason is not None:
                     del self._places[delta.request_id]
+                    if not delta.is_dead:
+                        self._suspects.clear(place.request)
+                    elif delta.had_begun:
+                        self._suspects.note([place.request])
                 arrivals[place.stream].append((place.sequence, delta))
         _deliver(arrivals)
 
     def _note_death(self, error: EngineDeadError) -> None:
-        self.is_dead = True
+        self.is_dead, self.death = True, str(error)
         with self._lock:
             streams = {place.stream for place in self._places.values()}
+            self._suspects.note(place.request for name, place in self._places.items() if self.client.has_begun(name))
             self._places.clear()
         for stream in streams:
             stream.failure = error

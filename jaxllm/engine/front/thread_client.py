@@ -8,11 +8,14 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, TokenDelta
-from jaxllm.errors import EngineDeadError
+from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, LookAt, TokenDelta
+from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.threads import start_thread
 
 if TYPE_CHECKING:
@@ -25,15 +28,36 @@ IDLE_SECONDS = 0.5
 END_SECONDS = 1.0
 """How long a program's end, or that of the last reference, waits for the turn under way."""
 
+T = TypeVar("T")
+
+
+class Question:
+    """Something to do with a core between two turns, and a future of what comes of it."""
+
+    def __init__(self, ask: Callable[[EngineCore], Any]):
+        self._ask = ask
+        self.answer: Future[Any] = Future()
+
+    def put_to(self, core: EngineCore) -> None:
+        """What it raises is its asker's, not the loop's."""
+        try:
+            self.answer.set_result(self._ask(core))
+        except Exception as error:
+            self.answer.set_exception(error)
+
+
+InboxItem = EngineRequest | list[str] | Question | Exception | None
+"""A request, ids to abort, a question, what is to end the loop, or None to wake it."""
+
 
 class Inbox:
-    """What front doors say to the loop: requests to add, ids to abort."""
+    """What front doors say to the loop: requests to add, ids to abort, questions."""
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[EngineRequest | list[str] | Exception | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
 
-    def put(self, item: EngineRequest | list[str] | Exception | None) -> None:
-        """A request, ids to abort, None to wake the loop, or what is to end it."""
+    def put(self, item: InboxItem) -> None:
+        """The loop sees it between two turns."""
         self._items.put(item)
 
     def drain(self, core: EngineCore, wait: bool) -> None:
@@ -43,6 +67,8 @@ class Inbox:
             while True:
                 if isinstance(item, EngineRequest):
                     core.add(item)
+                elif isinstance(item, Question):
+                    item.put_to(core)
                 elif isinstance(item, Exception):
                     raise item
                 elif item is not None:
@@ -60,6 +86,7 @@ class Loop:
         self.outbox: queue.SimpleQueue[list[TokenDelta] | None] = queue.SimpleQueue()
         self.dead: str | None = None
         """Why there will be no more turns."""
+        self.last_turn = 0.0
         self._core: EngineCore | None = core
         self._last_stats = EngineStats()
         self._stopping = threading.Event()
@@ -108,6 +135,7 @@ class Loop:
             self.inbox.drain(core, wait=not core.has_work)
             if core.has_work:
                 deltas = core.turn()
+                self.last_turn = time.monotonic()
                 if deltas:
                     self.outbox.put(deltas)
 
@@ -126,6 +154,10 @@ class ThreadClient:
         self._loop = Loop(core)
         self._forgotten = weakref.finalize(self, self._loop.end)
         self._forgotten.atexit = False  # the loop sees to that
+
+    @property
+    def last_turn(self) -> float:
+        return self._loop.last_turn
 
     def add(self, request: EngineRequest) -> None:
         self._check_alive()
@@ -147,6 +179,33 @@ class ThreadClient:
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
+
+    def has_begun(self, request_id: str) -> bool:
+        return True  # nobody asks: an engine in a thread is not started again by itself
+
+    def ask(self, ask: Callable[[EngineCore], T]) -> T:
+        """What `ask` gives of the engine's core between two turns of the loop, and no turn runs meanwhile.
+
+        Raises:
+            EngineDeadError: the loop has ended.
+        """
+        question = Question(ask)
+        self._check_alive()
+        self._loop.inbox.put(question)
+        while True:
+            try:
+                return question.answer.result(timeout=IDLE_SECONDS)  # type: ignore[no-any-return]
+            except TimeoutError:
+                if question.answer.done():
+                    raise  # it is the question's own
+                self._check_alive()
+
+    @property
+    def processes(self) -> dict[str, LookAt]:
+        return {}
+
+    def keep_weights(self) -> None:
+        raise ConfigError("engine_process is False: only an engine in a process of its own can sleep")
 
     def shutdown(self) -> None:
         self._loop.end(timeout=None)

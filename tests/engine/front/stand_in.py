@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.front.engine_process import FrontDoor, Started, run_loop
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 
 TOKEN, TEXT = 33, "!"
+WAITS = 66
+"""A prompt of this token waits for a place for good."""
 STEP_SECONDS = 0.02
 LONG_SECONDS = 4.0
 HELD_SECONDS = 1
@@ -29,6 +33,7 @@ class Core:
     def __init__(self, slow: bool = False) -> None:
         self._left: dict[str, int] = {}
         self._slow = slow
+        self.on_begin: Callable[[list[str]], None] = lambda request_ids: None
         self.on_prepared = lambda: None
 
     @property
@@ -40,7 +45,9 @@ class Core:
         return len(self._left), 0
 
     def add(self, request: EngineRequest) -> None:
-        self._left[request.request_id] = request.sampling_params.max_tokens or 10**9
+        if request.prompt_token_ids != [WAITS]:
+            self.on_begin([request.request_id])
+            self._left[request.request_id] = request.sampling_params.max_tokens or 10**9
 
     def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -64,18 +71,18 @@ class Core:
         return EngineStats(num_running=len(self._left), ready=True)
 
 
-def paced(pipe: Connection, config: EngineConfig, log_level: int) -> None:
+def paced(pipe: Connection, config: EngineConfig, log: Any, *_: object) -> None:
     front_door = FrontDoor(pipe)
     front_door.send(Started(info(config.kv_cache_memory)))
     run_loop(front_door, Core())  # type: ignore[arg-type]
 
 
-def slow(pipe: Connection, config: EngineConfig, log_level: int) -> None:
+def slow(pipe: Connection, config: EngineConfig, log: Any, *_: object) -> None:
     front_door = FrontDoor(pipe)
     front_door.send(Started(info()))
     run_loop(front_door, Core(slow=True))  # type: ignore[arg-type]
 
 
-def never_ready(pipe: Connection, config: EngineConfig, log_level: int) -> None:
+def never_ready(pipe: Connection, config: EngineConfig, log: Any, *_: object) -> None:
     FrontDoor(pipe)
     time.sleep(600)

@@ -25,7 +25,9 @@ from jaxllm.engine.front import process_client
 from jaxllm.engine.front.process_client import ProcessClient
 from jaxllm.engine.front.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.errors import EngineDeadError, InvalidRequestError
+from jaxllm.engine.start.host_memory import PROCESS_BYTES
+from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 from tests.engine.front import stand_in
 from tests.reference.tiny import write_checkpoint
 
@@ -61,6 +63,38 @@ def test_the_models_own_sampling_crosses_the_pipe(engine: AsyncLLM) -> None:
 
     assert asyncio.run(run()) >= 1
     assert engine.info.default_sampling.fields() == {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
+
+
+def test_an_engine_asks_for_room_before_it_takes_any(directory: Path) -> None:
+    asked: list[int | None] = []
+    engine = AsyncLLM(model=str(directory), room=MemoryRoom(2**30, asked.append), **FIELDS)
+    try:
+        [nbytes] = asked
+        assert nbytes is not None and PROCESS_BYTES + engine.info.kv_cache_memory < nbytes <= 2**30  # type: ignore[operator]
+        engine.restart()  # in the same place
+        assert len(asked) == 1
+    finally:
+        engine.shutdown()
+
+
+def test_an_engine_without_room_ends(directory: Path) -> None:
+    before = psutil.Process().children()
+    processes = []
+
+    def refuse(nbytes: int | None) -> None:
+        processes.extend(child for child in psutil.Process().children() if child not in before)
+        raise QueueFullError("there is no room")
+
+    with pytest.raises(QueueFullError, match="there is no room"):
+        AsyncLLM(model=str(directory), room=MemoryRoom(None, refuse), **FIELDS)
+    assert processes and not any(is_there(process.pid) for process in processes)
+
+
+def test_an_engine_that_cannot_fit_does_not_ask(directory: Path) -> None:
+    asked: list[int | None] = []
+    with pytest.raises(ConfigError, match="model_memory is 10 MiB"):
+        AsyncLLM(model=str(directory), room=MemoryRoom(10 * 2**20, asked.append), **FIELDS)
+    assert not asked
 
 
 def test_a_message_that_cannot_be_read_ends_the_engine_loudly_and_it_starts_again(engine: AsyncLLM) -> None:
@@ -211,14 +245,14 @@ def test_an_engine_that_is_started_again_keeps_its_sizes() -> None:
     """And the front door checks requests against what the new one says."""
     asked: list[int | None] = []
 
-    def start(config: EngineConfig, given_up: threading.Event | None = None) -> ProcessClient:
+    def start(config: EngineConfig, given_up: threading.Event | None = None, *rest: object) -> ProcessClient:
         asked.append(config.kv_cache_memory)
         client = ProcessClient(config, main=stand_in.paced, given_up=given_up)
         client.info = msgspec.structs.replace(client.info, kv_cache_memory=1234, max_model_len=100 * len(asked))
         return client
 
     with (
-        mock.patch("jaxllm.engine.front.async_llm.start_engine", lambda config, given_up: (start(config), None)),
+        mock.patch("jaxllm.engine.front.async_llm.start_engine", lambda config, *rest: (start(config), None)),
         mock.patch("jaxllm.engine.front.async_llm.start_client", start),
     ):
         engine = AsyncLLM(EngineConfig(engine_process=True))

@@ -1,0 +1,104 @@
+"""Which of several engines a request goes to: the one that has its prefix, or the one with the least to do."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from jaxllm.engine.messages import EngineRequest
+
+MOST_AHEAD = 4.0
+"""A prefix is worth waiting for at most this much more to do than the least busy engine has: see `Replica.load`."""
+
+
+class Policy(Protocol):
+    """Chooses among replicas."""
+
+    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
+        """One of `replicas`, of which there is at least one."""
+
+
+class Replica:
+    """What is known here of one engine: what it has to do, and which prefixes it was sent.
+
+    `load` is a number of sequences that run or wait; a prompt that is still to be computed counts as one more for each
+    `step_tokens` of it.
+    """
+
+    def __init__(self, number: int, *, num_pages: int, page_size: int, step_tokens: int):
+        self.number = number
+        self.page_size = page_size
+        self._num_pages = num_pages
+        self._step_tokens = step_tokens
+        self._nodes: OrderedDict[int, None] = OrderedDict()
+        """Of the prefixes that its pages may hold, the one that was not used for longest first."""
+        self._pending: dict[str, int] = {}
+        """Unfinished sequences, with the tokens of their prompts that are still to be computed."""
+
+    @property
+    def load(self) -> float:
+        return len(self._pending) + sum(self._pending.values()) / self._step_tokens
+
+    def matched(self, nodes: Sequence[int]) -> int:
+        """How many pages of a prompt, from its beginning, it was sent before."""
+        return next((at for at, node in enumerate(nodes) if node not in self._nodes), len(nodes))
+
+    def begin(self, request: EngineRequest, nodes: Sequence[int]) -> None:
+        """It gets the request, whose prompt has these nodes."""
+        found = self.matched(nodes)
+        self._pending[request.request_id] = len(request.prompt_token_ids) - found * self.page_size
+        for node in reversed(nodes):  # the end of a prompt is of less use to others than its beginning
+            self._nodes[node] = None
+            self._nodes.move_to_end(node)
+        while len(self._nodes) > self._num_pages:
+            self._nodes.popitem(last=False)
+
+    def computed(self, request_id: str) -> None:
+        """The first token of a sequence has come."""
+        if request_id in self._pending:
+            self._pending[request_id] = 0
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Those sequences are over."""
+        for request_id in request_ids:
+            self._pending.pop(request_id, None)
+
+    def forget(self) -> None:
+        """Another engine takes its place, which has no prefix and nothing to do."""
+        self._nodes.clear()
+        self._pending.clear()
+
+
+def nodes_of(request: EngineRequest, page_size: int) -> list[int]:
+    """A number for each full page of a prompt, which is that of all prompts that are the same up to there."""
+    ids, node = (
+        request.prompt_token_ids,
+        hash((request.cache_salt, request.adapters)) if request.adapters else hash(request.cache_salt),
+    )
+    nodes = []
+    for start in range(0, len(ids) - page_size + 1, page_size):
+        node = hash((node, *ids[start : start + page_size]))
+        nodes.append(node)
+    return nodes
+
+
+class PrefixFirst:
+    """The longest known prefix decides, unless its engine has too much to do; without one, who has the least to do."""
+
+    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
+        nodes = nodes_of(request, replicas[0].page_size)
+        least = min(replica.load for replica in replicas)
+        near = [replica for replica in replicas if replica.load <= least + MOST_AHEAD]
+        return max(near, key=lambda replica: (replica.matched(nodes), -replica.load, -len(replica._nodes)))
+
+
+class RoundRobin:
+    """Each in its turn: what PrefixFirst is measured against."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
+        self._turn += 1
+        return replicas[self._turn % len(replicas)]
