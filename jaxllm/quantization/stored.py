@@ -122,3 +122,11 @@ def transformed(tensors: Sequence[Stored], transform: Callable[..., np.ndarray],
     if not by_rows:  # the inputs are others
         tensors = [tensor._replace(importance=None) for tensor in tensors]
     return tensors[0].with_rows(transform(*(tensor.by_rows for tensor in tensors)))
+
+
+def with_moved_blocks(tensor: Stored, transform: Callable[..., np.ndarray], elements: int) -> Stored:
+    """A matrix whose blocks of so many elements are moved along its rows by `transform(blocks, columns=elements)`."""
+    blocks = tensor.by_rows.reshape(*tensor.shape[:-1], tensor.shape[-1] // elements, -1)
+    moved = transform(blocks.swapaxes(-1, -2), columns=elements).swapaxes(-1, -2)
+    rows = np.ascontiguousarray(moved).reshape(*tensor.shape[:-1], -1)
+    return tensor.with_rows(rows)._replace(importance=None)

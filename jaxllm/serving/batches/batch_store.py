@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import JSON, BigInteger, String, Text, select, update
+from sqlalchemy import JSON, BigInteger, String, Text, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -27,13 +27,14 @@ from jaxllm.serving.batches.batch_types import (
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.shown import shown
 from jaxllm.serving.store.database import Base, Database
+from jaxllm.serving.store.owned import Owned
 from jaxllm.serving.store.pages import Numbered, page_of
 
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 CANCELLABLE = ("validating", "in_progress")
 
 
-class BatchRow(Numbered, Base):
+class BatchRow(Numbered, Owned, Base):
     """Times are in seconds since 1970; counts and tokens are those of the lines recorded on disk so far."""
 
     __tablename__ = "batches"
@@ -70,16 +71,20 @@ class BatchRow(Numbered, Base):
 
 
 class BatchStore:
-    """Every method is one transaction, or part of the caller's where it takes a session."""
+    """Every method is one transaction, or part of the caller's where it takes a session.
+
+    Where a method takes an `owner`, those of others are not there.
+    """
 
     def __init__(self, database: Database):
         self._database = database
 
-    async def add(self, batch_id: str, request: BatchRequest, served_model: str) -> BatchRow:
+    async def add(self, batch_id: str, request: BatchRequest, served_model: str, owner: str | None) -> BatchRow:
         now = int(time.time())
         expiry = request.output_expires_after
         row = BatchRow(
             id=batch_id,
+            owner=owner,
             endpoint=request.endpoint,
             input_file_id=request.input_file_id,
             completion_window=request.completion_window,
@@ -94,18 +99,24 @@ class BatchStore:
             session.add(row)
         return row
 
-    async def get(self, batch_id: str) -> BatchRow:
+    async def row(self, batch_id: str) -> BatchRow:
+        """Whoever owns it; it is there."""
+        async with self._database.session() as session:
+            return (await session.scalars(select(BatchRow).where(BatchRow.id == batch_id))).one()
+
+    async def get(self, batch_id: str, owner: str | None) -> BatchRow:
         """Raises 404."""
         async with self._database.session() as session:
-            row = await session.scalar(select(BatchRow).where(BatchRow.id == batch_id))
+            row = await session.scalar(select(BatchRow).where(BatchRow.id == batch_id, BatchRow.owner == owner))
         if row is None:
             raise APIError(404, f"no batch has the id {shown(batch_id)}", param="batch_id", code="not_found")
         return row
 
-    async def page(self, query: BatchListQuery) -> BatchList:
+    async def page(self, query: BatchListQuery, owner: str | None) -> BatchList:
         """Newest first."""
         async with self._database.session() as session:
-            rows, has_more = await page_of(session, BatchRow, after=query.after, limit=query.limit)
+            own = BatchRow.owner == owner
+            rows, has_more = await page_of(session, BatchRow, own, after=query.after, limit=query.limit)
         return BatchList(
             data=[batch_object(row) for row in rows],
             first_id=rows[0].id if rows else None,
@@ -118,6 +129,14 @@ class BatchStore:
         query = select(BatchRow).where(BatchRow.status.in_(UNFINISHED)).order_by(BatchRow.number)
         async with self._database.session() as session:
             return (await session.scalars(query)).all()
+
+    async def delete_before(self, time_of: int, most: int) -> int:
+        """Forget up to `most` batches that were made before that time and have ended; how many there were."""
+        async with self._database.transaction() as session:
+            old = select(BatchRow.number).where(BatchRow.created_at < time_of, BatchRow.status.not_in(UNFINISHED))
+            numbers = (await session.scalars(old.limit(most))).all()
+            await session.execute(delete(BatchRow).where(BatchRow.number.in_(numbers)))
+        return len(numbers)
 
     async def change(self, batch_id: str, statuses: Sequence[str] = UNFINISHED, **values: Any) -> BatchRow:
         """Set columns if the status is one of `statuses`; returns the row as it then is."""

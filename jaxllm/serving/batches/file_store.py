@@ -7,20 +7,23 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 from sqlalchemy import BigInteger, ColumnElement, String, Text, delete, or_, select
 from sqlalchemy.orm import Mapped, mapped_column
 
+from jaxllm.folders import in_home
 from jaxllm.serving.batches.file_types import FileList, FileListQuery, FileObject
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.shown import shown
 from jaxllm.serving.store.database import Base, Database
+from jaxllm.serving.store.owned import Owned
 from jaxllm.serving.store.pages import Numbered, page_of
 
 
-class FileRow(Numbered, Base):
+class FileRow(Numbered, Owned, Base):
     """Times are in seconds since 1970."""
 
     __tablename__ = "files"
@@ -33,20 +36,23 @@ class FileRow(Numbered, Base):
 
 
 class FileStore:
-    """A file past its expires_at is gone for every method; `delete_expired` takes its bytes away."""
+    """A file past its expires_at is gone for every method; `delete_expired` takes its bytes away.
+
+    `owner` is whose files are meant: those of others are not there.
+    """
 
     def __init__(self, database: Database, directory: Path):
         self._database = database
         self._directory = directory
 
     async def save(
-        self, content: BinaryIO, *, filename: str, purpose: str, expires_after: int | None = None
+        self, content: BinaryIO, owner: str | None, *, filename: str, purpose: str, expires_after: int | None = None
     ) -> FileObject:
         """Keep a copy of `content`; `expires_after` is in seconds."""
         file_id = f"file-{uuid.uuid4().hex}"
         path = self._directory / file_id
         await asyncio.to_thread(_copy, content, path)
-        row = _row(file_id, path, filename, purpose, expires_after)
+        row = _row(file_id, path, owner, filename, purpose, expires_after)
         try:
             async with self._database.transaction() as session:
                 session.add(row)
@@ -56,31 +62,38 @@ class FileStore:
         return _object(row)
 
     async def adopt(
-        self, file_id: str, source: Path, *, filename: str, purpose: str, expires_after: int | None
+        self,
+        file_id: str,
+        source: Path,
+        owner: str | None,
+        *,
+        filename: str,
+        purpose: str,
+        expires_after: int | None,
     ) -> FileRow:
         """Place a finished file here; it is stored once the caller has added the row. May be repeated."""
         path = self._directory / file_id
         await asyncio.to_thread(link_or_copy, source, path)
-        return _row(file_id, path, filename, purpose, expires_after)
+        return _row(file_id, path, owner, filename, purpose, expires_after)
 
-    async def get(self, file_id: str) -> FileObject:
+    async def get(self, file_id: str, owner: str | None) -> FileObject:
         """Raises 404."""
         async with self._database.session() as session:
-            row = await session.scalar(select(FileRow).where(FileRow.id == file_id, _alive()))
+            row = await session.scalar(select(FileRow).where(FileRow.id == file_id, FileRow.owner == owner, _alive()))
         if row is None:
             raise APIError(404, f"no file has the id {shown(file_id)}", param="file_id", code="not_found")
         return _object(row)
 
-    async def path(self, file_id: str) -> Path:
+    async def path(self, file_id: str, owner: str | None) -> Path:
         """Where the bytes of a file are. Raises 404."""
-        await self.get(file_id)
+        await self.get(file_id, owner)
         path = self._directory / file_id
         if not await asyncio.to_thread(path.is_file):
             raise APIError(404, f"the content of file {file_id!r} is no longer on disk", code="not_found")
         return path
 
-    async def page(self, query: FileListQuery) -> FileList:
-        conditions = [_alive()]
+    async def page(self, query: FileListQuery, owner: str | None) -> FileList:
+        conditions = [FileRow.owner == owner, _alive()]
         if query.purpose is not None:
             conditions.append(FileRow.purpose == query.purpose)
         async with self._database.session() as session:
@@ -100,9 +113,9 @@ class FileStore:
             has_more=has_more,
         )
 
-    async def delete(self, file_id: str) -> None:
+    async def delete(self, file_id: str, owner: str | None) -> None:
         """Raises 404."""
-        await self.get(file_id)
+        await self.get(file_id, owner)
         async with self._database.transaction() as session:
             await session.execute(delete(FileRow).where(FileRow.id == file_id))
         await asyncio.to_thread((self._directory / file_id).unlink, missing_ok=True)
@@ -110,8 +123,25 @@ class FileStore:
     async def delete_expired(self) -> None:
         async with self._database.transaction() as session:
             gone = (await session.scalars(delete(FileRow).where(~_alive()).returning(FileRow.id))).all()
-        for file_id in gone:
+        await self._unlink(gone)
+
+    async def delete_before(self, time_of: int, most: int) -> int:
+        """Delete up to `most` files that were made before that time; how many there were."""
+        async with self._database.transaction() as session:
+            gone = (await session.scalars(select(FileRow.id).where(FileRow.created_at < time_of).limit(most))).all()
+            await session.execute(delete(FileRow).where(FileRow.id.in_(gone)))
+        await self._unlink(gone)
+        return len(gone)
+
+    async def _unlink(self, file_ids: Iterable[str]) -> None:
+        """Take the bytes of files away whose rows are gone."""
+        for file_id in file_ids:
             await asyncio.to_thread((self._directory / file_id).unlink, missing_ok=True)
+
+
+def files_of(data_dir: Path) -> Path:
+    """Where the bytes of files are."""
+    return in_home(data_dir) / "files"
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -142,10 +172,13 @@ def _alive() -> ColumnElement[bool]:
     return or_(FileRow.expires_at.is_(None), FileRow.expires_at > int(time.time()))
 
 
-def _row(file_id: str, path: Path, filename: str, purpose: str, expires_after: int | None) -> FileRow:
+def _row(
+    file_id: str, path: Path, owner: str | None, filename: str, purpose: str, expires_after: int | None
+) -> FileRow:
     now = int(time.time())
     return FileRow(
         id=file_id,
+        owner=owner,
         bytes=path.stat().st_size,
         created_at=now,
         expires_at=None if expires_after is None else now + expires_after,

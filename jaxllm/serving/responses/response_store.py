@@ -6,7 +6,19 @@ import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from sqlalchemy import CursorResult, Float, ForeignKey, LargeBinary, String, delete, select, update
+from sqlalchemy import (
+    BigInteger,
+    CursorResult,
+    Float,
+    ForeignKey,
+    LargeBinary,
+    String,
+    delete,
+    exists,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Mapped, aliased, mapped_column
 
 from jaxllm.serving.http.api_error import APIError
@@ -14,6 +26,7 @@ from jaxllm.serving.responses.conversation_store import append_items
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import RUNNING, STOPPED, Response, ResponseError
 from jaxllm.serving.store.database import Base, Database
+from jaxllm.serving.store.owned import Owned
 
 LEASE_SECONDS = 60.0
 """A background response whose server has not said for so long that it still runs is failed."""
@@ -22,14 +35,15 @@ _item_decoder = msgspec.json.Decoder(Item)
 _response_decoder = msgspec.json.Decoder(Response)
 
 
-class ResponseRow(Base):
+class ResponseRow(Owned, Base):
     """A response as its JSON; `alive_until` (seconds since 1970) is the lease of one that is still running."""
 
     __tablename__ = "responses"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     status: Mapped[str] = mapped_column(String(16))
-    previous_response_id: Mapped[str | None] = mapped_column(String(64))
+    created_at: Mapped[int] = mapped_column(BigInteger, index=True, server_default="0")
+    previous_response_id: Mapped[str | None] = mapped_column(String(64), index=True)
     body: Mapped[bytes] = mapped_column(LargeBinary)
     events: Mapped[bytes | None] = mapped_column(LargeBinary)
     """Its stream, of responses created with background and stream."""
@@ -49,22 +63,31 @@ class ResponseItemRow(Base):
 
 
 class ResponseStore:
-    """What the responses routes keep; every method is one transaction."""
+    """What the responses routes keep; every method is one transaction.
+
+    Where a method takes an `owner`, responses of others are not there.
+    """
 
     def __init__(self, database: Database):
         self._database = database
 
-    async def begin(self, response: Response, input_items: Sequence[Item]) -> None:
+    async def begin(self, response: Response, input_items: Sequence[Item], owner: str | None) -> None:
         """Keep a background response that has yet to run."""
         async with self._database.transaction() as session:
-            row = _row(response)
+            row = _row(response, owner)
             row.alive_until = time.time() + LEASE_SECONDS
             session.add(row)
             await session.flush()
             session.add_all(_item_rows(response.id, input_items, 0, is_output=False))
 
     async def finish(
-        self, response: Response, input_items: Sequence[Item], *, begun: bool, events: bytes | None = None
+        self,
+        response: Response,
+        input_items: Sequence[Item],
+        owner: str | None,
+        *,
+        begun: bool,
+        events: bytes | None = None,
     ) -> bool:
         """Keep a response that has ended, and add its items to its conversation.
 
@@ -82,7 +105,7 @@ class ResponseStore:
                     return False
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             elif response.store:
-                session.add(_row(response))
+                session.add(_row(response, owner))
                 await session.flush()
                 session.add_all(_item_rows(response.id, input_items, 0, is_output=False))
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
@@ -90,18 +113,18 @@ class ResponseStore:
                 await append_items(session, response.conversation.id, [*input_items, *output])
         return True
 
-    async def get(self, response_id: str) -> Response:
+    async def get(self, response_id: str, owner: str | None) -> Response:
         """Raises 404 for an unknown id."""
-        return _response_decoder.decode((await self._row(response_id)).body)
+        return _response_decoder.decode((await self._row(response_id, owner)).body)
 
-    async def events(self, response_id: str) -> bytes | None:
+    async def events(self, response_id: str, owner: str | None) -> bytes | None:
         """The whole stream of a response that has ended. Raises 404 for an unknown id."""
-        return (await self._row(response_id)).events
+        return (await self._row(response_id, owner)).events
 
     async def end(self, response_id: str, status: str, error: ResponseError | None = None) -> Response:
         """Give a response that still runs its last status; one that has ended stays as it is. Raises 404."""
         async with self._database.transaction() as session:
-            row = await session.get(ResponseRow, response_id)
+            row = await session.get(ResponseRow, response_id, with_for_update=True)
             if row is None:
                 raise not_found(response_id)
             response = _response_decoder.decode(row.body)
@@ -110,12 +133,31 @@ class ResponseStore:
                 row.status, row.body, row.alive_until = status, msgspec.json.encode(response), None
         return response
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, response_id: str, owner: str | None) -> None:
         """Raises 404 for an unknown id."""
         async with self._database.transaction() as session:
-            await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id == response_id))
-            if not _rowcount(await session.execute(delete(ResponseRow).where(ResponseRow.id == response_id))):
+            row = await session.get(ResponseRow, response_id)
+            if row is None or row.owner != owner:
                 raise not_found(response_id)
+            await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id == response_id))
+            await session.delete(row)
+
+    async def delete_before(self, time_of: int, most: int) -> int:
+        """Forget up to `most` responses that were made before that time; how many there were.
+
+        One that still runs stays, and so does one that another continues: that is deleted first, once it is old too.
+        """
+        later = aliased(ResponseRow)
+        old = select(ResponseRow.id).where(
+            ResponseRow.created_at < time_of,
+            or_(ResponseRow.status.not_in(RUNNING), ResponseRow.alive_until < time.time()),
+            ~exists().where(later.previous_response_id == ResponseRow.id),
+        )
+        async with self._database.transaction() as session:
+            ids = (await session.scalars(old.limit(most))).all()
+            await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id.in_(ids)))
+            await session.execute(delete(ResponseRow).where(ResponseRow.id.in_(ids)))
+        return len(ids)
 
     async def renew(self, response_ids: Iterable[str]) -> set[str]:
         """Extend the leases of responses that run here; returns those that somebody has ended or deleted."""
@@ -125,43 +167,44 @@ class ResponseStore:
             await session.execute(update(ResponseRow).where(running).values(alive_until=time.time() + LEASE_SECONDS))
             return wanted - set(await session.scalars(select(ResponseRow.id).where(running)))
 
-    async def input_items(self, response_id: str) -> list[Item]:
+    async def input_items(self, response_id: str, owner: str | None) -> list[Item]:
         """All that the response was given: the items of those it continues, and its own. Raises 404.
 
         Of a chain from which a response has been deleted, what came after that.
         """
-        items, _ = await self._items(response_id)
+        items, _ = await self._items(response_id, owner)
         return [item for item, own_output in items if not own_output]
 
-    async def history(self, response_id: str) -> list[Item]:
+    async def history(self, response_id: str, owner: str | None) -> list[Item]:
         """What a response that continues this one begins with.
 
         Raises 404 for an unknown id and 400 when this response, or one that it continues, cannot be continued.
         """
-        response = await self.get(response_id)
+        response = await self.get(response_id, owner)
         if response.status in RUNNING:
             message = f"previous_response_id is {response_id!r}, which is still {response.status}"
             raise APIError(400, message, param="previous_response_id", code="response_not_complete")
-        items, missing = await self._items(response_id)
+        items, missing = await self._items(response_id, owner)
         if missing is not None:
             message = f"previous_response_id is {response_id!r}, which goes back to {missing!r}, which has been deleted"
             raise APIError(400, message, param="previous_response_id", code="previous_response_not_found")
         return [item for item, _ in items]
 
-    async def item(self, item_id: str) -> Item | None:
+    async def item(self, item_id: str, owner: str | None) -> Item | None:
         """The latest stored item of that id."""
+        own = select(ResponseItemRow.body).join(ResponseRow).where(ResponseRow.owner == owner)
         async with self._database.session() as session:
-            found = await session.scalar(
-                select(ResponseItemRow.body).where(ResponseItemRow.item_id == item_id).limit(1)
-            )
+            found = await session.scalar(own.where(ResponseItemRow.item_id == item_id).limit(1))
         return None if found is None else _item_decoder.decode(found)
 
-    async def _items(self, response_id: str) -> tuple[list[tuple[Item, bool]], str | None]:
+    async def _items(self, response_id: str, owner: str | None) -> tuple[list[tuple[Item, bool]], str | None]:
         """Items of a response and all it continues, oldest first; true marks the response's own output.
 
         The second value is the id at which the chain is broken by a deletion.
         """
-        first = select(ResponseRow.id, ResponseRow.previous_response_id).where(ResponseRow.id == response_id)
+        first = select(ResponseRow.id, ResponseRow.previous_response_id).where(
+            ResponseRow.id == response_id, ResponseRow.owner == owner
+        )
         chain = first.cte("chain", recursive=True)
         earlier = aliased(ResponseRow)
         chain = chain.union(
@@ -191,14 +234,14 @@ class ResponseStore:
         ]
         return items, link
 
-    async def _row(self, response_id: str) -> ResponseRow:
+    async def _row(self, response_id: str, owner: str | None) -> ResponseRow:
         async with self._database.session() as session:
             row = await session.get(ResponseRow, response_id)
-        if row is None:
+        if row is None or row.owner != owner:
             raise not_found(response_id)
         if row.status in RUNNING and (row.alive_until or 0) < time.time():
             await self.end(response_id, "failed", STOPPED)
-            return await self._row(response_id)
+            return await self._row(response_id, owner)
         return row
 
 
@@ -206,10 +249,12 @@ def not_found(response_id: str) -> APIError:
     return APIError(404, f"no response has the id {response_id!r}", param="response_id", code="response_not_found")
 
 
-def _row(response: Response) -> ResponseRow:
+def _row(response: Response, owner: str | None) -> ResponseRow:
     return ResponseRow(
         id=response.id,
+        owner=owner,
         status=response.status,
+        created_at=response.created_at,
         previous_response_id=response.previous_response_id,
         body=msgspec.json.encode(response),
     )

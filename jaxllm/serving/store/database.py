@@ -7,26 +7,38 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, event, make_url
-from sqlalchemy.exc import ArgumentError, InvalidRequestError, OperationalError
+from sqlalchemy import URL, event, func, make_url, select
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, one_line
+from jaxllm.folders import in_home
+from jaxllm.serving.http.api_error import APIError
+
+if TYPE_CHECKING:
+    from jaxllm.serving.store.layout import TableLayout
 
 BUSY_SECONDS = 30.0
 """How long a write to SQLite waits for another process that is writing."""
+_NO_CHARACTER = "22021"
+"""PostgreSQL's code for a text that has what is no character to it: NUL."""
+MIGRATION_LOCK = 0x6A61786C6C6D
+"""The number under which PostgreSQL lets one server at a time look after the tables."""
 
 
 class Base(DeclarativeBase):
-    """The base of every table. Each table is defined by the API whose objects it holds."""
+    """The base of every table. Each table is defined by the API whose objects it holds.
+
+    What changes here needs a file in `versions/`, which brings databases that are there already to it.
+    """
 
 
 def sqlite_url(data_dir: Path) -> URL:
     """Of the default database."""
-    return URL.create("sqlite+aiosqlite", database=str(data_dir.expanduser() / "jaxllm.db"))
+    return URL.create("sqlite+aiosqlite", database=str(in_home(data_dir) / "jaxllm.db"))
 
 
 class Database:
@@ -37,13 +49,14 @@ class Database:
 
     def __init__(self, url: str | URL):
         try:
-            self._url = make_url(url)
+            self._url = _with_driver(make_url(url))
             self._sqlite = self._url.get_backend_name() == "sqlite"
             # Immediate: a transaction that writes queues for SQLite's one write lock instead of failing half-way.
             arguments = {"timeout": BUSY_SECONDS, "isolation_level": "IMMEDIATE"} if self._sqlite else {}
-            self._engine = create_async_engine(self._url, connect_args=arguments)
+            # A connection that a restart of PostgreSQL has cut is found out before it is used.
+            self._engine = create_async_engine(self._url, connect_args=arguments, pool_pre_ping=not self._sqlite)
         except (ArgumentError, InvalidRequestError, ImportError) as error:
-            accepted = "sqlite+aiosqlite:///PATH, or postgresql+asyncpg://… with `pip install jaxllm[postgres]`"
+            accepted = "sqlite+aiosqlite:///PATH, or postgresql://… with `pip install jaxllm[postgres]`"
             raise ConfigError(f"database_url cannot be used ({_first_line(error)}); it must be {accepted}") from None
         if self._sqlite:
             event.listen(self._engine.sync_engine, "connect", _set_pragmas)
@@ -57,26 +70,62 @@ class Database:
         """False as long as nothing can have been stored: SQLite's file is not there."""
         return not self._sqlite or self._path is None or self._path.exists()
 
-    async def open(self) -> None:
-        """Create what is missing of the directory and the tables; does nothing from the second call on."""
+    @property
+    def place(self) -> str:
+        """Where it is, without the password."""
+        return str(self._path) if self._sqlite and self._path is not None else self._url.render_as_string()
+
+    async def open(self) -> TableLayout | None:
+        """Create what is missing of the directory, and bring the tables to the newest version; what was there.
+
+        Does nothing from the second call on.
+
+        Raises:
+            ConfigError: the database cannot be reached, or a newer jaxllm has made its tables.
+        """
         async with self._opening:
             if self._opened:
-                return
+                return None
             if self._sqlite and self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            async with self._engine.connect() as connection:
+            from jaxllm.serving.store.layout import upgrade  # Alembic comes with it, which many a server never needs
+
+            async with self._first_connection() as connection:
                 if self._sqlite:  # two servers may start at once
                     await _log_ahead(connection)
                     await connection.exec_driver_sql("BEGIN IMMEDIATE")
-                await connection.run_sync(_create_tables)
+                elif self._url.get_backend_name() == "postgresql":
+                    await connection.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
+                before = await connection.run_sync(upgrade)
                 await connection.commit()
             self._opened = True
+        return before
+
+    async def layout(self) -> TableLayout:
+        """The version of its tables, which stay as they are. Raises as `open`."""
+        from jaxllm.serving.store.layout import layout_of
+
+        async with self._first_connection() as connection:
+            return await connection.run_sync(layout_of)
+
+    @asynccontextmanager
+    async def _first_connection(self) -> AsyncIterator[AsyncConnection]:
+        failures: tuple[type[Exception], ...] = (OSError, DBAPIError, *_errors_of(self._engine.dialect))
+        try:
+            connection = await self._engine.connect()
+        except failures as error:
+            reason = one_line(error.orig if isinstance(error, DBAPIError) else error)
+            raise ConfigError(f"the database of stored objects ({self.place}) cannot be reached: {reason}") from None
+        try:
+            yield connection
+        finally:
+            await connection.close()
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
         """A session for reading. What is left uncommitted at its end is rolled back."""
         await self.open()
-        async with self._sessions() as session:
+        async with _telling(), self._sessions() as session:
             yield session
 
     @asynccontextmanager
@@ -86,7 +135,7 @@ class Database:
         Keep it short, and never open another inside it.
         """
         await self.open()
-        async with self._writing if self._sqlite else nullcontext(), self._sessions.begin() as session:
+        async with _telling(), self._writing if self._sqlite else nullcontext(), self._sessions.begin() as session:
             yield session
 
     async def close(self) -> None:
@@ -99,8 +148,30 @@ class Database:
         return None if not name or name == ":memory:" else Path(name)
 
 
-def _create_tables(connection: Connection) -> None:
-    Base.metadata.create_all(connection)
+@asynccontextmanager
+async def _telling() -> AsyncIterator[None]:
+    """What PostgreSQL cannot hold is a mistake of the request that brings it, whichever field it is in."""
+    try:
+        yield
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) != _NO_CHARACTER:
+            raise
+        message = "the request has a NUL character in an id, a name or metadata, which the database cannot store"
+        raise APIError(400, message) from None
+
+
+def _with_driver(url: URL) -> URL:
+    """The same for asyncio where a URL names PostgreSQL alone, as most who hand one out write it."""
+    return url.set(drivername="postgresql+asyncpg") if url.drivername in ("postgres", "postgresql") else url
+
+
+def _errors_of(dialect: Any) -> tuple[type[Exception], ...]:
+    """What asyncpg raises before there is a connection, which SQLAlchemy leaves as it is."""
+    if dialect.driver != "asyncpg":
+        return ()
+    from asyncpg import InterfaceError, PostgresError
+
+    return PostgresError, InterfaceError
 
 
 async def _log_ahead(connection: AsyncConnection) -> None:

@@ -32,7 +32,7 @@ async def page_of(
     number = table.number
     query = select(table).where(*conditions)
     if after is not None:
-        cursor = await session.scalar(select(number).where(table.id == after))
+        cursor = await session.scalar(select(number).where(table.id == after, *conditions))
         if cursor is None:
             raise APIError(400, f"after is {shown(after)}, which is the id of nothing in this list", param="after")
         query = query.where(number < cursor if descending else number > cursor)

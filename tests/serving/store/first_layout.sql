@@ -1,4 +1,4 @@
--- The tables of a database that an earlier version made, and an object of each API in them.
+-- The tables of a database that the first version made, and an object of each API in them.
 CREATE TABLE batches (
   endpoint VARCHAR(64) NOT NULL,
   input_file_id VARCHAR(64) NOT NULL,
@@ -88,3 +88,5 @@ INSERT INTO batches (id, endpoint, input_file_id, completion_window, served_mode
 INSERT INTO conversations VALUES ('conv_1', 1700000000, '{"topic":"capitals"}');
 INSERT INTO conversation_items (conversation_id, item_id, body)
   VALUES ('conv_1', 'msg_1', '{"type":"message","id":"msg_1","role":"user","content":[{"type":"input_text","text":"Hi"}],"status":"completed"}');
+INSERT INTO responses (id, status, previous_response_id, body)
+  VALUES ('resp_1', 'completed', NULL, '{"id":"resp_1","created_at":1700000005,"status":"completed","model":"fake","output":[]}');

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -121,16 +120,6 @@ def test_wrong_url_is_one_line_without_the_password(url: str) -> None:
     assert "secret" not in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.fixture
-def earlier(tmp_path: Path) -> Path:
-    """A data directory whose database an earlier version made."""
-    directory = tmp_path / "data"
-    directory.mkdir()
-    with closing(sqlite3.connect(directory / "jaxllm.db")) as connection:
-        connection.executescript((Path(__file__).parent / "first_layout.sql").read_text())
-    return directory
-
-
 def test_an_earlier_versions_objects_are_still_served(
     make_client: Callable[..., TestClient], engine: FakeEngine, earlier: Path
 ) -> None:
@@ -141,22 +130,3 @@ def test_an_earlier_versions_objects_are_still_served(
     assert client.get("/v1/conversations/conv_1/items").json()["data"][0]["content"][0]["text"] == "Hi"
     made = client.post("/v1/responses", json={"input": "And you?", "conversation": "conv_1"})
     assert client.get(f"/v1/responses/{made.json()['id']}").json()["status"] == "completed"
-
-
-def test_tables_are_those_of_earlier_versions(earlier: Path, tmp_path: Path) -> None:
-    """An existing table is used as it is, so a column that it lacks would be missed when it is first read."""
-
-    async def main() -> None:
-        database = Database(sqlite_url(tmp_path / "new"))
-        await database.open()
-        await database.close()
-
-    asyncio.run(main())
-    assert columns(tmp_path / "new") == columns(earlier)
-
-
-def columns(directory: Path) -> set[tuple[str, str, str, bool]]:
-    """(table, column, type, NOT NULL) of all tables."""
-    query = 'SELECT t.name, c.name, c.type, c."notnull" FROM sqlite_master t, pragma_table_info(t.name) c'
-    with closing(sqlite3.connect(directory / "jaxllm.db")) as connection:
-        return {*connection.execute(f"{query} WHERE t.type = 'table'")}
