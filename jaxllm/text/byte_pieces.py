@@ -22,6 +22,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
 
 
 def piece_bytes(piece: str) -> bytes | None:
@@ -34,6 +35,14 @@ def piece_bytes(piece: str) -> bytes | None:
     if all(character in _ALPHABET for character in piece):
         return bytes(_ALPHABET[character] for character in piece)
     return None
+
+
+def byte_level(token: bytes) -> str:
+    """How a byte-level vocabulary spells these bytes.
+
+    Worked example: `byte_level(b" \xe2")` is "Ġâ".
+    """
+    return "".join(_CHARACTERS[byte] for byte in token)
 
 
 def escaped(token: bytes) -> str | None:

@@ -7,41 +7,33 @@ and decoder are code in llama.cpp (src/llama-vocab.cpp), reproduced here as data
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from jaxllm.errors import CheckpointError
+from jaxllm.folders import make_once
 from jaxllm.text.backend import rust_errors
+from jaxllm.text.gguf_ends import FIRST, LAST, around_texts, special_token
+from jaxllm.text.gguf_unigram import unigram
+from jaxllm.text.gguf_word_pieces import word_pieces
+from jaxllm.text.patterns import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_header import GGUFHeader, read_header
 
-_REVISION = 2  # part of the cache key: raise it whenever this file builds something different
+_REVISION = 4  # part of the cache key: raise it whenever this file builds something different
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
-)
+
+class _Ends(NamedTuple):
+    """What encoders have around a text where a file names no tokens; `doubled` says that two are between texts."""
+
+    first: str
+    last: str
+    doubled: bool
 
 
 class _Split(NamedTuple):
@@ -50,18 +42,26 @@ class _Split(NamedTuple):
     patterns: tuple[str, ...]
     whole_words: bool = False
     add_bos: bool = False
+    ends: _Ends | None = None
 
 
 _SPLITS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), _Split((_GPT2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _Split((r"\p{N}", _GPT2))),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Split((_LLAMA3,), whole_words=True, add_bos=True)),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((_LLAMA3,))),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), _Split((_QWEN2,))),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split((_GPT4O,))),
-    "tekken": _Split((_TEKKEN,), whole_words=True, add_bos=True),
-    "seed-coder": _Split((_SEED,)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3))),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4", "mpt"), _Split((GPT2,))),
+    "bloom": _Split((BLOOM,)),
+    "roberta-bpe": _Split((GPT2,), ends=_Ends("<s>", "</s>", doubled=True)),
+    "modern-bert": _Split((GPT2,), ends=_Ends("[CLS]", "[SEP]", doubled=False)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _Split((r"\p{N}", GPT2))),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2"), _Split((LLAMA3,), whole_words=True, add_bos=True)
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Split((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan"), _Split((QWEN2,))),
+    "qwen35": _Split((QWEN35,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split((GPT4O,))),
+    "kimi-k2": _Split((KIMI,), whole_words=True),
+    "tekken": _Split((TEKKEN,), whole_words=True, add_bos=True),
+    "seed-coder": _Split((SEED,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3))),
 }
 
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -77,13 +77,15 @@ _FIELDS: FieldKinds = {
     "tokenizer.ggml.add_bos_token": FLAG,
     "tokenizer.ggml.add_eos_token": FLAG,
     "tokenizer.ggml.add_space_prefix": FLAG,
+    "tokenizer.ggml.remove_extra_whitespaces": FLAG,
+    "tokenizer.ggml.precompiled_charsmap": many(whole(0, 255), 2**24),
     **{
         f"tokenizer.ggml.{name}_token_id": whole(0, 2**32 - 1)
-        for name in ("bos", "eos", "unknown", "padding", "eot", "eom")
+        for name in ("bos", "eos", "unknown", "padding", "eot", "eom", "cls", "seperator", "mask")
     },
     _TEMPLATE: TEXT,
 }
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>")
 
 
 def cached_gguf_tokenizer(path: Path, cache_dir: Path) -> Path:
@@ -94,17 +96,7 @@ def cached_gguf_tokenizer(path: Path, cache_dir: Path) -> Path:
     """
     header = read_header(path)
     target = cache_dir / f"{header.digest[:32]}-{_REVISION}"
-    if not target.is_dir():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=cache_dir, prefix=".building-"))
-        try:
-            write_gguf_tokenizer(path, building)
-            building.rename(target)
-        except OSError:
-            if not target.is_dir():  # another process was faster
-                raise
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+    make_once(target, partial(write_gguf_tokenizer, path))
     return target
 
 
@@ -119,10 +111,12 @@ def write_gguf_tokenizer(path: Path, directory: Path) -> None:
             f"{path}: holds no tokenizer (tokenizer.ggml.tokens); name one with the tokenizer setting"
         )
     backend, add_bos = _build(path, header, tokens)
-    config: dict[str, Any] = {
-        "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token", add_bos),
-        "add_eos_token": metadata.get("tokenizer.ggml.add_eos_token", False),
-    }
+    config: dict[str, Any] = {}
+    if add_bos is not None:
+        config = {
+            "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token", add_bos),
+            "add_eos_token": metadata.get("tokenizer.ggml.add_eos_token", False),
+        }
     for name, key in _SPECIAL_TOKENS.items():
         if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None and token_id < len(tokens):
             config[name] = tokens[token_id]
@@ -133,28 +127,41 @@ def write_gguf_tokenizer(path: Path, directory: Path) -> None:
     _write_json(directory / "generation_config.json", {"eos_token_id": _turn_ends(metadata, tokens)})
 
 
-def _build(path: Path, header: GGUFHeader, tokens: list[str]) -> tuple[Tokenizer, bool]:
+def _build(path: Path, header: GGUFHeader, tokens: list[str]) -> tuple[Tokenizer, bool | None]:
+    """The tokenizer, and whether a text begins with BOS where the file does not say; None where that is settled."""
     model = header.metadata.get("tokenizer.ggml.model")
     kinds = header.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     scores = header.metadata.get("tokenizer.ggml.scores")
     for name, listed in (("token_type", kinds), ("scores", scores)):
         if listed is not None and len(listed) != len(tokens):
             raise CheckpointError(f"{path}: tokenizer.ggml.{name} has {len(listed)} entries for {len(tokens)} tokens")
+    add_bos: bool | None = True
     if model == "llama":
-        backend, add_bos = _sentencepiece(path, header.metadata, tokens, kinds), True
+        backend = _sentencepiece(path, header.metadata, tokens, kinds)
     elif model == "gpt2":
         backend, add_bos = _byte_level(path, header.metadata, tokens)
+    elif model == "gemma4":
+        backend = _gemma4(path, header.metadata, tokens, kinds)
+    elif model == "bert":
+        return word_pieces(path, header.metadata, tokens, kinds), None
+    elif model == "t5":
+        backend, add_bos = unigram(path, header.metadata, tokens, kinds), None
     else:
-        raise CheckpointError(f"{path}: tokenizer.ggml.model is {shown(model)}; supported are 'gpt2' and 'llama'")
+        supported = "'gpt2', 'llama', 'gemma4', 'bert' and 't5'"
+        raise CheckpointError(f"{path}: tokenizer.ggml.model is {shown(model)}; supported are {supported}")
     vocabulary = backend.get_vocab()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind in (_UNKNOWN, _CONTROL)]
     plain = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED and token in vocabulary]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    mask = header.metadata.get("tokenizer.ggml.mask_token_id", len(tokens))
+    masks = tokens[mask : mask + 1]  # RoBERTa's takes the space before it
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True, lstrip=token in masks) for token in special]
+    )
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
     return backend, add_bos
 
 
-def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
+def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool | None]:
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _SPLITS:
         raise CheckpointError(f"{path}: tokenizer.ggml.pre is {shown(pre)}; supported are {', '.join(sorted(_SPLITS))}")
@@ -167,7 +174,13 @@ def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> tupl
         + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    return backend, split.add_bos
+    if split.ends is None:
+        return backend, split.add_bos
+    adds_first, adds_last = (metadata.get(f"tokenizer.ggml.add_{end}_token", True) for end in ("bos", "eos"))
+    first = special_token(path, metadata, tokens, FIRST, split.ends.first) if adds_first else None
+    last = special_token(path, metadata, tokens, LAST, split.ends.last) if adds_last else None
+    backend.post_processor = around_texts(first, last, doubled=split.ends.doubled, ids=vocabulary)
+    return backend, None
 
 
 def _merge(path: Path, merge: str) -> tuple[str, str]:
@@ -190,9 +203,7 @@ def _sentencepiece(path: Path, metadata: dict[str, Any], tokens: list[str], kind
         if scores is None:
             raise CheckpointError(f"{path}: a 'llama' tokenizer needs tokenizer.ggml.scores, which is missing")
         ranks = [-score for score in scores]
-    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
-    merges = implied_merges(tokens, vocabulary, ranks)
-    backend = Tokenizer(_bpe(path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = _over_characters(path, tokens, kinds, implied_merges(tokens, vocabulary, ranks))
     space = normalizers.Replace(" ", "▁")
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
@@ -202,6 +213,23 @@ def _sentencepiece(path: Path, metadata: dict[str, Any], tokens: list[str], kind
         backend.normalizer = space
     backend.decoder = decoders.Sequence(steps)
     return backend
+
+
+def _gemma4(path: Path, metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Tokenizer:
+    """Gemma's BPE over characters with merges that are listed. Nothing merges over the end of a run of newlines."""
+    merges = [_merge(path, merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    backend = _over_characters(path, tokens, kinds, merges)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _over_characters(path: Path, tokens: list[str], kinds: list[int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """BPE over characters, whose bytes stand for those that are no tokens."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
+    return Tokenizer(_bpe(path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
 
 
 def implied_merges(tokens: list[str], vocabulary: dict[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:

@@ -25,7 +25,9 @@ HARMONY_TOKENS = (
 MUSE = "muse"
 """Muse's messages to itself, the user and tools, which have a parser of their own too."""
 MUSE_TOKENS = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
-CHANNELS = (HARMONY, MUSE)
+FUNCTIONARY = "functionary_v32"
+"""functionary v3.2's messages to everybody and to tools, which have a parser of their own, and no reasoning."""
+CHANNELS = (HARMONY, MUSE, FUNCTIONARY)
 """Formats whose answers are messages, calls among them."""
 
 
@@ -101,6 +103,17 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         answer=" to=user<|message|>",
         special=MUSE_TOKENS,
     ),
+    ReasoningFormat(
+        "solar_open",
+        "<|think|>",
+        "<|end|>",
+        (("<|think|>", "<|begin|>"),),
+        behind="<|begin|>assistant",
+        answer="<|content|>",
+        around=("<|begin|>assistant", "<|content|>", "<|end|>", "<|flush|>", "<|calls|>"),
+        special=("<|begin|>", "<|content|>"),
+    ),
+    ReasoningFormat("solar_open2", "<|think:start|>", "<|think:end|>", ("<|think:start|>",)),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",)),

@@ -16,6 +16,7 @@ from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add
 from jaxllm.text.backend import load_backend, rust_errors
 from jaxllm.text.byte_pieces import REPLACEMENT, piece_bytes
 from jaxllm.text.template_process import TemplateProcess
+from jaxllm.text.tiktoken_file import TIKTOKEN_FILE, cached_tiktoken_tokenizer
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
@@ -23,6 +24,8 @@ from jaxllm.weights.gguf_parts import gguf_models
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
+_SMOLLM3_TOOLS = "xml_tools"
+"""What SmolLM3's first template calls the tools; it looks for no other name, and later ones take both."""
 _CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache") / "tokenizers"
 _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
@@ -99,10 +102,14 @@ class Tokenizer:
     def _cut_slack(self) -> int:
         return 1 + max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
-    def encode_pair(self, text: str, other: str) -> list[int]:
-        """Token ids of two texts as one input, as models that compare them were trained on."""
+    def encode_pair(self, text: str, other: str) -> tuple[list[int], int]:
+        """Token ids of two texts as one input, as models that compare them were trained on.
+
+        Also where the tokens of the second type begin, which encoders tell from the first; 0 where all are of one type.
+        """
         with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
-            return self.backend.encode(text, other).ids
+            found = self.backend.encode(text, other)
+        return found.ids, found.type_ids.index(1) if 1 in found.type_ids else 0
 
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a rendered chat: special tokens are those in the text, and no second BOS is put before it."""
@@ -168,9 +175,12 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         template_kwargs = {"tools": None, "documents": None, **template_kwargs}
+        template = self._template(chat_template, with_tools=bool(template_kwargs["tools"]))
+        if template_kwargs["tools"] and _SMOLLM3_TOOLS in template:
+            template_kwargs.setdefault(_SMOLLM3_TOOLS, template_kwargs["tools"])
         return {
             **self.special_tokens,
-            "template": self._template(chat_template, with_tools=bool(template_kwargs["tools"])),
+            "template": template,
             "messages": messages,
             "continue_final_message": continue_final_message,
             "add_generation_prompt": add_generation_prompt,
@@ -196,17 +206,19 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint directory (with tokenizer.json) or of a .gguf file.
+    """The tokenizer of a checkpoint directory (with tokenizer.json, or Kimi's tiktoken.model) or of a .gguf file.
 
-    A GGUF's tokenizer is converted once and kept in `cache_dir` (default ~/.cache/jaxllm/tokenizers).
+    Those of GGUF and tiktoken files are converted once and kept in `cache_dir` (default ~/.cache/jaxllm/tokenizers).
     Raises CheckpointError when there is no tokenizer, it is corrupt, or its kind is unknown.
     """
     return _from_directory(tokenizer_directory(path, cache_dir=cache_dir))
 
 
 def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
-    """The directory with the tokenizer's files, `path` itself or the one that a GGUF's are kept in. Raises as above."""
+    """The directory with the tokenizer's files: `path` itself, or one with converted ones. Raises as above."""
     if path.is_dir() and not (path / "tokenizer.json").exists():
+        if model_file(path, TIKTOKEN_FILE).exists():
+            return cached_tiktoken_tokenizer(path, _kept(cache_dir))
         ggufs = gguf_models(path)
         if len(ggufs) != 1:
             raise CheckpointError(f"{path}: holds no tokenizer.json")
@@ -215,8 +227,11 @@ def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
         return path
     from jaxllm.text.gguf_tokenizer import cached_gguf_tokenizer
 
-    kept = cache_or_temporary(cache_dir or _CACHE_DIR, "tokenizers of GGUF files", "set XDG_CACHE_HOME")
-    return cached_gguf_tokenizer(path, kept)
+    return cached_gguf_tokenizer(path, _kept(cache_dir))
+
+
+def _kept(cache_dir: Path | None) -> Path:
+    return cache_or_temporary(cache_dir or _CACHE_DIR, "converted tokenizers", "set XDG_CACHE_HOME")
 
 
 def has_chat_template(path: Path) -> bool:

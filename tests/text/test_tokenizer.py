@@ -157,7 +157,21 @@ def byte_level_gguf(path, specials=("<s>", "</s>"), **more):
 
 
 @pytest.mark.parametrize(
-    "pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "minimax-m2", "gpt-2", "smollm", "deepseek-v3", "glm4"]
+    "pre",
+    [
+        "llama-bpe",
+        "falcon3",
+        "qwen2",
+        "hunyuan",
+        "qwen35",
+        "tekken",
+        "gpt-4o",
+        "minimax-m2",
+        "gpt-2",
+        "smollm",
+        "deepseek-v3",
+        "glm4",
+    ],
 )
 def test_every_split_keeps_the_text(tmp_path, pre):
     tokenizer = load_tokenizer(byte_level_gguf(tmp_path / "x.gguf", pre=pre), cache_dir=tmp_path)
@@ -184,6 +198,20 @@ def test_splits(tmp_path, pre, pieces):
     assert [text[start:stop] for _, (start, stop) in found] == pieces
 
 
+def test_marks_belong_to_the_words_of_qwen_3_5(tmp_path):
+    """As the expression of transformers' own tokenizer has them; in Qwen 2's a mark ends a word."""
+    from tokenizers import Regex, pre_tokenizers
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+
+    text = "हिन्दी स्वागत  I'LL see 12345 —\n\n x é\u0301.\u0301\r\n"
+    exact = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated").pre_tokenize_str(text)
+    pieces = {}
+    for pre in ("qwen35", "qwen2"):
+        tokenizer = load_tokenizer(byte_level_gguf(tmp_path / f"{pre}.gguf", pre=pre), cache_dir=tmp_path)
+        pieces[pre] = [span for _, span in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert pieces["qwen35"] == [span for _, span in exact] != pieces["qwen2"]
+
+
 def test_an_unknown_split_is_refused(tmp_path):
     for pre in ("my-own-bpe", None):
         with pytest.raises(CheckpointError, match=rf"tokenizer.ggml.pre is {pre!r}; supported are .*llama-bpe.*smollm"):
@@ -192,8 +220,11 @@ def test_an_unknown_split_is_refused(tmp_path):
 
 
 def test_an_unknown_model_and_none_at_all_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.model is 't5'; supported are 'gpt2' and 'llama'"):
-        load_tokenizer(byte_level_gguf(tmp_path / "x.gguf", model="t5"), cache_dir=tmp_path)
+    with pytest.raises(
+        CheckpointError,
+        match=r"tokenizer\.ggml\.model is 'rwkv'; supported are 'gpt2', 'llama', 'gemma4', 'bert' and 't5'",
+    ):
+        load_tokenizer(byte_level_gguf(tmp_path / "x.gguf", model="rwkv"), cache_dir=tmp_path)
     writer = gguf.GGUFWriter(tmp_path / "bare.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -235,6 +266,23 @@ def test_sentencepiece_with_byte_fallback_and_space_prefix(tmp_path):
     assert plain.token_text(plain.backend.token_to_id("▁ab")) == " ab"
     bare = load_tokenizer(write_gguf(tmp_path / "y.gguf", add_space_prefix=False, **more), cache_dir=tmp_path)
     assert [bare.backend.id_to_token(token) for token in bare.encode("ab a")] == ["<s>", "ab", "▁a"]
+
+
+def test_gemma_4_merges_as_listed_and_never_past_newlines(tmp_path):
+    """As llama.cpp: spaces are written ▁, runs of newlines stand by themselves, other characters are bytes."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "a", "b", "\n", "▁a", "ab", "▁ab", "\n\n", "a\n", "<turn|>"]
+    types = [3, 3, 3, 2, *[6] * 256, *[1] * 9, 3]
+    merges = ["a \n", "a b", "▁ ab", "▁ a", "\n \n"]
+    path = write_gguf(
+        tmp_path / "x.gguf", tokens=tokens, types=types, merges=merges, model="gemma4", pre=None,
+        architecture="gemma4", bos_token_id=2, eos_token_id=1, unk_token_id=3, chat_template="{{ messages }}<turn|>",
+    )  # fmt: skip
+    tokenizer = load_tokenizer(path, cache_dir=tmp_path)
+    pieces = [tokenizer.backend.id_to_token(token) for token in tokenizer.encode(" ab a\n\n\n aé")]
+    assert pieces == ["<bos>", "▁ab", "▁a", "\n\n", "\n", "▁a", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode(" ab a\n\n\n aé")) == " ab a\n\n\n aé"
+    assert tokenizer.eos_token_ids == [1, len(tokens) - 1]
 
 
 # Hugging Face directories
@@ -301,7 +349,7 @@ def test_a_pair_is_one_input(tmp_path):
     tokenizer = load_tokenizer(
         write_directory(tmp_path, {"bos_token": "<s>", "eos_token": "</s>", "add_eos_token": True})
     )
-    pair = tokenizer.decode(tokenizer.encode_pair("a", "b"), skip_special_tokens=False)
+    pair = tokenizer.decode(tokenizer.encode_pair("a", "b")[0], skip_special_tokens=False)
     assert pair == "<s>a</s><s>b</s>"  # as transformers writes its templates for two texts
 
 
@@ -330,6 +378,14 @@ def test_chat_template_sources(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(InvalidRequestError, match="it has templates named tool_use"):
         load_tokenizer(tmp_path).apply_chat_template(HI)
+
+
+def test_smollm3s_first_template_gets_tools_by_the_name_that_it_knows(tmp_path):
+    named = "{%- if xml_tools -%}{%- for tool in xml_tools[:] -%}{{ tool.name }}{%- endfor -%}{%- endif -%}."
+    tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": named}))
+    assert tokenizer.apply_chat_template(HI) == "."
+    assert tokenizer.apply_chat_template(HI, tools=[{"name": "get_time"}]) == "get_time."
+    assert tokenizer.apply_chat_template(HI, tools=[{"name": "a"}], xml_tools=[{"name": "b"}]) == "b."
 
 
 def test_rendered_bos_is_not_doubled(tmp_path):
