@@ -49,8 +49,10 @@ def attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    slopes: Float[Array, "H"] | None = None,
     value_dim: int | None = None,
     rotary: Rotary | None = None,
     norms: HeadNorms | None = None,
@@ -59,7 +61,7 @@ def attention(
 
     Args:
         q, k, v: float32 or bfloat16, all the same. Without `v` pages are `(latent,)` and a value is the first
-            `value_dim` channels of a key.
+            `value_dim` channels of a key. With no heads in `k` and `v` nothing is written.
         pages: `[N, K, page_size, D]`, float32, or uint16 for the bits of bfloat16; or `[N, K, page_size, D + 4]`, int8
             or uint8 (the bits of e4m3), of codes with the bytes of their float32 scale behind them. Updated in place
             when donated. What is not finite is stored as zero.
@@ -89,7 +91,7 @@ def attention(
     if v is not None:
         arguments += [v, pages[1]]
         aliases[7] = 2
-    extra = [] if sinks is None else [sinks]
+    extra = [x for x in (sinks, slopes) if x is not None]
     extra += [] if rotary is None else [rotary.cos, rotary.sin]
     extra += [] if norms is None else [norms.q, norms.k]
     arguments += [x.astype(jnp.float32) for x in extra]
@@ -100,8 +102,10 @@ def attention(
         scale=np.float32(scale),
         softcap=np.float32(softcap or 0),
         window=np.int64(window or 0),
+        chunked=chunked,
         latent=latent,
         sinks=sinks is not None,
+        slopes=slopes is not None,
         rotary=rotary is not None,
         interleaved=rotary is not None and rotary.interleaved,
         norms=norms is not None,

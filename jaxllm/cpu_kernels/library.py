@@ -33,6 +33,10 @@ TARGETS = (
     "jaxllm_log_sum_exp",
     "jaxllm_normalise",
     "jaxllm_running_weights",
+    "jaxllm_causal_conv",
+    "jaxllm_delta_rule",
+    "jaxllm_ssd",
+    "jaxllm_low_rank",
     "jaxllm_zeros",
 )
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxllm.cpu_kernels.adapters import AdapterArrays, AdapterUses
 from jaxllm.cpu_kernels.library import call
 from jaxllm.cpu_kernels.tiles import number, tile_inputs
 
@@ -58,7 +59,8 @@ def linear(
 
     `x` is float32 or bfloat16. With integer formats activations are quantized to int8 with a scale per 32 inputs; with
     bf16 weights they are rounded to bf16 where the CPU multiplies those. Sums are float32, and a row's result does not
-    depend on the other rows. A row that holds a NaN or an infinity comes out NaN.
+    depend on the other rows. A row that holds a NaN or an infinity comes out NaN. Rows of zeros at the end, which pad a
+    batch, are not multiplied: their products are zeros, whatever the weights hold.
     """
     return linears(x, (Tiles(tiles, format, rows),), norm=norm, residual=residual)[0]
 
@@ -69,8 +71,12 @@ def linears(
     *,
     norm: RowNorm | None = None,
     residual: Float[Array, "... o"] | None = None,
+    adapters: tuple[AdapterArrays, AdapterUses] | None = None,
 ) -> tuple[Float[Array, "... o"], ...]:
-    """`linear` with several matrices of any formats in one call: a result for each. `residual` is for one alone."""
+    """`linear` with several matrices of any formats in one call: a result for each. `residual` is for one alone.
+
+    What the tokens' `adapters` give for the normalised `x` is added, as `low_rank` would: the matrices are the parts.
+    """
     if residual is not None and len(weights) != 1:
         raise ValueError(f"a residual goes with one matrix, not {len(weights)}")
     shapes = tuple(ShapeDtypeStruct((*x.shape[:-1], w.rows), jnp.float32) for w in weights)
@@ -81,8 +87,10 @@ def linears(
             *(operand for w in weights for operand in w.operands),
             *_norm_arguments(norm),
             *more,
+            *(array for arrays in adapters or () for array in arrays),
             formats=np.array([number(w.format) for w in weights], np.int64),
             residual=residual is not None,
+            adapters=adapters is not None,
             **_norm_attributes(norm),
         )
     )
@@ -97,11 +105,13 @@ def mlp(
     *,
     norm: RowNorm | None = None,
     residual: Float[Array, "... o"] | None = None,
+    adapters: tuple[AdapterArrays, AdapterArrays, AdapterUses] | None = None,
 ) -> Float[Array, "... o"]:
     """`(activation(x @ gate.T) * (x @ up.T)) @ down.T + residual`, float32, as two calls of `linear` would have it.
 
     `activation` is one of `ACTIVATIONS`. What is between the products lies in memory as `down` takes it: with integer
-    formats as codes, a quarter of the floats.
+    formats as codes, a quarter of the floats. `adapters` add to gate and up, with the first tables, and to down, with
+    the second.
     """
     if activation not in ACTIVATIONS or gate.rows != up.rows:
         raise ValueError(
@@ -115,10 +125,12 @@ def mlp(
         *(operand for w in (gate, up, down) for operand in w.operands),
         *_norm_arguments(norm),
         *more,
+        *(array for arrays in adapters or () for array in arrays),
         formats=np.array([number(w.format) for w in (gate, up, down)], np.int64),
         hidden=np.int64(gate.rows),
         activation=np.int64(ACTIVATIONS.index(activation)),
         residual=residual is not None,
+        adapters=adapters is not None,
         **_norm_attributes(norm),
     )
 

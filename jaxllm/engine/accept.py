@@ -67,6 +67,7 @@ class Results:
             delta.num_cached_tokens = max(request.num_cached, 0)
             delta.prompt_logprobs = None if request.prompt_scores is None else request.prompt_scores.finish()
             delta.first_scheduled_time = request.first_scheduled_time
+        delta.captured, request.captured = request.captured, []
         settled = len(result.tokens)
         self._take(request, result.tokens, delta)
         if vocabulary is not None:
@@ -159,16 +160,17 @@ def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingPara
 
 
 def store_scores(score: Score) -> None:
-    """Keep a prompt's scores: rows i … of them are of its tokens i + 1 …"""
-    scores, positions = score.request.prompt_scores, score.positions
+    """Keep a prompt's scores: their first row is of the first token that is scored."""
+    request, positions = score.request, score.positions
+    scores, first = request.prompt_scores, request.scores_from
     assert scores is not None
-    rows, count = slice(positions.start - 1, positions.stop - 1), len(positions)
+    rows, found = slice(positions.start - first, positions.stop - first), slice(score.row, score.row + len(positions))
     if not isinstance(score.result, Logprobs):
-        scores.logprobs[rows] = np.asarray(score.result)[:count]
+        scores.logprobs[rows] = np.asarray(score.result)[found]
         return
-    host = on_host(score.result)
+    host = Logprobs(*(array[found] for array in on_host(score.result)))
     others = scores.ids.shape[1] - 1
-    scores.ids[rows] = np.column_stack([score.targets, host.top_ids[:count, :others]])
-    scores.logprobs[rows] = np.column_stack([host.chosen[:count], host.top[:count, :others]])
-    scores.ranks[rows, 0] = host.rank[:count]
+    scores.ids[rows] = np.column_stack([scores.tokens[rows], host.top_ids[:, :others]])
+    scores.logprobs[rows] = np.column_stack([host.chosen, host.top[:, :others]])
+    scores.ranks[rows, 0] = host.rank
     scores.ranks[rows, 1:] = np.arange(1, others + 1)

@@ -9,12 +9,13 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from jaxllm.engine.accept import Results, store_scores
+from jaxllm.engine.adapters.store import AdapterStore, check_adapters
 from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
@@ -22,12 +23,14 @@ from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.idle_check import IdleCheck
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
-from jaxllm.engine.messages import STEP_TOKENS, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.messages import STEP_TOKENS, CapturedRows, EngineRequest, EngineStats, TokenDelta
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.scheduler import Batch, Scheduler
+from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.thinking_budget import Thinking
+from jaxllm.engine.work import Batch
 from jaxllm.errors import InvalidRequestError
+from jaxllm.models.parts import LiveModel
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.text.bad_words import spellings
 
@@ -52,20 +55,27 @@ class EngineCore:
         eos_token_ids: Sequence[int],
         seed: int = 0,
         grammars: Grammars | None = None,
+        adapters: AdapterStore | None = None,
+        model: LiveModel | None = None,
     ):
+        """`model` is there for those who take it apart."""
+        self.model = model
         self._scheduler = scheduler
         self._pool = pool
-        self._idle_check = IdleCheck(pool, scheduler.states)
+        self._idle_check = IdleCheck(pool, scheduler.states, scheduler.adapters)
         self._runner = runner
         self._tokenizer = tokenizer
         self._results = Results(tokenizer, eos_token_ids)
         self._grammars = grammars
+        self._adapters = adapters
         self._preparing = Jobs("prepare", urgent_threads=PREPARING_THREADS)
         self._constraining = Jobs("constrain", urgent_threads=GRAMMAR_THREADS)
         """The same for requests with a grammar, which may take seconds: only others like them wait for those."""
         self._prepared: queue.SimpleQueue[tuple[Request, Future[Constraint | None]]] = queue.SimpleQueue()
         self.on_prepared: Callable[[], None] = lambda: None
         """Called on another thread when a request has become ready to be scheduled: wakes the loop."""
+        self.on_begin: Callable[[list[str]], None] = lambda request_ids: None
+        """Called with the requests that get their place, before their first step."""
         self._seeds = random.Random(seed)
         self._requests: dict[str, Request] = {}
         self._failed: list[TokenDelta] = []
@@ -76,7 +86,7 @@ class EngineCore:
         self._generation_tokens = 0
         self._drafts = 0
         self._draft_tokens = 0
-        self._accepted_by_position = [0] * scheduler.num_drafts
+        self._accepted_by_position = [0] * scheduler.ahead.drafts.most
         self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._step_tokens = 0
         self._host_seconds = 0.0
@@ -109,7 +119,7 @@ class EngineCore:
     def _begin(self, request: Request) -> None:
         params = request.params
         request.status = Status.PREPARING
-        request.prefix_node = request.cache_salt
+        request.prefix_node = request.cache_root
         if self._tokenizer is not None and params.bad_words:
             request.bad_words = spellings(self._tokenizer, params.bad_words)
         self._results.begin(request)
@@ -118,14 +128,25 @@ class EngineCore:
         if params.prompt_logprobs is not None:
             whole = params.prompt_logprobs == -1
             width = self._runner.vocab_size if whole else 1 + params.prompt_logprobs
-            request.prompt_scores = PromptScores.empty(request.token_ids, width, whole=whole)
+            tokens = request.token_ids[request.scores_from - 1 :]
+            request.prompt_scores = PromptScores.empty(tokens, width, whole=whole)
+        if request.adapters:
+            check_adapters(request.adapters, self._scheduler.adapters.count)
         self._runner.prepare(request)
         missing = self._runner.missing(request)
-        if missing or params.structured_outputs is not None:
+        if missing or params.structured_outputs is not None or not self._has_adapters(request):
             self._prepare(request, missing)
         else:
             request.status = Status.WAITING
             self._scheduler.add(request)
+
+    def _has_adapters(self, request: Request) -> bool:
+        """Whether its adapters have been read, which it is given then."""
+        if request.adapters:
+            assert self._adapters is not None
+            known = [self._adapters.known(use) for use in request.adapters]
+            request.adapter_rows = tuple(rows for rows in known if rows is not None)
+        return len(request.adapter_rows) == len(request.adapters)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests and free their pages; unknown and finished ids are ignored."""
@@ -143,6 +164,8 @@ class EngineCore:
         began = time.thread_time()
         deltas = self._start_prepared()
         batch = self._scheduler.schedule()
+        if batch.admitted:
+            self.on_begin([request.request_id for request in batch.admitted])
         handle = self._runner.dispatch(batch) if batch.chunks else None
         if handle is not None:
             self._count_steps(batch)
@@ -191,6 +214,17 @@ class EngineCore:
             ready=True,
         )
 
+    def unembed(self, states: np.ndarray, normed: bool) -> np.ndarray:
+        """The logits `[n, V]` of states `[n, E]`, as many as a step takes at a time: fewer rows than given are left.
+
+        States pass the last norm first unless they are `normed`.
+        """
+        return self._runner.unembed(states[: self._runner.most_rows], normed)
+
+    def keep_weights(self, file: BinaryIO) -> None:
+        """Leave the weights in a file, for another engine of the same plan; this one runs no step any more."""
+        self._runner.keep_weights(file)
+
     def close(self) -> None:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.close()
@@ -198,9 +232,11 @@ class EngineCore:
         self._constraining.close()
 
     def _prepare(self, request: Request, missing: list[Key]) -> None:
-        """Get ready on a thread what only this request waits for: its grammar, executables that few requests need."""
+        """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need."""
 
         def prepare() -> Constraint | None:
+            if self._adapters is not None:
+                request.adapter_rows = tuple(self._adapters.read(use) for use in request.adapters)
             for key in missing:
                 self._runner.compile(key)
             outputs = request.params.structured_outputs
@@ -243,6 +279,9 @@ class EngineCore:
         for score in handle.scores:
             if score.request.status is not Status.FINISHED:
                 store_scores(score)
+        for recorded in handle.recorded:
+            if recorded.request.status is not Status.FINISHED:
+                recorded.request.captured.append(CapturedRows(recorded.positions, recorded.values().tobytes()))
         logprobs = handle.logprobs()
         deltas = self._read_pooled(handle)
         for result in handle.results():
@@ -286,6 +325,7 @@ class EngineCore:
             num_cached_tokens=max(request.num_cached, 0),
             first_scheduled_time=request.first_scheduled_time,
             num_preemptions=request.num_preemptions,
+            padding=request.padding,
         )
 
     def _count_steps(self, batch: Batch) -> None:
@@ -305,6 +345,8 @@ class EngineCore:
         if result.num_drafted:
             self._drafts += 1
             self._draft_tokens += result.num_drafted
+            result.request.num_drafted += result.num_drafted
+            result.request.num_taken += len(result.tokens) - 1
             for place in range(len(result.tokens) - 1):
                 self._accepted_by_position[place] += 1
 
@@ -318,7 +360,9 @@ class EngineCore:
         self._scheduler.accept(request, delta.token_ids, settled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            delta.num_preemptions = request.num_preemptions
+            delta.num_preemptions, delta.padding = request.num_preemptions, request.padding
+            delta.num_drafted, delta.num_taken = request.num_drafted, request.num_taken
+            self._runner.remember_answer(request)
             self._forget(request)
         return delta
 

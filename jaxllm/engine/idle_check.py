@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from jaxllm.engine.adapters.places import AdapterPlaces
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.state_cache import StateCache
 
@@ -20,9 +21,10 @@ class IdleCheck:
     The engine goes on with what is left. A fault is reported once, and again when it changes.
     """
 
-    def __init__(self, pool: PagePool, states: StateCache | None = None):
+    def __init__(self, pool: PagePool, states: StateCache | None = None, adapters: AdapterPlaces | None = None):
         self._pool = pool
         self._states = states
+        self._adapters = adapters
         self._last = -FULL_CHECK_SECONDS
         self._known: tuple[str, int] | None = None
 
@@ -37,6 +39,8 @@ class IdleCheck:
             pool.check([])
             if self._states is not None:
                 self._states.check([])
+            if self._adapters is not None:
+                self._adapters.check([])
             fault = None
         except AssertionError as error:
             fault = (str(error).partition("\n")[0], lost)

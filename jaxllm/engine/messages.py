@@ -7,14 +7,19 @@ without either side knowing.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from jaxllm.looking import What
+from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.captures import CaptureParams
 from jaxllm.requests.outputs import RankedLogprobs
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
+from jaxllm.requests.steering import Steering
 from jaxllm.requests.tasks import ModelTasks
 
 
@@ -31,6 +36,26 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     pooling: PoolingParams | None = None
+    second_text: int = 0
+    """Where the second of two texts begins, which an encoder tells from the first; 0 where there is one."""
+    group: str = ""
+    """What it belongs to, such as an API key: where several wait or run, groups get alike of the engine."""
+    adapters: tuple[AdapterUse, ...] = ()
+    """What is added to the model's weights for this request."""
+    scores_from: int = 1
+    """The first token of the prompt whose log-probability is wanted, where `prompt_logprobs` asks for any. The tokens
+    before it may come from the prefix cache."""
+    capture: CaptureParams | None = None
+    """Activations that are wanted of it."""
+    steering: Steering | None = None
+    """What is added to its residual stream."""
+
+
+class CapturedRows(msgspec.Struct):
+    """Activations of some tokens of a request: float32, `[activations, positions, E]`."""
+
+    positions: list[int]
+    values: bytes
 
 
 class TokenDelta(msgspec.Struct, kw_only=True):
@@ -39,9 +64,12 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     `text` holds back anything that may still become a stop string or an unfinished character. `logprobs` has one
     entry a new token, each a list of (token id, Logprob) with the chosen token first; those of the whole vocabulary
     travel as `vocabulary`, float32 rows by token id, of which the front door makes `logprobs`. `prompt_logprobs` and
-    `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last, and
-    has the `num_preemptions`; of one that failed it has the `error`, and is `invalid` where the request itself is to
-    blame. `pooled` are float32 values, little-endian, of a request with pooling.
+    `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last, and has the
+    `num_preemptions` and the `padding`: the request's share of the padding rows that its steps ran; and how many tokens
+    were `num_drafted`, and `num_taken` of those. That of one that
+    failed has the `error`, and is `invalid` where the request itself is to blame. `pooled` are float32 values,
+    little-endian, of a request with pooling. `captured` are activations of tokens that were run since the last delta;
+    those of a token may come again, and take the place of the earlier ones.
     """
 
     request_id: str
@@ -57,7 +85,15 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     invalid: bool = False
     first_scheduled_time: float | None = None
     pooled: bytes | None = None
+    captured: list[CapturedRows] = []
     num_preemptions: int = 0
+    padding: float = 0.0
+    num_drafted: int = 0
+    num_taken: int = 0
+    is_dead: bool = False
+    """With an `error`: its engine has died, and others go on."""
+    had_begun: bool = False
+    """With `is_dead`: see `EngineClient.has_begun`."""
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -126,6 +162,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     state_cache_memory: int | None = None
     """With these in its config another engine has as many pages and states, whatever memory is free then."""
     hidden_size: int = 0
+    num_layers: int = 0
     num_parameters: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
@@ -133,12 +170,22 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """The checkpoint's generation_config."""
     max_logprobs: int = MAX_LOGPROBS
     """Most that a request may ask for at a position; -1 for the whole vocabulary."""
+    platform: str = ""
+    """Of its devices, as JAX calls it."""
+
+
+LookAt = Callable[[What, float], bytes]
+"""Looks at a process, see jaxllm.looking.look. Raises EngineDeadError where it has ended."""
 
 
 class EngineClient(Protocol):
     """A front door's hold on an engine loop. All methods may be called from any thread."""
 
     info: EngineInfo
+
+    @property
+    def last_turn(self) -> float:
+        """When the loop last said what a step gave, on the monotonic clock."""
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; never waits. Raises EngineDeadError when the loop has stopped."""
@@ -151,6 +198,21 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """The newest statistics."""
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether the loop has computed something of an unfinished sequence, or died when it began to."""
+
+    @property
+    def processes(self) -> dict[str, LookAt]:
+        """How to look at each process of its own, by its number among several; none where the loop is a thread."""
+
+    def keep_weights(self) -> None:
+        """Stop the loop and release the device, leaving the weights for the next engine; blocks until it is done.
+
+        Raises:
+            ConfigError: its loop runs in a thread, which does not release its device.
+            EngineDeadError: it ended before it had left them.
+        """
 
     def shutdown(self) -> None:
         """Stop the loop and release the device; idempotent."""

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.engine.messages import EngineRequest
+from jaxllm.engine.messages import CapturedRows, EngineRequest
 from jaxllm.engine.page_pool import PrefixNode
+from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.captures import CaptureParams
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import ScoresInProgress
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.steering import Steering
 
 if TYPE_CHECKING:
+    from jaxllm.engine.adapters.reading import Rows
+    from jaxllm.engine.draft_depth import DraftRecord
     from jaxllm.engine.grammar import Constraint
     from jaxllm.engine.settings import Settings
     from jaxllm.engine.thinking_budget import Thinking
@@ -47,6 +52,8 @@ class Request:
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None
+    group: str = ""
+    """Requests of different groups take turns, and share what there is."""
     max_total: int = 0
     """Prompt and generated tokens at which it must stop."""
     seed: int = 0
@@ -55,6 +62,14 @@ class Request:
 
     status: Status = Status.WAITING
     num_inflight: int = 0
+    num_unsettled: int = 0
+    """How many of those may turn out not to be tokens: drafts under way, of which the device takes some."""
+    draft_record: DraftRecord | None = None
+    """What has come of the tokens that were tried ahead with it."""
+    num_drafted: int = 0
+    """How many tokens were tried ahead with it, and have been settled."""
+    num_taken: int = 0
+    """How many of those were what the model chose."""
     num_computed: int = 0
     num_admitted: int = 0
     """Where its first chunk since it was last admitted begins: behind the pages found in the prefix cache."""
@@ -75,20 +90,37 @@ class Request:
     slot: int = -1
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
+    padding: float = 0.0
+    """Its share of the padding rows that its steps ran."""
     prompt_scores: ScoresInProgress | None = None
     """Log-probabilities of its prompt, where they are asked for."""
+    scores_from: int = 1
+    """The first token of the prompt that they are of."""
+    capture: CaptureParams | None = None
+    """Activations that are wanted of it."""
+    steering: Steering | None = None
+    """What is added to its residual stream."""
+    captured: list[CapturedRows] = field(default_factory=list)
+    """What has reached the host of them, and its caller has not been told."""
     constraint: Constraint | None = None
     """Its place in the grammar that its tokens must follow."""
     thinking: Thinking | None = None
     """Its reasoning, while that has a budget and is not over."""
     pooling: PoolingParams | None = None
     """What is read off the hidden states instead of sampling."""
+    second_text: int = 0
+    """Where the second of two texts begins, which an encoder tells from the first; 0 where there is one."""
     pooled: np.ndarray | None = None
     """What of it has reached the host."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that spell bad_words."""
     settings: Settings | None = None
     """What its slot will be told of it."""
+    adapters: tuple[AdapterUse, ...] = ()
+    adapter_rows: tuple[Rows, ...] = ()
+    """What each of its adapters adds to the model, in host memory."""
+    adapter_places: list[int] = field(default_factory=list)
+    """Where each of its adapters is on the devices while it runs."""
 
     @classmethod
     def from_message(cls, message: EngineRequest, max_model_len: int, seed: int) -> Request:
@@ -105,10 +137,16 @@ class Request:
             arrival_time=message.arrival_time,
             priority=message.priority,
             cache_salt=message.cache_salt,
+            group=message.group,
             max_total=most if message.pooling is None else prompt + 1,  # never sampled: done when the prompt is
             seed=seed if params.seed is None else params.seed,
             rotary_len=prompt,
             pooling=message.pooling,
+            second_text=message.second_text,
+            adapters=message.adapters,
+            scores_from=message.scores_from,
+            capture=message.capture,
+            steering=message.steering,
         )
 
     def add_pooled(self, values: np.ndarray, first: bool) -> None:
@@ -137,6 +175,21 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def adapter_ids(self) -> list[int]:
+        """What its adapters are known by."""
+        return [use.id for use in self.adapters]
+
+    @property
+    def cache_root(self) -> PrefixNode:
+        """Only requests with the same one share cached prefixes: their salt, what is added to the weights, and what
+        steers them.
+        """
+        if not self.adapters and self.steering is None:
+            return self.cache_salt
+        steered = () if self.steering is None else (self.steering.digest,)
+        return (self.cache_salt, *((use.id, use.scale) for use in self.adapters), *steered)
+
+    @property
     def order(self) -> tuple[int, float, str]:
         """Who goes first: lower priority value, then earlier arrival."""
         return (self.priority, self.arrival_time, self.request_id)
@@ -153,15 +206,19 @@ class Request:
         return self.constraint is not None or (thinking is not None and self.num_inflight > thinking.left)
 
     @property
-    def reads_prompt(self) -> bool:
-        """Every hidden state of the prompt is needed, so none of it may come from the prefix cache."""
-        pools_all = self.pooling is not None and self.pooling.kind in ("mean", "cls")
-        return self.params.prompt_logprobs is not None or pools_all
+    def first_read(self) -> int:
+        """The first token whose hidden state is needed: only those before it may come from the prefix cache."""
+        if self.pooling is not None and self.pooling.kind in ("mean", "cls"):
+            return 0
+        first = len(self.token_ids) - 1
+        if self.params.prompt_logprobs is not None:
+            first = min(first, self.scores_from - 1)
+        return first if self.capture is None else min(first, self.capture.first(self.num_prompt))
 
     @property
     def reads_hidden(self) -> bool:
-        """More than its next token is read from the hidden states of its steps."""
-        return self.pooling is not None or self.params.wants_vocabulary
+        """More than its next token is read from its steps."""
+        return self.pooling is not None or self.params.wants_vocabulary or self.capture is not None
 
     @property
     def fast_forwards(self) -> bool:

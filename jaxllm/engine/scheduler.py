@@ -4,61 +4,20 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
+from jaxllm.engine.adapters.places import AdapterPlaces
+from jaxllm.engine.draft_depth import DraftDepth
+from jaxllm.engine.fair_queue import FairQueue
+from jaxllm.engine.fair_shares import Sharers, gives_way, in_turn, preempted_first, prompt_shares
 from jaxllm.engine.page_pool import PagePool, PrefixNode
 from jaxllm.engine.request import Request, Status
+from jaxllm.engine.run_ahead import RunAhead
 from jaxllm.engine.state_cache import StateCache
+from jaxllm.engine.work import Batch, Chunk
 from jaxllm.models.config import LengthRule
-
-
-@dataclass
-class Chunk:
-    """Tokens `start … start + length - 1` of one request; if `num_sampled` is not 0, its end chooses new tokens.
-
-    A decode may choose several, one behind another: every one of them but the last is run as well. Where drafts are
-    tried, `num_sampled` is the most it can be, and so is `start` as long as a step before has not been read.
-    """
-
-    request: Request
-    start: int
-    length: int
-    num_sampled: int
-    state_read: int = 0
-    """The row of the state that it goes on from; 0 is its slot's."""
-    state_kept: int = 0
-    """The row that the state after its sequence's first `kept_tokens` tokens is kept in; 0 for none."""
-    kept_tokens: int = 0
-
-
-@dataclass
-class Batch:
-    """One step's work: chunks of one token come first, in the kernels' order."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    num_decodes: int = 0
-    """Leading chunks of exactly one token."""
-    admitted: list[Request] = field(default_factory=list)
-    num_steps: int = 1
-    """How many tokens a decode gives each request, one after another."""
-    drafts: bool = False
-    """A decode tries as many drafted tokens with each request as its chunk may sample, less one."""
-    masked: bool = False
-    """The host has a say in some token that is sampled, once it has seen the one before: a grammar's, or a budget's."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-    @property
-    def decode_only(self) -> bool:
-        """Every chunk is one token that samples, and nothing else is read from its hidden states: one executable does
-        it all.
-        """
-        return all(chunk.length == 1 and chunk.num_sampled and not chunk.request.reads_hidden for chunk in self.chunks)
 
 
 @dataclass
@@ -75,6 +34,9 @@ class Scheduler:
 
     Requests go by priority, then by arrival. When pages run out the last in that order is preempted: its pages go back,
     and it is recomputed later from the tokens it has. Nothing is ever aborted for lack of pages.
+
+    Where requests of several groups wait or run at one priority, the groups take turns and share a step's prompt
+    tokens, and the one with most running is preempted first, also where another's request finds no slot or no page.
     """
 
     def __init__(
@@ -86,24 +48,24 @@ class Scheduler:
         length_rule: LengthRule | None = None,
         decode_steps: int = 1,
         states: StateCache | None = None,
-        num_drafts: int = 0,
+        drafts: DraftDepth | None = None,
+        adapters: AdapterPlaces | None = None,
     ):
         """`states` are kept for a model whose layers have some; without them no prefix of such a model is shared.
 
-        `num_drafts` is the most tokens that a decode tries ahead with each request.
+        `drafts` is the most tokens that a decode tries ahead with each request. `adapters` are the places on the
+        devices that requests with adapters need.
         """
+        self.adapters = adapters or AdapterPlaces(0)
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.length_rule = length_rule
-        self.decode_steps = decode_steps
-        self.num_drafts = num_drafts
+        self.ahead = RunAhead(pool, max_model_len, length_rule, decode_steps, drafts)
         self.states = states
         if states is not None:
             pool.on_forget = states.forget
-        self.waiting: deque[Request] = deque()
-        """In order: preempted requests go back to their place."""
+        self.waiting = FairQueue()
         self.running: list[Request] = []
         """In order as well."""
         self.stats = SchedulerStats()
@@ -115,11 +77,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request in its place."""
-        if not self.waiting or request.order > self.waiting[-1].order:
-            self.waiting.append(request)
-            return
-        place = bisect.bisect([r.order for r in self.waiting], request.order)
-        self.waiting.insert(place, request)
+        self.waiting.add(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, whatever it is doing; its pages are free for the next step."""
@@ -129,30 +87,37 @@ class Scheduler:
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status = Status.FINISHED
+        self.waiting.charge(request, request.num_output)
 
     def schedule(self) -> Batch:
         """Choose the next step's chunks and give them pages. Empty when there is nothing to run."""
         if self.states is not None:
             self.states.begin_step()
-        batch = Batch(num_steps=self._num_steps(), drafts=self._may_draft())
+        favoured = self._make_way()
+        admits = self.waiting and self._free_slots  # those who wait come first: nothing is tried ahead then
+        most_drafts = 0 if admits else self.ahead.most_drafts(self.running)
+        batch = Batch(most_drafts=most_drafts, unsettled=any(r.num_unsettled for r in self.running))
+        batch.num_steps = 1 if batch.drafts or self.waiting else self.ahead.num_steps(self.running)
         preemptions = self.stats.preemptions
-        budget = self.max_num_batched_tokens
+        budget, shares = self.max_num_batched_tokens, self._shares()
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            if self._outgrown(request):
+            if self.ahead.outgrown(request):
                 request.rotary_len = request.num_total
                 self._preempt(request)
                 continue
-            length = self._up_to_branch(request, min(self._remaining(request), budget), request.num_computed)
-            if length and not self._make_room(request, length + self._further(request, batch)):
-                break  # the request itself was preempted, and it was the last
+            remaining = self._remaining(request)
+            room = self._room(request, budget, shares) if remaining > 1 else budget
+            length = self._up_to_branch(request, min(remaining, room), request.num_computed)
+            if length and not self._make_room(request, length + self.ahead.further(request, batch), index):
+                continue  # the request itself was preempted
             if length:
                 self._run(request, length, batch)
-                budget -= length
+                budget -= _taken(request, length, shares)
             index += 1
         if self.stats.preemptions == preemptions:  # else the preempted would come straight back
-            self._admit(batch, budget)
+            self._admit(batch, budget, shares, favoured)
         batch.chunks.sort(key=lambda chunk: chunk.length > 1)  # stable: one-token chunks first
         batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)
         return batch
@@ -160,6 +125,9 @@ class Scheduler:
     def settle(self, request: Request, num_drafted: int, num_taken: int) -> None:
         """Of the tokens that a step tried ahead with a request, the device has taken the first `num_taken`."""
         request.num_inflight -= num_drafted - num_taken
+        request.num_unsettled -= num_drafted
+        assert request.draft_record is not None, "nothing was tried ahead"
+        request.draft_record.settle(num_taken)
         if request.status is Status.RUNNING:
             request.num_computed -= num_drafted - num_taken
 
@@ -173,76 +141,73 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._register_full_pages(request)
 
-    def _num_steps(self) -> int:
-        """How many tokens each request can be given before anybody needs the host.
-
-        A request may be given more than it will take, when a stop is among them or its length is reached, but not when
-        all of them would be.
-        """
-        running = [r for r in self.running if r.num_total < r.max_total]
-        if self.decode_steps == 1 or self.waiting or not running:
-            return 1
-        longest = max(r.max_total - r.num_total for r in running)
-        steps = min(self.decode_steps, self.pool.page_size, longest)  # a sequence gains one page at most
-        fits = all(r.num_total + steps <= self.max_model_len and not self._outgrown(r, steps) for r in running)
-        return steps if fits and self._all_decode(running, steps, steps) else 1
-
-    def _may_draft(self) -> bool:
-        """Whether this step tries tokens ahead. Requests that wait come first: a step that admits them does not."""
-        running = [r for r in self.running if r.num_total < r.max_total]
-        return bool(self.num_drafts) and not self.waiting and self._all_decode(running, 1, 1 + self.num_drafts)
-
-    def _all_decode(self, running: Sequence[Request], certain: int, most: int) -> bool:
-        """Whether one step can give each of these requests `certain` tokens, and up to `most` of them.
-
-        It can where all decode, the host has no say in what the tokens are, and there are pages for the most of them.
-        """
-        missing = sum(self.pool.pages_for(r.num_computed + most) - len(r.pages) for r in running)
-        return missing <= self.pool.num_free and all(
-            r.num_total - r.num_computed == 1
-            and r.constraint is None
-            and (r.thinking is None or r.num_inflight + certain <= r.thinking.left)
-            and not r.reads_hidden
-            for r in running
-        )
-
-    def _further(self, request: Request, batch: Batch) -> int:
-        """How many tokens this step may run of the request behind those that are known now."""
-        if not batch.drafts:
-            return batch.num_steps - 1
-        limits = [self.num_drafts, request.max_total - request.num_total - 1]
-        if request.thinking is not None:
-            limits.append(request.thinking.left - request.num_inflight - 1)
-        rule = self.length_rule
-        if rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length:
-            limits.append(rule.original_length - request.num_total - 1)
-        return max(0, min(limits))
-
     def _remaining(self, request: Request) -> int:
         """Tokens that could run now; none when the tokens in flight already fill the request's length."""
         return request.num_total - request.num_computed if request.num_total < request.max_total else 0
 
-    def _outgrown(self, request: Request, more: int = 0) -> bool:
-        """Its next token, or `more` behind that, makes it too long for the rotary embedding of its pages."""
-        rule, length = self.length_rule, request.num_total + more
-        return rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length < length
-
     def _prefix_root(self, request: Request) -> PrefixNode:
         """Pages are shared only among requests whose positions are rotated alike."""
-        rule = self.length_rule
+        rule = self.ahead.length_rule
         if rule is None or request.rotary_len <= rule.original_length:
-            return request.cache_salt
-        return (request.cache_salt, "long" if rule.all_or_none else request.rotary_len)
+            return request.cache_root
+        return (request.cache_root, "long" if rule.all_or_none else request.rotary_len)
 
-    def _make_room(self, request: Request, length: int) -> bool:
-        """Pages for `length` more tokens, preempting from the end. False when `request` itself had to go."""
+    def _make_way(self) -> Request | None:
+        """Preempt requests of a group that has more running for one of another that waits for a slot or for pages.
+
+        Returns the request that they gave way to, which alone is admitted now: they would come straight back. It is the
+        first in turn to which any gives way: whose turn it is may have most running, and cannot begin.
+        """
+        ready = [request for request in self._turns() if not request.num_inflight and self._has_places(request)]
+        if not ready or self._fits(ready[0]):
+            return None
+        for request in ready:
+            victim = gives_way(self.running, request)
+            if victim is None:
+                continue
+            while victim is not None and not self._fits(request):
+                self._preempt(victim)
+                victim = gives_way(self.running, request)
+            return request
+        return None
+
+    def _turns(self) -> Sequence[Request]:
+        """The first waiting request of each group, in the order in which they are admitted."""
+        return in_turn(self.waiting.heads(), self.running)
+
+    def _has_places(self, request: Request) -> bool:
+        """Whether all adapters of a waiting request can be on the devices."""
+        return not request.adapters or self.adapters.fits(request.adapter_ids)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is a slot for a waiting request, and as many pages as its first chunk may need."""
+        first_chunk = min(len(request.token_ids), self.max_num_batched_tokens)
+        return bool(self._free_slots) and self.pool.pages_for(first_chunk) <= self.pool.num_free
+
+    def _shares(self) -> dict[Sharers, int]:
+        """The most prompt tokens that this step runs of each group; empty where there is one group."""
+        if len(self.waiting.groups | {request.group for request in self.running}) < 2:
+            return {}
+        running = ((request, self._remaining(request)) for request in self.running)
+        admissible = [r for r in self.waiting.heads() if self._has_places(r) and self._fits(r)]
+        return prompt_shares(running, admissible, self.max_num_batched_tokens)
+
+    def _room(self, request: Request, budget: int, shares: dict[Sharers, int]) -> int:
+        """How many more tokens of the request's prompt this step may run."""
+        return min(budget, shares.get((request.priority, request.group), budget))
+
+    def _make_room(self, request: Request, length: int, index: int) -> bool:
+        """Pages for `length` more tokens, preempting from the end. False when `request` itself had to go.
+
+        It is at `index` among those that run; the ones before it have their place in the step.
+        """
         while True:
             missing = self.pool.pages_for(request.num_computed + length) - len(request.pages)
             pages = self.pool.allocate(missing) if missing > 0 else []
             if pages is not None:
                 request.pages.extend(pages)
                 return True
-            victim = self.running[-1]
+            victim = preempted_first(self.running, index)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -267,48 +232,78 @@ class Scheduler:
         request.num_computed = request.num_registered = 0
         request.prefix_node = None
         request.slot = -1
+        if request.adapters:
+            self.adapters.release(request.adapter_ids)
 
-    def _admit(self, batch: Batch, budget: int) -> None:
-        """Start waiting requests in order while there is budget, a slot, and pages for their first chunk."""
+    def _admit(self, batch: Batch, budget: int, shares: dict[Sharers, int], favoured: Request | None) -> None:
+        """Start waiting requests in turn while there is budget, a slot, and pages for their first chunk.
+
+        One whose adapters find no place waits, and those behind it, until a request with another adapter has ended.
+        """
         while self.waiting and budget > 0 and self._free_slots:
-            request = self.waiting[0]
-            if request.num_inflight:
-                return  # preempted with a token under way, which it needs to be recomputed
-            found = self._find_prefix(request)
-            if found is None:
+            length: int | None = 0
+            for request in self._turns():
+                room = self._room(request, budget, shares)
+                if room > 0 and favoured in (None, request) and not request.num_inflight:
+                    length = self._start(request, room, batch)
+                if length != 0:
+                    break
+            if not length:
                 return
-            cached, node = found
-            start = len(cached) * self.pool.page_size
-            length = self._up_to_branch(request, min(len(request.token_ids) - start, budget), start)
-            pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
-            if pages is None:
-                self.pool.release(cached)
-                return
-            self.waiting.popleft()
-            if request.num_cached < 0:
-                request.num_cached = start
-                self.stats.prefix_queries += request.num_prompt
-                self.stats.prefix_hits += start
-            request.pages = cached + pages
-            request.num_computed = request.num_admitted = start
-            request.num_registered, request.prefix_node = len(cached), node
-            request.slot = self._free_slots.pop()
-            request.status = Status.RUNNING
-            request.first_scheduled_time = request.first_scheduled_time or time.time()
-            bisect.insort(self.running, request, key=lambda r: r.order)
-            batch.admitted.append(request)
-            self._run(request, length, batch)
-            budget -= length
+            budget -= _taken(request, length, shares)
+
+    def _start(self, request: Request, room: int, batch: Batch) -> int | None:
+        """Admit a request with up to `room` tokens, and return how many.
+
+        0 where it had better wait for a step that is under way, None where there are no pages for it, or no places for
+        its adapters: others must not take those that become free before it.
+        """
+        if not self._has_places(request):
+            return None
+        found = self._find_prefix(request)
+        if found is None:
+            return 0
+        cached, node = found
+        start = len(cached) * self.pool.page_size
+        length = self._up_to_branch(request, min(len(request.token_ids) - start, room), start)
+        pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
+        if pages is None:
+            self.pool.release(cached)
+            return None
+        if not request.num_preemptions:  # it was charged when it was first admitted
+            self.waiting.charge(request, len(request.token_ids) - start)
+        self.waiting.remove(request)
+        if request.num_cached < 0:
+            request.num_cached = start
+            self.stats.prefix_queries += request.num_prompt
+            self.stats.prefix_hits += start
+        request.pages = cached + pages
+        request.num_computed = request.num_admitted = start
+        request.num_registered, request.prefix_node = len(cached), node
+        request.slot = self._free_slots.pop()
+        request.status = Status.RUNNING
+        if request.adapters:
+            self._place_adapters(request, batch)
+        request.first_scheduled_time = request.first_scheduled_time or time.time()
+        bisect.insort(self.running, request, key=lambda r: r.order)
+        batch.admitted.append(request)
+        self._run(request, length, batch)
+        return length
+
+    def _place_adapters(self, request: Request, batch: Batch) -> None:
+        request.adapter_places, entering = self.adapters.take(request.adapter_ids)
+        placed = zip(request.adapter_ids, request.adapter_rows, request.adapter_places, strict=True)
+        batch.entering += [(rows, place) for adapter, rows, place in placed if adapter in entering]
 
     def _find_prefix(self, request: Request) -> tuple[list[int], PrefixNode] | None:
-        """Cached pages for all but the last token, whose logits are needed; none where every logit is.
+        """Cached pages for the tokens before the first whose hidden state is needed: the last, or an earlier one.
 
         None where the request had better wait for a step that is under way.
         """
         root = self._prefix_root(request)
-        if request.reads_prompt:
+        usable = list(islice(request.token_ids, request.first_read))
+        if not usable:
             return [], root
-        usable = list(islice(request.token_ids, len(request.token_ids) - 1))
         pages, node = self.pool.acquire_prefix(usable, root)
         return (pages, node) if self.states is None else self._find_state(request, pages, root, self.states)
 
@@ -338,7 +333,7 @@ class Scheduler:
         return branch - start if start < branch < start + length and branch != kept_anyway else length
 
     def _run(self, request: Request, length: int, batch: Batch) -> None:
-        start, further = request.num_computed, self._further(request, batch)
+        start, further = request.num_computed, self.ahead.further(request, batch)
         num_sampled = 1 + further if start + length == request.num_total else 0
         chunk = Chunk(request, start, length, num_sampled)
         batch.chunks.append(chunk)
@@ -346,6 +341,10 @@ class Scheduler:
             self._place_states(chunk, start + length + further, self.states)
         request.num_computed += length + further
         request.num_inflight += num_sampled
+        if batch.most_drafts:
+            request.num_unsettled += further
+        if not further and num_sampled and request.draft_record is not None:
+            request.draft_record.passed()
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
         self._register_full_pages(request)
@@ -387,3 +386,11 @@ class Scheduler:
             request.num_registered += 1
             if self.states is not None:
                 self._keep_state(request, request.num_registered * size, self.states)
+
+
+def _taken(request: Request, length: int, shares: dict[Sharers, int]) -> int:
+    """`length`, which is no longer in its group's share; a decode is outside of it."""
+    kind = (request.priority, request.group)
+    if length > 1 and kind in shares:
+        shares[kind] -= length
+    return length

@@ -32,8 +32,8 @@ class StateCache:
     """A budget of rows. A row is free, reserved for a state that a step is to keep, or holds the state of a prefix.
 
     When all are taken, the state that was least recently found or kept gives way. Steps run in the order in which they
-    are scheduled, and each reads its rows before it writes any: so a row may be given away as soon as the step that
-    reads it has been scheduled, but one step writes no row twice.
+    are scheduled: so a row may be given away as soon as the step that reads it has been scheduled, but one step writes
+    no row twice, and none that it reads.
     """
 
     def __init__(self, first_row: int, num_rows: int):
@@ -45,6 +45,8 @@ class StateCache:
         self._awaited: set[PrefixNode] = set()
         self._written: set[int] = set()
         """Rows that were reserved for the step that is being scheduled."""
+        self._read: set[int] = set()
+        """Rows that it reads."""
         self._free_later: list[int] = []
         """Those of them that are free as soon as the next one is."""
 
@@ -57,13 +59,15 @@ class StateCache:
         """What earlier steps keep can be read by the one that is scheduled now."""
         self._awaited.clear()
         self._written.clear()
+        self._read.clear()
         self._free += self._free_later
         self._free_later = []
 
     def reserve(self) -> int:
-        """A row for a state that a step is to keep; 0 where every row is reserved or awaited."""
+        """A row for a state that a step is to keep; 0 where every row is reserved, awaited or read."""
         if not self._free:
-            oldest = next((node for node in self._snapshots if node not in self._awaited), None)
+            spared = (node for node, found in self._snapshots.items() if found.row not in self._read)
+            oldest = next((node for node in spared if node not in self._awaited), None)
             if oldest is None:
                 return 0
             self.forget(oldest)
@@ -75,7 +79,7 @@ class StateCache:
 
     def release(self, row: int) -> None:
         """Nothing will be found in a reserved row."""
-        (self._free_later if row in self._written else self._free).append(row)
+        (self._free_later if row in self._written | self._read else self._free).append(row)
 
     def keep(self, node: PrefixNode, row: int) -> bool:
         """A reserved row will hold the state after the prefix `node`; False, and the row is free, if another does."""
@@ -101,6 +105,7 @@ class StateCache:
     def use(self, node: PrefixNode) -> None:
         """A request goes on from this state."""
         self._snapshots[node].found = True
+        self._read.add(self._snapshots[node].row)
         self._snapshots.move_to_end(node)
 
     def discard(self, node: PrefixNode) -> None:

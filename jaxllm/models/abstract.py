@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.options import BuildOptions
+from jaxllm.models.encoder import Encoder
+from jaxllm.models.layers.low_rank import AdapterTable
+from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.registry import ModelSpec
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.weights.loader import ParamSpec
@@ -18,7 +21,7 @@ from jaxllm.weights.loader import ParamSpec
 
 def abstract_model(
     spec: ModelSpec, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None = None
-) -> tuple[Decoder, list[ParamSpec]]:
+) -> tuple[Decoder | Encoder, list[ParamSpec]]:
     """The module with abstract weights, and its parameters in the order of `nnx.split`'s leaves.
 
     `kinds` says what each weight is kept as: one kind, or one a segment; without it all are dense, as declared.
@@ -39,6 +42,33 @@ def abstract_model(
         specs.append(declared)
     nnx.update(model, state)
     return model, specs
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A model that adds what adapters give, without its parameters and tables.
+
+    Attributes:
+        tables: those arrays, `[places, ...]`, in the order in which `merged` takes them.
+    """
+
+    graph: Any
+    tree: Any
+    tables: tuple[ParamSpec, ...]
+
+    def merged(self, parameters: Any, tables: Sequence[jax.Array]) -> Decoder:
+        """The model with the parameters that `nnx.split` gives of the model without adapters, and with tables."""
+        model: Decoder = nnx.merge(self.graph, parameters, jax.tree.unflatten(self.tree, tables))
+        return model
+
+
+def adapted_model(spec: ModelSpec, options: BuildOptions, sizes: AdapterSizes) -> AdaptedModel:
+    """The model of `abstract_model` with tables of adapters."""
+    split: Any = nnx.split  # whose result mypy cannot take apart
+    graph, _, tables = split(spec.build(replace(options, adapters=sizes)), nnx.Param, AdapterTable)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tables, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    specs = tuple(param_spec(".".join(str(key.key) for key in path), variable) for path, variable in leaves)
+    return AdaptedModel(graph, jax.tree.structure(tables), specs)
 
 
 def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,11 +22,24 @@ class Paged:
         heads: KV heads.
         dims: channels of a key and a value, or of a latent alone.
         window: how many tokens back a token sees; None is all of them.
+        chunked: it sees those from the last multiple of `window` on instead.
     """
 
     heads: int
     dims: tuple[int, ...]
     window: int | None = None
+    chunked: bool = False
+
+
+class Repeated(NamedTuple):
+    """So many `channels` of an array belong to `groups`, of which each device needs at least one whole."""
+
+    channels: int
+    groups: int
+
+    def further(self, tp: int) -> int:
+        """Channels that `tp` devices have more, all together, than there are different ones."""
+        return self.channels * max(tp - self.groups, 0) // self.groups
 
 
 @dataclass(frozen=True)
@@ -36,10 +49,12 @@ class PerSlot:
     Attributes:
         shapes: of one sequence's arrays, over all devices.
         sharded: the axis of each array that devices share; None where every device has all of it.
+        repeated: of each array, what more than one device has where they are more than there are groups of it.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     sharded: tuple[int | None, ...]
+    repeated: tuple[Repeated | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,24 @@ class Shared:
     layer: int
 
 
-CacheSpec = Paged | PerSlot | Shared | None
+@dataclass(frozen=True)
+class Joined:
+    """What a layer of several mixers keeps: the buffers of each, one after the other."""
+
+    specs: tuple[Paged | PerSlot, ...]
+
+
+CacheSpec = Paged | PerSlot | Joined | Shared | None
 """What one layer keeps; None is nothing."""
+
+
+def parts_of(specs: Iterable[CacheSpec]) -> list[Paged | PerSlot]:
+    """What layers keep of their own, that of several mixers one by one."""
+    found: list[Paged | PerSlot] = []
+    for spec in specs:
+        found += spec.specs if isinstance(spec, Joined) else (spec,) if isinstance(spec, (Paged, PerSlot)) else ()
+    return found
+
 
 Cache = tuple[Any, ...]
 """One layer's buffers, as the layer finds them in a step."""
@@ -85,6 +116,8 @@ class CacheLayout:
 
     def buffers(self, spec: CacheSpec, num_pages: int, num_states: int) -> tuple[Buffer, ...]:
         """What a layer keeps for `num_pages` pages and the states of `num_states` sequences."""
+        if isinstance(spec, Joined):
+            return tuple(buffer for part in spec.specs for buffer in self.buffers(part, num_pages, num_states))
         if isinstance(spec, Paged):
             scale = SCALE_BYTES if self.page_dtype in QUANTIZED.values() else 0
             heads, dims = max(spec.heads, self.tp), [dim + scale for dim in spec.dims]
@@ -92,9 +125,10 @@ class CacheLayout:
             shapes = self.page_layout.shapes(num_pages, self.page_size, heads, dims)
             return tuple(Buffer(shape, self.page_dtype, axes) for shape in shapes)
         if isinstance(spec, PerSlot):
+            repeated = spec.repeated or (None,) * len(spec.shapes)
             return tuple(
-                Buffer((num_states, *shape), np.dtype(jnp.float32), _sharded(len(shape), axis))
-                for shape, axis in zip(spec.shapes, spec.sharded, strict=True)
+                Buffer((num_states, *self._shape(*array)), np.dtype(jnp.float32), _sharded(len(array[0]), array[1]))
+                for array in zip(spec.shapes, spec.sharded, repeated, strict=True)
             )
         return ()
 
@@ -105,6 +139,11 @@ class CacheLayout:
     def state_bytes(self, specs: Sequence[CacheSpec]) -> int:
         """What the states of one sequence take in all layers of a device."""
         return self._bytes(specs, 0, 1)
+
+    def _shape(self, shape: tuple[int, ...], axis: int | None, repeated: Repeated | None) -> tuple[int, ...]:
+        """Of one sequence's array over all devices, with what several of them have."""
+        further = 0 if repeated is None else repeated.further(self.tp)
+        return tuple(size + further * (i == axis) for i, size in enumerate(shape))
 
     def _bytes(self, specs: Sequence[CacheSpec], num_pages: int, num_states: int) -> int:
         found = (buffer for spec in specs for buffer in self.buffers(spec, num_pages, num_states))

@@ -5,26 +5,65 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from jaxllm.models.caches import CacheSpec, Paged, PerSlot
+from jaxllm.models.caches import CacheSpec, Joined, Paged, PerSlot, Shared, parts_of
 from jaxllm.models.layers.attention import QKNorm, QueryScaling
 from jaxllm.models.layers.conv import ConvConfig
+from jaxllm.models.layers.delta import DeltaConfig
+from jaxllm.models.layers.encoder import EncoderConfig
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.per_layer import PerLayerConfig
 from jaxllm.models.layers.rope import RopeConfig
+from jaxllm.models.layers.ssd import SSDConfig
 
 NormKind = Literal["rms", "layer", "layer_unbiased"]
-MixerKind = Literal["attention", "conv"]
+MixerKind = Literal["attention", "conv", "delta", "ssd"]
 """What lets a layer's tokens see those before them."""
+MIXERS_BESIDE: dict[Literal["attention_beside_ssd"], tuple[MixerKind, ...]] = {
+    "attention_beside_ssd": ("ssd", "attention")
+}
+"""Several that read one norm, and whose outputs are added, in the order of what they keep."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer does that others may not: its mixer, rotation (None: no positions), sliding window, experts."""
+    """What one layer does that others may not: its mixer, rotation (None: no positions), window, MLP, experts.
+
+    Attributes:
+        chunked: a token sees those from the last multiple of `window` on.
+        head_dim, num_kv_heads, intermediate_size: of this layer, where they are not those of the model.
+        keys_are_values: values are the keys before norm and rotation: one product makes both.
+        shares_kv_of: an earlier layer, whose keys and values this one attends to; it has none of its own.
+    """
 
     rope: RopeConfig | None
     window: int | None = None
     sparse: bool = False
-    mixer: MixerKind = "attention"
+    mixer: MixerKind | Literal["attention_beside_ssd"] | None = "attention"
+    mlp: bool = True
+    chunked: bool = False
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    intermediate_size: int | None = None
+    keys_are_values: bool = False
+    shares_kv_of: int | None = None
+
+    @property
+    def mixers(self) -> tuple[MixerKind, ...]:
+        """All of them, in the order of what they keep."""
+        if self.mixer is None:
+            return ()
+        return MIXERS_BESIDE[self.mixer] if self.mixer == "attention_beside_ssd" else (self.mixer,)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it keeps keys and values of every token."""
+        return "attention" in self.mixers
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has an MLP without experts."""
+        return self.mlp and not self.sparse
 
 
 class LengthRule(NamedTuple):
@@ -43,20 +82,35 @@ class DecoderConfig:
 
     Attributes:
         intermediate_size: of the dense MLPs; the experts' is in `moe`.
+        num_heads, num_kv_heads, head_dim: of attention, 0 in a model without any.
         layers: one entry a layer.
         norm: "rms" (RMSNorm), "layer" (LayerNorm with bias) or "layer_unbiased".
-        qk_norm: on queries and keys: "rms" or "layer" with one weight for all heads, "layer_per_head", or "rms_whole",
-            which takes the mean over all heads of a token together.
+        qk_norm: on queries and keys: "rms" or "layer" with one weight for all heads, "layer_per_head", "rms_whole",
+            which takes the mean over all heads of a token together, or "unit", without weight and on those layers alone
+            that rotate.
         qk_norm_rotated: that norm is taken after the rotation.
+        value_norm: values are divided by their root mean square, a head at a time.
         pre_norms: attention and MLP have a norm in front.
         post_norms: attention and MLP have a norm on their output, before the residual sum.
         parallel_residual: attention and MLP read the same norm, and both are added to the residual.
+        parallel_norms: then the MLP reads a norm of its own of the same.
+        embedding_norm: the embedding is normed before the first layer.
+        learned_positions: a vector is added to a token's embedding for its position, of `max_position_embeddings`.
         gated_mlp: `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
+        attention_gate: each head's output is multiplied by the sigmoid of a gate, which is projected beside its query.
         attention_sinks: one more logit a head, learnt, that takes part of attention's weight and has no value.
+        alibi: logits of attention fall with the distance of the two tokens, this steeply; see `layers/alibi.py`.
         attention_scale: on the logits; None is one over the root of the head size.
         residual_scale: on the output of attention and of the MLP, before the residual sum.
+        attention_out_scale: on the output of attention, besides.
+        mlp_gate_scale, mlp_out_scale: on the gate of dense MLPs before its activation, and on their output, besides.
         logit_scale: on the output's logits.
+        layer_scale: a learnt factor on what each layer gives.
+        per_layer: inputs that each layer has besides what the one before it gives.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on attention logits and on the output's.
+        qkv_clip: numbers of queries, keys and values that are further than that from 0 become as far as that.
+        encoder: set where tokens see those behind them too, so that nothing is generated; a `LayerKind`'s window then
+            reaches as far to both sides.
         num_labels: rows of a classification head in place of the vocabulary's; 0 is a language model.
     """
 
@@ -74,9 +128,13 @@ class DecoderConfig:
     norm: NormKind = "rms"
     qk_norm: QKNorm | None = None
     qk_norm_rotated: bool = False
+    value_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     parallel_residual: bool = False
+    parallel_norms: bool = False
+    embedding_norm: bool = False
+    learned_positions: bool = False
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False
@@ -84,15 +142,26 @@ class DecoderConfig:
     head_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    mlp_gate_scale: float = 1.0
+    mlp_out_scale: float = 1.0
     logit_scale: float = 1.0
+    layer_scale: bool = False
+    per_layer: PerLayerConfig | None = None
+    attention_gate: bool = False
     attention_sinks: bool = False
+    alibi: float | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    qkv_clip: float | None = None
     logit_softcap: float | None = None
     query_scaling: QueryScaling | None = None
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     conv: ConvConfig | None = None
+    delta: DeltaConfig | None = None
+    ssd: SSDConfig | None = None
+    encoder: EncoderConfig | None = None
     num_labels: int = 0
 
     @property
@@ -103,6 +172,17 @@ class DecoderConfig:
     def num_outputs(self) -> int:
         """Scores that the head gives: one a token of the vocabulary, or one a class."""
         return self.num_labels or self.vocab_size
+
+    @property
+    def attends(self) -> bool:
+        """Whether some layer does."""
+        return any(layer.attends for layer in self.layers)
+
+    @property
+    def vector_size(self) -> int:
+        """Channels of what stands for a text."""
+        projections = self.encoder.projections if self.encoder is not None and not self.num_labels else ()
+        return projections[-1].size if projections else self.hidden_size
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -123,17 +203,43 @@ class DecoderConfig:
     @property
     def page_groups(self) -> tuple[Paged, ...]:
         """The different pages of the layers that keep any; one page table serves them all."""
-        return tuple(dict.fromkeys(spec for spec in self.caches if isinstance(spec, Paged)))
+        return tuple(dict.fromkeys(spec for spec in parts_of(self.caches) if isinstance(spec, Paged)))
 
     @property
     def has_states(self) -> bool:
         """Whether some layer keeps a state of each sequence."""
-        return any(isinstance(spec, PerSlot) for spec in self.caches)
+        return any(isinstance(spec, PerSlot) for spec in parts_of(self.caches))
+
+    def head_dim_of(self, layer: LayerKind) -> int:
+        """Channels of a head of this layer."""
+        return layer.head_dim or self.head_dim
+
+    def num_kv_heads_of(self, layer: LayerKind) -> int:
+        """KV heads of this layer."""
+        return layer.num_kv_heads or self.num_kv_heads
+
+    def intermediate_size_of(self, layer: LayerKind) -> int:
+        """The size of this layer's dense MLP."""
+        return layer.intermediate_size or self.intermediate_size
 
     def _cache(self, layer: LayerKind) -> CacheSpec:
-        if layer.mixer == "conv":
+        if self.encoder is not None:
+            return None
+        if layer.shares_kv_of is not None:
+            return Shared(layer.shares_kv_of)
+        kept = tuple(self._kept(mixer, layer) for mixer in layer.mixers)
+        return Joined(kept) if len(kept) > 1 else kept[0] if kept else None
+
+    def _kept(self, mixer: MixerKind, layer: LayerKind) -> Paged | PerSlot:
+        if mixer == "conv":
             assert self.conv is not None
             return self.conv.cache(self.hidden_size)
+        if mixer == "delta":
+            assert self.delta is not None
+            return self.delta.cache
+        if mixer == "ssd":
+            assert self.ssd is not None
+            return self.ssd.cache
         if self.mla:  # the latent is cached as one head
             return Paged(1, (self.mla.latent_dim,), layer.window)
-        return Paged(self.num_kv_heads, (self.head_dim, self.head_dim), layer.window)
+        return Paged(self.num_kv_heads_of(layer), (self.head_dim_of(layer),) * 2, layer.window, layer.chunked)

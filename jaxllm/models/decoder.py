@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,22 +12,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.caches import Cache, Shared
-from jaxllm.models.config import DecoderConfig
-from jaxllm.models.layers.attention import Attention
+from jaxllm.models.caches import Cache, PerSlot, Shared, parts_of
+from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind
+from jaxllm.models.layers.attention import Attention, QueryScaling
 from jaxllm.models.layers.conv import ShortConv
+from jaxllm.models.layers.delta import GatedDeltaNet
 from jaxllm.models.layers.embedding import VocabEmbedding
+from jaxllm.models.layers.low_rank import adapter_numbers, adapting
 from jaxllm.models.layers.mla import MLAttention
 from jaxllm.models.layers.mlp import MLP, GatedMLP
-from jaxllm.models.layers.moe import MoE
-from jaxllm.models.layers.norm import LayerNorm, RMSNorm
+from jaxllm.models.layers.moe import DenseBesideMoE, MoE
+from jaxllm.models.layers.norm import LayerNorm, RMSNorm, norm_of_kind
+from jaxllm.models.layers.params import param
+from jaxllm.models.layers.per_layer import PerLayerGate, PerLayerInputs
 from jaxllm.models.layers.rope import Angles, rope_angles
+from jaxllm.models.layers.ssd import StateSpaceDual
+from jaxllm.models.layers.steering import LayerSteering, step_steering
+from jaxllm.models.layers.taps import LayerTaps, recorder, tap, tapped, tapping
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import Mixture, Norm, StepMetadata
+from jaxllm.pallas_kernels import Kernels, Mixture, Norm, StepMetadata
 
 Late = Float[Array, "T E"] | Mixture
 """What is yet to be added to the residual stream."""
+Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the config says of the others."""
 
@@ -39,34 +49,69 @@ class Decoder(nnx.Module):
         self.config = config
         self.kernels = options.kernels
         self.embed = VocabEmbedding(vocab, size, options)
+        self.embedding_norm = _norm(config, options) if config.embedding_norm else None
         self.layers = nnx.List([DecoderLayer(config, i, options) for i in range(config.num_layers)])
+        self.positions = (
+            param((config.max_position_embeddings, size), options.dtype) if config.learned_positions else None
+        )
+        self.per_layer = (
+            PerLayerInputs(config.per_layer, size, config.num_layers, config.norm_eps, options)
+            if config.per_layer
+            else None
+        )
+        self.adapter_ranks = adapter_numbers(options.adapters)
+        self.adapter_gains = adapter_numbers(options.adapters)
         self.norm = _norm(config, options)
         self.head = (
             None if config.tie_word_embeddings else VocabEmbedding(config.num_outputs, size, options, config.head_bias)
         )
 
     def __call__(
-        self, tokens: Int[Array, "T"], caches: tuple[Cache, ...], meta: StepMetadata
+        self,
+        tokens: Int[Array, "T"],
+        caches: tuple[Cache, ...],
+        meta: StepMetadata,
+        embeddings: Float[Array, "T E"] | None = None,
     ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
-        """The last hidden states of `tokens`, and each layer's cache with what it keeps of them in."""
+        """The last hidden states of `tokens`, and each layer's cache with what it keeps of them in.
+
+        `embeddings` take the place of the rows of the table.
+        """
         config = self.config
-        x = self.embed(tokens)
+        if self.adapter_ranks is not None and self.adapter_gains is not None:
+            meta = replace(meta, adapter_ranks=self.adapter_ranks[...], adapter_gains=self.adapter_gains[...])
+        x = self.embed(tokens) if embeddings is None else embeddings
         if config.embedding_scale != 1.0:
             x = (x * config.embedding_scale).astype(x.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         angles: dict[Any, Angles | None] = {None: None}
         angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
+        if self.positions is not None:
+            x = x + self.positions[...][meta.positions]
+        x = without_padding(x, meta, self.kernels)
+        with adapting(meta):
+            given = None if self.per_layer is None else self.per_layer(tokens, x)
         specs, written, late = config.caches, list(caches), None
+        taps, steering = recorder(), step_steering()
         for index, layer in enumerate(self.layers):
             graph, weights = nnx.split(layer)
             spec = specs[index]
             owner = spec.layer if isinstance(spec, Shared) else index
             with jax.named_scope(f"layer_{index}"):
-                x, late, written[owner] = _run_layer(
-                    graph, weights, x, late, angles[config.layers[index].rope], written[owner], meta
-                )
+                x, late, written[owner], taken = _run_layer(
+                    graph, weights, x, late, angles[config.layers[index].rope], written[owner], meta,
+                    None if given is None else given[:, index],
+                    None if steering is None else steering.layer(index), None if taps is None else taps.layer(index, x),
+                )  # fmt: skip
+            if taps is not None:
+                taps.buffer = taken
         if self.kernels.add_norm is not None and late is not None:
             return self.kernels.add_norm(x, late, self.norm.traced)[1], tuple(written)
-        return self.norm(x), tuple(written)
+        hidden = self.norm(x)
+        if taps is not None:
+            taps.last(hidden)
+        return hidden, tuple(written)
 
     def most_likely(self, hidden: Float[Array, "R E"]) -> Int[Array, "R"] | None:
         """The token with the highest score of each row, where the kernels find it without the scores.
@@ -84,81 +129,150 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def without_padding(x: Float[Array, "T E"], meta: StepMetadata, kernels: Kernels) -> Float[Array, "T E"]:
+    """`x` with zeros where there is no token: the C++ kernels pass over such rows at the end. As it is for others."""
+    return jnp.where(meta.live[:, None], x, 0) if kernels.native else x
+
+
 class DecoderLayer(nnx.Module):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`: in turn, or both from one norm.
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`: in turn, or both from one norm. One of the two may be missing.
 
-    There may be norms on the outputs too, or only there, and a factor on what is added.
+    There may be norms on the outputs too, or only there, and a factor on what is added. A layer may end with a gate for
+    an input of its own, and with a factor on all that it gives.
 
-    The mixer, which lets tokens see those before them, is attention or a convolution.
+    The mixer, which lets tokens see those before them, is one of `MIXERS`; there may be two, whose outputs are added.
     """
 
     def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
-        self.attention_norm = _norm(config, options) if config.pre_norms else None
-        attends = config.layers[index].mixer == "attention"
-        self.attention = _attention(config, index, options) if attends else None
-        self.conv = None if attends else _conv(config, options)
+        self.mixers = config.layers[index].mixers
+        self.attention_norm = _norm(config, options) if config.pre_norms and self.mixers else None
+        for mixer in self.mixers:
+            setattr(self, mixer, MIXERS[mixer](config, index, options))
+        self.mixer_scales = tuple(_mixer_scale(config, mixer) for mixer in self.mixers)
+        self.num_states = sum(len(s.shapes) for s in parts_of([config.caches[index]]) if isinstance(s, PerSlot))
         self.parallel = config.parallel_residual
-        self.mlp_norm = _norm(config, options) if config.pre_norms and not self.parallel else None
-        self.mlp = _mlp(config, index, options)
+        has_mlp = config.layers[index].mlp
+        one_norm = self.parallel and not config.parallel_norms
+        self.mlp_norm = _norm(config, options) if has_mlp and config.pre_norms and not one_norm else None
+        self.mlp = _mlp(config, index, options) if has_mlp else None
         self.attention_post_norm = _norm(config, options) if config.post_norms else None
-        self.mlp_post_norm = _norm(config, options) if config.post_norms else None
+        self.mlp_post_norm = _norm(config, options) if has_mlp and config.post_norms else None
         self.residual_scale = config.residual_scale
+        self.mlp_scale = config.residual_scale * config.mlp_out_scale
+        self.per_layer = (
+            PerLayerGate(config.per_layer, config.hidden_size, config.hidden_act, config.norm_eps, options)
+            if config.per_layer
+            else None
+        )
+        self.scale = param((1,), jnp.float32) if config.layer_scale else None
         plain = config.norm == "rms" and config.pre_norms and not config.parallel_residual and not config.post_norms
-        self.add_norm = options.kernels.add_norm if plain and config.residual_scale == 1.0 else None
+        plain = plain and self.residual_scale == self.mlp_scale == 1.0
+        plain = plain and not config.layer_scale and config.per_layer is None
+        self.add_norm = options.kernels.add_norm if plain else None
 
     def __call__(
         self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
-        meta: StepMetadata,
+        meta: StepMetadata, given: Float[Array, "T n"] | None = None,
     ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
         """The layer's output in two parts, the second of which is to be added; None where the first is all of it.
 
         A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
         """
-        if self.add_norm is None or self.attention_norm is None or self.mlp_norm is None:
+        first = self.attention_norm or self.mlp_norm
+        if self.add_norm is None or first is None or tapped():
+            assert late is None, "no layer of a step that records leaves anything to the next"
             x, cache = self._whole(x, angles, cache, meta)
-            return x, None, cache
-        norm = self.attention_norm.traced
-        x, normed = (x, norm(x)) if late is None else self.add_norm(x, late, norm)
-        out, cache = self._mixer(normed, angles, cache, meta)
-        x, normed = self.add_norm(x, out, self.mlp_norm.traced)
+            return self._ended(x, given), None, cache
+        x, normed = (x, first.traced(x)) if late is None else self.add_norm(x, late, first.traced)
+        if self.mixers:
+            out, cache = self._mix(normed, angles, cache, meta)
+            if self.mlp is None or self.mlp_norm is None:
+                return x, out, cache
+            x, normed = self.add_norm(x, out, self.mlp_norm.traced)
+        assert self.mlp is not None
         late = self.mlp.unsummed(normed, meta) if isinstance(self.mlp, MoE) else self.mlp(normed, meta)
         return x, late, cache
 
-    @property
-    def _mixer(self) -> Attention | MLAttention | ShortConv:
-        mixer = self.attention or self.conv
-        assert mixer is not None
-        return mixer
+    def _mix(
+        self,
+        x: Float[Array, "T E"],
+        angles: Angles | None,
+        cache: Cache,
+        meta: StepMetadata,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
+    ) -> tuple[Float[Array, "T E"], Cache]:
+        """What the mixers give of `norm(x)`, added to `residual` if there is one; one with a state keeps that first."""
+        parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
+        kept: Cache = ()
+        for mixer, scale, own in zip(self.mixers, self.mixer_scales, parts, strict=True):
+            at_once = residual if scale == 1.0 else None
+            out, after = getattr(self, mixer)(x, angles, own, meta, norm=norm, residual=at_once)
+            kept += tuple(after)
+            if scale != 1.0:
+                out = (out * scale).astype(out.dtype)
+                out = out if residual is None else residual + out
+            residual = out
+        assert residual is not None, "a layer without mixers mixes nothing"
+        return residual, kept
 
     def _whole(
         self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata
     ) -> tuple[Float[Array, "T E"], Cache]:
-        before, post = x, self.attention_post_norm
-        at_once = post is None and self.residual_scale == 1.0
-        residual = x if at_once else None
-        out, cache = self._mixer(x, angles, cache, meta, norm=_traced(self.attention_norm), residual=residual)
-        x = out if at_once else x + self._added(out, post)
-        norm, source = (self.attention_norm, before) if self.parallel else (self.mlp_norm, x)
+        before = x
+        tap("residual_before", x)
+        if self.mixers:
+            post = self.attention_post_norm
+            at_once = post is None and self.residual_scale == 1.0 and not tapped()
+            norm = _traced(self.attention_norm)
+            out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
+            x = out if at_once else _sum("attention_out", x, _added(out, post, self.residual_scale))
+        tap("residual_middle", x)
+        if self.mlp is None:
+            return x, cache
+        norm, source = (self.mlp_norm or self.attention_norm, before) if self.parallel else (self.mlp_norm, x)
         post = self.mlp_post_norm
+        at_once = post is None and self.mlp_scale == 1.0 and not tapped()
         out = self.mlp(source, meta, norm=_traced(norm), residual=x if at_once else None)
-        return out if at_once else x + self._added(out, post), cache
+        return (out if at_once else _sum("mlp_out", x, _added(out, post, self.mlp_scale))), cache
 
-    def _added(self, out: Float[Array, "T E"], post: Norm | None) -> Float[Array, "T E"]:
-        """What the residual stream gets of a block's output."""
-        out = out if post is None else post(out)
-        return out if self.residual_scale == 1.0 else (out * self.residual_scale).astype(out.dtype)
+    def _ended(self, x: Float[Array, "T E"], given: Float[Array, "T n"] | None) -> Float[Array, "T E"]:
+        if self.per_layer is not None:
+            assert given is not None
+            x = self.per_layer(x, given)
+        return x if self.scale is None else (x * self.scale[...]).astype(x.dtype)
+
+
+def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """The residual stream with what a block adds to it, which is known by `point`."""
+    tap(point, out)
+    return x + out
+
+
+def _added(out: Float[Array, "T E"], post: Norm | None, scale: float) -> Float[Array, "T E"]:
+    """What the residual stream gets of a block's output."""
+    out = out if post is None else post(out)
+    return out if scale == 1.0 else (out * scale).astype(out.dtype)
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: Cache, meta: StepMetadata) -> Any:
-    """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
-    return nnx.merge(graph, weights)(x, late, angles, cache, meta)
+def _run_layer(
+    graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: Cache, meta: StepMetadata, given: Any,
+    steering: LayerSteering | None, taps: LayerTaps | None,
+) -> Any:  # fmt: skip
+    """One layer, and the activations with its own. Being jitted, it is traced once for all layers that differ by
+    nothing but their weights.
+    """
+    with adapting(meta), tapping(taps) as taken:
+        x, late, cache = nnx.merge(graph, weights)(x, late, angles, cache, meta, given)
+        x = x if steering is None else steering.added(x)
+        tap("residual", x)
+    return x, late, cache, None if taken is None else taken.buffer
 
 
 def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
-    if config.norm == "rms":
-        return RMSNorm(config.hidden_size, config.norm_eps, options.kernels)
-    return LayerNorm(config.hidden_size, config.norm_eps, options.kernels, bias=config.norm == "layer")
+    return norm_of_kind(config.norm, config.hidden_size, config.norm_eps, options.kernels)
 
 
 def _traced(norm: RMSNorm | LayerNorm | None) -> Norm | None:
@@ -166,6 +280,7 @@ def _traced(norm: RMSNorm | LayerNorm | None) -> Norm | None:
 
 
 def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Attention | MLAttention:
+    kind = config.layers[index]
     if config.mla:
         return MLAttention(
             config.hidden_size,
@@ -181,30 +296,74 @@ def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Atte
     return Attention(
         config.hidden_size,
         config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
+        config.num_kv_heads_of(kind),
+        config.head_dim_of(kind),
         options,
         scale=config.attention_scale,
-        window=config.layers[index].window,
+        window=kind.window,
+        chunked=kind.chunked,
         softcap=config.attention_softcap,
         bias=config.qkv_bias,
+        qkv_clip=config.qkv_clip,
         output_bias=config.output_bias,
-        qk_norm=config.qk_norm,
+        qk_norm=None if config.qk_norm == "unit" and kind.rope is None else config.qk_norm,
         qk_norm_rotated=config.qk_norm_rotated,
         norm_eps=config.norm_eps,
-        query_scaling=config.query_scaling,
+        query_scaling=_query_scaling(config, kind),
         sinks=config.attention_sinks,
+        alibi=config.alibi,
+        value_norm=config.value_norm,
+        keys_are_values=kind.keys_are_values,
+        has_kv=kind.shares_kv_of is None,
+        gate=config.attention_gate,
+        causal=config.encoder is None,
     )
 
 
-def _conv(config: DecoderConfig, options: BuildOptions) -> ShortConv:
+def _query_scaling(config: DecoderConfig, kind: LayerKind) -> QueryScaling | None:
+    scaling = config.query_scaling
+    return None if scaling is None or (scaling.unrotated_only and kind.rope is not None) else scaling
+
+
+def _conv(config: DecoderConfig, index: int, options: BuildOptions) -> ShortConv:
     assert config.conv is not None
     return ShortConv(config.hidden_size, config.conv, options)
 
 
-def _mlp(config: DecoderConfig, index: int, options: BuildOptions) -> GatedMLP | MLP | MoE:
-    if config.layers[index].sparse:
+def _delta(config: DecoderConfig, index: int, options: BuildOptions) -> GatedDeltaNet:
+    assert config.delta is not None
+    activation, eps = config.hidden_act, config.norm_eps
+    return GatedDeltaNet(config.hidden_size, config.delta, options, activation=activation, norm_eps=eps)
+
+
+def _ssd(config: DecoderConfig, index: int, options: BuildOptions) -> StateSpaceDual:
+    assert config.ssd is not None
+    return StateSpaceDual(config.hidden_size, config.ssd, config.norm_eps, options)
+
+
+MIXERS: dict[MixerKind, Callable[[DecoderConfig, int, BuildOptions], Mixer]] = {
+    "attention": _attention,
+    "conv": _conv,
+    "delta": _delta,
+    "ssd": _ssd,
+}
+"""What builds a layer's mixer, which the layer has under the name of its kind."""
+
+
+def _mixer_scale(config: DecoderConfig, mixer: MixerKind) -> float:
+    if mixer == "ssd":
+        assert config.ssd is not None
+        return config.ssd.out_scale
+    return config.attention_out_scale if mixer == "attention" else 1.0
+
+
+def _mlp(config: DecoderConfig, index: int, options: BuildOptions) -> GatedMLP | MLP | MoE | DenseBesideMoE:
+    layer = config.layers[index]
+    size, hidden, act = config.hidden_size, config.intermediate_size_of(layer), config.hidden_act
+    if layer.sparse:
         assert config.moe is not None
-        return MoE(config.hidden_size, config.moe, config.hidden_act, options)
-    kind = GatedMLP if config.gated_mlp else MLP
-    return kind(config.hidden_size, config.intermediate_size, config.hidden_act, options, config.mlp_bias)
+        if config.moe.beside_dense:
+            return DenseBesideMoE(size, hidden, config.moe, act, config.norm_eps, options)
+        return MoE(size, config.moe, act, options)
+    sizes = size, hidden, act, options, config.mlp_bias
+    return GatedMLP(*sizes, config.mlp_gate_scale) if config.gated_mlp else MLP(*sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.models.config import DecoderConfig
@@ -11,6 +11,7 @@ from jaxllm.models.decoder import Decoder
 from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.options import BuildOptions
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.fields import FieldKinds
 from jaxllm.weights.names import Pattern
 
 Names = Callable[[DecoderConfig], dict[str, Pattern]]
@@ -29,11 +30,14 @@ class Family:
         architectures: `architectures` in config.json.
         model_types: `model_type` in config.json.
         layer_types: what the entries of `layer_types` in config.json may be.
+        fields: what keys of config.json must be, where that is not what `HF_FIELDS` has of them.
         gguf_architectures: `general.architecture` in a GGUF file; empty where llama.cpp does not have the family. Where
             it makes one architecture of several families, one of them has `from_gguf` and reads the files of all.
         from_hf: config.json's content -> the config. KeyError: a key is missing.
         from_gguf: a GGUF file -> the config.
-        module: what it builds of the config; another than Decoder where its decoder has another shape.
+        module: what it builds of the config; another than Decoder where its decoder has another shape. Encoders are
+            all built by `Encoder`.
+        ignored: tensors that its checkpoints have besides those of the model that is served.
         hf_names, gguf_names: tensors that the standard tables (`models/hf.py`, `models/gguf.py`) name otherwise.
     """
 
@@ -43,8 +47,10 @@ class Family:
     model_types: tuple[str, ...]
     from_hf: Callable[[dict[str, Any]], DecoderConfig]
     layer_types: tuple[str, ...] = LAYER_TYPES
+    fields: FieldKinds = field(default_factory=dict)
     gguf_architectures: tuple[str, ...] = ()
     from_gguf: Callable[[Checkpoint], DecoderConfig] | None = None
     module: Callable[[DecoderConfig, BuildOptions], Decoder] = Decoder
+    ignored: tuple[str, ...] = ()
     hf_names: Names = _nothing
     gguf_names: Names = _nothing

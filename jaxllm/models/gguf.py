@@ -13,10 +13,10 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.gguf_fields import GGUF_FIELDS, or_zero
 from jaxllm.models.hf import scaled_length, yarn_mscale
-from jaxllm.models.hf_fields import FACTOR, SIZE
+from jaxllm.models.hf_fields import SIZE
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import check_fields, shown
+from jaxllm.weights.fields import check_fields, real, shown
 from jaxllm.weights.names import AnyOf, Pattern, Source, unpermute_rope
 
 REQUIRED = object()
@@ -68,12 +68,12 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
     has `layers`.
     """
     get, tensors = Metadata(checkpoint), checkpoint.tensors
-    get("attention.causal", True)
+    if not get("attention.causal", True) and differences.get("encoder") is None:
+        raise CheckpointError("attention.causal is false; accepted is true, for this is not served as an encoder")
     heads = get("attention.head_count")
     fields: dict[str, Any] = {
         "vocab_size": gguf_rows(checkpoint, "token_embd.weight"),
         "hidden_size": get("embedding_length"),
-        "intermediate_size": get("feed_forward_length"),
         "num_heads": heads,
         "head_dim": gguf_head_dim(checkpoint),
         "max_position_embeddings": get("context_length"),
@@ -83,8 +83,12 @@ def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "head_bias": "output.bias" in tensors,
     }
+    if "intermediate_size" not in differences:
+        fields["intermediate_size"] = get("feed_forward_length")
     if "num_kv_heads" not in differences:
         fields["num_kv_heads"] = get("attention.head_count_kv", heads)
+    if "intermediate_size" not in differences:
+        fields["intermediate_size"] = get("feed_forward_length")
     if "norm_eps" not in differences:
         fields["norm_eps"] = get("attention.layer_norm_rms_epsilon")
     if "layers" not in differences:
@@ -103,6 +107,22 @@ def gguf_layers(checkpoint: Checkpoint) -> int:
 def gguf_further_layers(checkpoint: Checkpoint) -> int:
     """How many layers past the last predict further tokens."""
     return Metadata(checkpoint)("nextn_predict_layers", 0)
+
+
+def gguf_hybrid_heads(checkpoint: Checkpoint) -> tuple[list[bool], int]:
+    """Which layers attend, as those without KV heads do not, and the KV heads of each that does.
+
+    Raises:
+        CheckpointError: no layer attends, or they have different numbers of them.
+    """
+    get = Metadata(checkpoint)
+    heads = get.by_layer("attention.head_count_kv", get("block_count"))
+    different = sorted(set(heads) - {0})
+    if len(different) != 1:
+        raise CheckpointError(
+            f"attention.head_count_kv is {shown(heads)}; accepted is 0 or one and the same in each layer"
+        )
+    return [count > 0 for count in heads], different[0]
 
 
 def gguf_rows(checkpoint: Checkpoint, name: str) -> int:
@@ -210,6 +230,9 @@ def _check_yarn(get: Metadata, kind: str, mscale_all_dim: float | None) -> None:
 SIZE_OF_VECTORS = 2**16
 """Of rotary factors, one a pair of a head's channels."""
 
+DIVISOR = real(1e-3, 1e31)
+"""What a frequency is divided by; a huge one says that its channels do not rotate."""
+
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -219,8 +242,8 @@ def _vector(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
         found = "missing" if info is None else f"of shape {info.shape}"
         raise CheckpointError(f"tensor {name!r} is {found}; accepted is a vector of up to {SIZE_OF_VECTORS} factors")
     values = checkpoint.read(name).expand().tolist()
-    if not all(map(FACTOR.fits, values)):
-        raise CheckpointError(f"tensor {name!r} is {shown(values)}; accepted is {FACTOR.accepted} in each place")
+    if not all(map(DIVISOR.fits, values)):
+        raise CheckpointError(f"tensor {name!r} is {shown(values)}; accepted is {DIVISOR.accepted} in each place")
     return tuple(values)
 
 
@@ -276,12 +299,26 @@ GGUF_NAMES: dict[str, Pattern] = {
     "layers.*.mlp.router.weight": "blk.*.ffn_gate_inp.weight",
     "layers.*.mlp.router.correction_bias": "blk.*.exp_probs_b.bias",
     **gguf_linear("mlp.experts.gate_up", "ffn_gate_exps", "ffn_up_exps", fused="ffn_gate_up_exps"),
+    **gguf_linear("mlp.experts.up", "ffn_up_exps"),
     **gguf_linear("mlp.experts.down", "ffn_down_exps"),
     **gguf_linear("mlp.shared.gate_up", "ffn_gate_shexp", "ffn_up_shexp"),
+    **gguf_linear("mlp.shared.up", "ffn_up_shexp"),
     **gguf_linear("mlp.shared.down", "ffn_down_shexp"),
     "layers.*.mlp.shared_gate.weight": Source("blk.*.ffn_gate_inp_shexp.weight", _row),
 }
 """Where all architectures keep their tensors."""
+
+
+ENCODER_NAMES: dict[str, Pattern] = {
+    "places.positions": "position_embd.weight",
+    "places.types": "token_types.weight",
+    **{f"embedding_norm.{kind}": f"token_embd_norm.{kind}" for kind in ("weight", "bias")},
+    **gguf_linear("attention_post_norm", "attn_output_norm"),
+    **gguf_linear("mlp_post_norm", "layer_output_norm"),
+    **{f"classifier.dense.{kind}": f"cls.{kind}" for kind in ("weight", "bias")},
+    **{f"classifier.output.{kind}": f"cls.output.{kind}" for kind in ("weight", "bias")},
+}
+"""Where encoders keep theirs, whose norms come after the residual sums."""
 
 
 def permuted_names(config: DecoderConfig) -> dict[str, Pattern]:

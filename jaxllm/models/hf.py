@@ -224,6 +224,10 @@ def hf_expert_names(
     }
 
 
+_WORD_EMBEDDINGS = ("embed_tokens.weight", "embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
+"""Behind what stands before each name of a model; the later ones are encoders'."""
+
+
 def hf_renaming(tensors: Iterable[str]) -> Callable[[str], str]:
     """How a checkpoint spells `model.…` and `lm_head.…`.
 
@@ -231,10 +235,10 @@ def hf_renaming(tensors: Iterable[str]) -> Callable[[str], str]:
     """
     names = [name for name in tensors if "vision" not in name]
 
-    def before(suffix: str, default: str) -> str:
-        return next((name.removesuffix(suffix) for name in names if name.endswith(suffix)), default)
+    def before(default: str, *suffixes: str) -> str:
+        return next((name.removesuffix(end) for end in suffixes for name in names if name.endswith(end)), default)
 
-    model, head = before("embed_tokens.weight", "model."), before("lm_head.weight", "")
+    model, head = before("model.", *_WORD_EMBEDDINGS), before("", "lm_head.weight")
 
     def rename(name: str) -> str:
         return model + name.removeprefix("model.") if name.startswith("model.") else head + name

@@ -18,6 +18,7 @@ from jaxllm.weights.fields import (
     many,
     one_of,
     real,
+    several,
     whole,
 )
 from jaxllm.weights.generation import EOS_FIELDS
@@ -41,8 +42,8 @@ PATTERN = FieldKind(
 )
 """Which layers have a window, L for local, and which have none."""
 MAYBE_FLAG = either(FLAG, NULL)
-CAUSAL = "since encoders are not supported"
-"""Why attention that sees later tokens is refused."""
+BIDIRECTIONAL = ("is_causal", False), ("use_bidirectional_attention", True)
+"""What says that attention sees later tokens."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Of most families."""
 
@@ -63,10 +64,12 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "tie_word_embeddings": MAYBE_FLAG,
     "hidden_act": maybe(TEXT),
     "hidden_activation": maybe(TEXT),
+    "mlp_hidden_act": TEXT,
     "rms_norm_eps": EPSILON,
     "layer_norm_eps": EPSILON,
     "norm_eps": EPSILON,
     "norm_epsilon": EPSILON,
+    "layer_norm_epsilon": EPSILON,
     # attention
     "num_attention_heads": COUNT,
     "num_key_value_heads": maybe(COUNT),
@@ -77,11 +80,14 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "use_qkv_bias": MAYBE_FLAG,
     "attention_out_bias": MAYBE_FLAG,
     "use_bias": MAYBE_FLAG,
+    "bias": MAYBE_FLAG,
     "use_qk_norm": MAYBE_FLAG,
     "qk_layernorm": MAYBE_FLAG,
     "use_parallel_residual": MAYBE_FLAG,
-    "is_causal": FieldKind(f"true or null, {CAUSAL}", lambda value: value is None or value is True),
-    "use_bidirectional_attention": FieldKind(f"false or null, {CAUSAL}", lambda value: value is None or value is False),
+    "is_causal": MAYBE_FLAG,
+    "use_bidirectional_attention": MAYBE_FLAG,
+    "local_attention": whole(2, 2**24),
+    "global_attn_every_n_layers": LAYERS,
     "query_pre_attn_scalar": real(1e-6, 1e9),
     "attn_logit_softcapping": maybe(CAP),
     "final_logit_softcapping": maybe(CAP),
@@ -90,16 +96,51 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "residual_multiplier": FACTOR,
     "logits_scaling": FACTOR,
     "logit_scale": FACTOR,
+    **dict.fromkeys(
+        (
+            "lm_head_multiplier",
+            "key_multiplier",
+            "attention_in_multiplier",
+            "attention_out_multiplier",
+            "ssm_in_multiplier",
+            "ssm_out_multiplier",
+        ),
+        maybe(FACTOR),
+    ),
+    "mlp_multipliers": maybe(several(FACTOR, 2)),
+    "ssm_multipliers": maybe(several(FACTOR, 5)),
+    # encoders
+    "type_vocab_size": whole(0, 2**10),
+    "pad_token_id": maybe(whole(0, 2**24)),
+    "norm_bias": MAYBE_FLAG,
+    "classifier_bias": MAYBE_FLAG,
+    "classifier_pooling": one_of("cls", "mean"),
+    "classifier_activation": one_of("gelu", "relu", "silu", "tanh"),
+    # GPT-2 and GPT-NeoX
+    "n_embd": SIZE,
+    "n_head": COUNT,
+    "n_layer": LAYERS,
+    "n_positions": LENGTH,
+    "n_inner": maybe(SIZE),
+    "activation_function": maybe(TEXT),
+    "scale_attn_weights": MAYBE_FLAG,
+    "scale_attn_by_inverse_layer_idx": MAYBE_FLAG,
+    "add_cross_attention": FieldKind("false or null", lambda value: value is None or value is False),
+    "rotary_pct": maybe(real(1e-3, 1)),
+    "rotary_emb_base": maybe(THETA),
     # positions and windows
     "max_position_embeddings": maybe(LENGTH),
     "model_max_length": maybe(LENGTH),
     "original_max_position_embeddings": maybe(ORIGINAL_LENGTH),
     "rope_theta": maybe(THETA),
     "rope_local_base_freq": THETA,
+    "global_rope_theta": THETA,
+    "local_rope_theta": maybe(THETA),
     "rope_interleave": MAYBE_FLAG,
     "rope_scaling": maybe(OBJECT),
     "rope_parameters": maybe(OBJECT),
     "partial_rotary_factor": maybe(real(1e-3, 1)),
+    "position_embedding_type": maybe(TEXT),
     "rotary_dim": maybe(SIZE),
     "no_rope_layers": maybe(many(whole(0, 1), 2**10)),
     "no_rope_layer_interval": maybe(LAYERS),
@@ -109,17 +150,33 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "sliding_window_pattern": either(LAYERS, PATTERN, NULL),
     "_sliding_window_pattern": LAYERS,
     "max_window_layers": whole(0, 2**16),
+    "global_head_dim": SIZE,
+    "num_global_key_value_heads": maybe(COUNT),
+    "attention_k_eq_v": MAYBE_FLAG,
+    "num_kv_shared_layers": maybe(whole(0, 2**10)),
+    "per_layer_config": maybe(OBJECT),
+    "attention_chunk_size": maybe(LENGTH),
+    "attn_temperature_tuning": MAYBE_FLAG,
+    "attn_scale": real(0, 1e3),
+    "floor_scale": LENGTH,
+    # inputs of single layers
+    "hidden_size_per_layer_input": maybe(whole(0, 2**24)),
+    "vocab_size_per_layer_input": SIZE,
+    "use_double_wide_mlp": MAYBE_FLAG,
     # experts
     "num_experts": COUNT,
-    "num_local_experts": COUNT,
-    "num_experts_per_tok": COUNT,
+    "num_local_experts": whole(0, 2**16),
+    "num_experts_per_tok": whole(0, 2**16),
     "moe_intermediate_size": SIZE,
     "shared_expert_intermediate_size": whole(0, 2**24),
+    "shared_intermediate_size": SIZE,
     "norm_topk_prob": MAYBE_FLAG,
     "mlp_layer_types": maybe(many(one_of("dense", "sparse"), 2**10)),
     "decoder_sparse_step": LAYERS,
     "mlp_only_layers": maybe(many(whole(0, 2**10), 2**10)),
     "n_routed_experts": COUNT,
+    "moe_shared_expert_intermediate_size": SIZE,
+    "moe_latent_size": maybe(SIZE),
     "n_shared_experts": maybe(whole(0, 2**10)),
     "n_group": maybe(COUNT),
     "topk_group": maybe(COUNT),
@@ -132,6 +189,10 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "moe_layer_end_index": whole(-1, 2**10),
     "moe_layer_interval": LAYERS,
     "moe_norm_min": real(0, 1e-6),
+    "enable_moe_block": MAYBE_FLAG,
+    "intermediate_size_mlp": SIZE,
+    "interleave_moe_layer_step": LAYERS,
+    "moe_layers": maybe(many(whole(0, 2**10), 2**10)),
     "swiglu_alpha": FACTOR,
     "swiglu_limit": FACTOR,
     "first_k_dense_replace": whole(0, 2**10),
@@ -140,11 +201,43 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     # convolutions
     "conv_L_cache": whole(2, 2**10),
     "conv_bias": MAYBE_FLAG,
+    "linear_conv_kernel_dim": whole(2, 2**10),
     "tie_embedding": MAYBE_FLAG,
     "block_ff_dim": SIZE,
     "block_auto_adjust_ff_dim": MAYBE_FLAG,
     "block_multiple_of": SIZE,
     "block_ffn_dim_multiplier": maybe(real(1e-3, 1e3)),
+    # linear attention
+    "full_attention_interval": LAYERS,
+    "linear_num_key_heads": COUNT,
+    "linear_num_value_heads": COUNT,
+    "linear_key_head_dim": SIZE,
+    "linear_value_head_dim": SIZE,
+    # state-space layers
+    "num_heads": COUNT,
+    "state_size": SIZE,
+    "n_groups": COUNT,
+    "conv_kernel": whole(2, 2**10),
+    "expand": whole(1, 2**10),
+    "use_conv_bias": MAYBE_FLAG,
+    "time_step_limit": maybe(FieldKind("a list of two numbers", lambda value: isinstance(value, list))),
+    "mamba_n_heads": COUNT,
+    "mamba_d_head": either(SIZE, one_of("auto")),
+    "mamba_d_state": SIZE,
+    "mamba_n_groups": COUNT,
+    "mamba_d_conv": whole(2, 2**10),
+    "mamba_expand": whole(1, 2**10),
+    "mamba_conv_bias": MAYBE_FLAG,
+    "mamba_proj_bias": MAYBE_FLAG,
+    "mamba_d_ssm": maybe(SIZE),
+    "mamba_rms_norm": MAYBE_FLAG,
+    "mamba_norm_before_gate": MAYBE_FLAG,
+    "projectors_bias": MAYBE_FLAG,
+    "mamba_num_heads": COUNT,
+    "mamba_head_dim": SIZE,
+    "ssm_state_size": SIZE,
+    "mamba_hidden_act": maybe(TEXT),
+    "hybrid_override_pattern": maybe(TEXT),
     # latent attention
     "kv_lora_rank": SIZE,
     "q_lora_rank": maybe(SIZE),
@@ -176,12 +269,13 @@ ROPE_FIELDS: FieldKinds = {
 """Of `rope_scaling` and `rope_parameters`, or of the entries that the latter has for each type of layer."""
 
 
-def check_hf(c: dict[str, Any], layer_types: Sequence[str] = LAYER_TYPES) -> None:
+def check_hf(c: dict[str, Any], layer_types: Sequence[str] = LAYER_TYPES, fields: FieldKinds | None = None) -> None:
     """Raises CheckpointError for the first value of a config.json (or its `text_config`) that cannot be meant.
 
-    `layer_types` are those of its family.
+    `layer_types` are those of its family, and `fields` what it takes other values for.
     """
-    check_fields(c, HF_FIELDS | {"layer_types": maybe(many(one_of(*layer_types), 2**10))})
+    kinds = maybe(many(one_of(*layer_types), 2**10))
+    check_fields(c, HF_FIELDS | {"layer_types": kinds, "layers_block_type": kinds} | (fields or {}))
     for name in ("rope_scaling", "rope_parameters"):
         given = c.get(name) or {}
         check_fields(given, ROPE_FIELDS, f"{name}.")

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
+from jaxllm.folders import in_home
 from jaxllm.models.registry import ModelSpec
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.imatrix import WeighedCheckpoint, read_imatrix
@@ -23,7 +24,7 @@ def with_importance(checkpoint: Checkpoint, spec: ModelSpec, imatrix: Path | Non
     """
     if imatrix is None:
         return checkpoint
-    given = read_imatrix(imatrix.expanduser())
+    given = read_imatrix(in_home(imatrix))
     names = _gguf_names(checkpoint, spec)
     found = {name: given[theirs] for name, theirs in names.items() if theirs in given}
     if not found:

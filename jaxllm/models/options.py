@@ -11,6 +11,14 @@ from jaxllm.pallas_kernels import REFERENCE, Kernels
 
 
 @dataclass(frozen=True)
+class AdapterSizes:
+    """How many adapters are on the devices at once, and the greatest rank that one may have."""
+
+    places: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class BuildOptions:
     """What every layer is told when it is made.
 
@@ -19,9 +27,11 @@ class BuildOptions:
         tp: the degree of tensor parallelism.
         kernels: what runs the products and attention.
         expert_parallel: each device has whole experts, not a part of each.
+        adapters: products add what adapters give, of which the model has tables; without, it knows of none.
     """
 
     dtype: Any = jnp.bfloat16
     tp: int = 1
     kernels: Kernels = REFERENCE
     expert_parallel: bool = False
+    adapters: AdapterSizes | None = None

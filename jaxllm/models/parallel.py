@@ -39,13 +39,20 @@ def check_parallel(config: DecoderConfig, tp: int, expert_parallel: bool = False
 
 
 def _divided(config: DecoderConfig, expert_parallel: bool) -> list[Divided]:
-    found = [Divided(f"{config.num_heads} heads", config.num_heads)]
+    found = [Divided(f"{config.num_heads} heads", config.num_heads)] if config.attends else []
     if config.conv:
         found.append(Divided(f"{config.hidden_size} channels", config.hidden_size))
-    if not config.mla:
-        found.append(Divided(f"{config.num_kv_heads} KV heads", config.num_kv_heads, replicable=True))
-    if not all(layer.sparse for layer in config.layers):
-        found.append(Divided(f"MLP size {config.intermediate_size}", config.intermediate_size))
+    if config.delta:
+        found.append(Divided(f"{config.delta.key_heads} key heads of linear attention", config.delta.key_heads))
+    if ssd := config.ssd:
+        found.append(Divided(f"{ssd.heads} state-space heads", ssd.heads))
+        found.append(Divided(f"{ssd.groups} state-space groups", ssd.groups, replicable=True))
+    if config.attends and not config.mla:
+        counts = dict.fromkeys(config.num_kv_heads_of(layer) for layer in config.layers if layer.attends)
+        found += [Divided(f"{count} KV heads", count, replicable=True) for count in counts]
+    beside_experts = config.moe is not None and config.moe.beside_dense
+    dense = [layer for layer in config.layers if layer.dense or beside_experts]
+    found += [Divided(f"MLP size {size}", size) for size in dict.fromkeys(map(config.intermediate_size_of, dense))]
     if moe := config.moe:
         found.append(
             Divided(f"{moe.num_experts} experts", moe.num_experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,10 +10,11 @@ import msgspec
 from jaxllm.errors import CheckpointError
 from jaxllm.models.gguf import Metadata, gguf_rows
 from jaxllm.models.hf_fields import COUNT, maybe
+from jaxllm.models.sentence_files import read_sentence_files
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import OBJECT, TEXT, FieldKinds, check_fields, either, many, shown
-from jaxllm.weights.folder import model_file, read_json, read_object, read_text
+from jaxllm.weights.fields import OBJECT, TEXT, FieldKinds, check_fields, many, shown
+from jaxllm.weights.folder import model_file, read_text
 
 CLASSIFIER = "ForSequenceClassification"
 """How the architecture of a checkpoint with a classification head ends."""
@@ -24,10 +25,6 @@ GGUF_HEAD = "cls.output.weight"
 RERANKER = "qwen3-reranker"
 
 _GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
-_POOLING: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-_POOLING_FLAGS: dict[str, Pooling] = {
-    "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls",
-}  # fmt: skip
 _ACTIVATIONS: dict[str | None, Activation] = {
     "single_label_classification": "softmax", "multi_label_classification": "sigmoid", "regression": "identity",
 }  # fmt: skip
@@ -39,7 +36,6 @@ _CLASSIFIER_FIELDS: FieldKinds = {
     "sentence_transformers": maybe(OBJECT),
     "sbert_ce_default_activation_function": maybe(TEXT),
 }
-_MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
 
 
 def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -61,8 +57,10 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
     return _numbered(c.get("num_labels", 2))  # transformers leaves two unnamed labels out of the file
 
 
-def read_tasks(checkpoint: Checkpoint) -> ModelTasks:
+def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
     """What `checkpoint` is made for, from its config and from the files that sentence-transformers writes beside it.
+
+    `encodes` says that its model is an encoder, whose texts are pooled by the mean where no file says how.
 
     Raises:
         CheckpointError: it is an embedding model with a step that is not supported.
@@ -73,60 +71,45 @@ def read_tasks(checkpoint: Checkpoint) -> ModelTasks:
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{checkpoint.path}: tasks: {error}") from None
     labels = class_labels(checkpoint)
+    usual: Pooling = "mean" if encodes else "last"
     if checkpoint.format == "gguf":
-        return _gguf_tasks(checkpoint, labels)
-    path, c = checkpoint.path, checkpoint.config
-    modules = _modules(path)
-    kinds = [kind for kind, _ in modules]
-    folder = next((folder for kind, folder in modules if kind == "Pooling"), None)
+        return _gguf_tasks(checkpoint, labels, encodes, usual)
+    c, files = checkpoint.config, read_sentence_files(checkpoint.path)
     return ModelTasks(
-        pooling=_pooling(path, f"{folder}/config.json") if folder is not None else "last",
-        normalize="Normalize" in kinds or folder is None,
+        pooling=files.pooling or usual,
+        normalize="Normalize" in files.kinds or files.pooling is None,
         labels=labels,
         activation=_activation(c, len(labels)),
-        judges_pairs=_is_reranker(checkpoint, kinds),
+        judges_pairs=_is_reranker(checkpoint, files.kinds),
+        longest_text=files.longest,
+        encodes=encodes,
+        projects=bool(files.projections),
+        prompts=files.prompts,
+        default_prompt=files.default_prompt,
     )
 
 
-def _gguf_tasks(checkpoint: Checkpoint, labels: tuple[str, ...]) -> ModelTasks:
-    c = checkpoint.config
-    kind = c["general.architecture"]
-    pooling = _GGUF_POOLING.get(Metadata(checkpoint)("pooling_type", 0), "last")
+def longest_text(checkpoint: Checkpoint) -> int | None:
+    """Tokens of the longest text that an encoder is to be given, where a file says so."""
+    if checkpoint.format == "orbax":
+        return read_tasks(checkpoint).longest_text
+    return read_sentence_files(checkpoint.path).longest if checkpoint.format == "safetensors" else None
+
+
+def gguf_pooling(checkpoint: Checkpoint, usual: Pooling) -> Pooling:
+    """What stands for a text, as a GGUF file says, or the `usual`."""
+    return _GGUF_POOLING.get(Metadata(checkpoint)("pooling_type", 0), usual)
+
+
+def _gguf_tasks(checkpoint: Checkpoint, labels: tuple[str, ...], encodes: bool, usual: Pooling) -> ModelTasks:
+    kind = checkpoint.config["general.architecture"]
+    pooling = gguf_pooling(checkpoint, usual)
+    projects = encodes and "dense_2.weight" in checkpoint.tensors
     activation: Activation = "sigmoid" if len(labels) == 1 else "softmax"
     judge = kind == "qwen3" and set(labels) == {"yes", "no"}
-    return ModelTasks(pooling=pooling, labels=labels, activation=activation, judges_pairs=judge)
-
-
-def _modules(path: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each step that sentence-transformers takes; none where the directory is not one of its."""
-    file = model_file(path, "modules.json")
-    if not file.exists():
-        return []
-    given = read_json(path, file.name)
-    if not isinstance(given, list) or not all(
-        isinstance(entry, dict) and TEXT.fits(entry.get("type")) and TEXT.fits(entry.get("path")) for entry in given
-    ):
-        raise CheckpointError(f"{file}: is {shown(given)}; accepted is a list of objects with a type and a path")
-    modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in given]
-    for kind, _ in modules:
-        if kind not in _MODULES:
-            raise CheckpointError(f"{file}: has a module {shown(kind)}; supported are {', '.join(_MODULES)}")
-    return modules
-
-
-def _pooling(path: Path, name: str) -> Pooling:
-    """`pooling_mode` of sentence-transformers 5, or the one flag of earlier versions that is true."""
-    given, file = read_object(path, name), path / name
-    if "pooling_mode" in given:
-        check_fields(given, {"pooling_mode": either(TEXT, many(TEXT, 16))}, f"{file}: ")
-        modes = [given["pooling_mode"]] if isinstance(given["pooling_mode"], str) else given["pooling_mode"]
-        known: dict[str, Pooling] = _POOLING
-    else:
-        modes = [flag for flag, value in given.items() if flag.startswith("pooling_mode_") and value is True]
-        known = _POOLING_FLAGS
-    if len(modes) != 1 or modes[0] not in known:
-        raise CheckpointError(f"{file}: pools by {shown(modes)}; supported is one of {', '.join(known)}")
-    return known[modes[0]]
+    return ModelTasks(
+        pooling=pooling, labels=labels, activation=activation, judges_pairs=judge, encodes=encodes, projects=projects
+    )
 
 
 def _activation(c: dict[str, Any], count: int) -> Activation:
@@ -143,7 +126,7 @@ def _activation(c: dict[str, Any], count: int) -> Activation:
     return _ACTIVATIONS.get(c.get("problem_type"), "sigmoid" if count == 1 else "softmax")
 
 
-def _is_reranker(checkpoint: Checkpoint, modules: list[str]) -> bool:
+def _is_reranker(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
     """Qwen3-Reranker has the config of any Qwen 3: told by a module of its own, vLLM's flag, its card or its name."""
     if checkpoint.config.get("model_type") != "qwen3":
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import cpu_kernels
 from jaxllm.pallas_kernels import products
+from jaxllm.pallas_kernels.delta_rule import EPS
 from jaxllm.pallas_kernels.grouped_matmul import tiles as reference_grouped_matmul
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.pages import Pages
+from jaxllm.pallas_kernels.ssd import SSDInputs
+from jaxllm.pallas_kernels.states import kept_length
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -56,6 +60,22 @@ def segments(x: Float[Array, "T i"], weight: Any, norm: Norm | None) -> tuple[ja
     return cpu_kernels.linears(x, matrices, norm=native)
 
 
+def adapted(
+    x: Float[Array, "T i"],
+    weight: Any,
+    norm: Norm | None,
+    residual: Float[Array, "T o"] | None,
+    arrays: cpu_kernels.AdapterArrays,
+    uses: cpu_kernels.AdapterUses,
+) -> tuple[jax.Array, ...] | None:
+    """The parts of `norm(x)`'s product with what adapters add, in one pass; None where the weight has other parts."""
+    matrices = weight.matrices
+    if matrices is None or arrays.a.shape[1] != len(matrices) * arrays.b.shape[1]:
+        return None
+    x, native = _before(x, norm)
+    return cpu_kernels.linears(x, matrices, norm=native, residual=residual, adapters=(arrays, uses))
+
+
 def gated_mlp(
     x: Float[Array, "T i"],
     gate_up: Any,
@@ -64,6 +84,7 @@ def gated_mlp(
     norm: Norm | None,
     residual: Float[Array, "T o"] | None,
     dtype: Any,
+    adapters: tuple[cpu_kernels.AdapterArrays, cpu_kernels.AdapterArrays, cpu_kernels.AdapterUses] | None = None,
 ) -> Float[Array, "T o"] | None:
     """The three products and what is between them in one pass; None where there is no kernel for it."""
     first, second = gate_up.matrices, down.matrices
@@ -73,7 +94,8 @@ def gated_mlp(
         return None
     x, native = _before(x, norm)
     gate, up = first
-    out = cpu_kernels.mlp(x, gate, up, second[0], ACTIVATIONS[activation], norm=native, residual=residual)
+    kind = ACTIVATIONS[activation]
+    out = cpu_kernels.mlp(x, gate, up, second[0], kind, norm=native, residual=residual, adapters=adapters)
     return out.astype(dtype)
 
 
@@ -101,6 +123,54 @@ def attention(
     heads = None if norms is None else cpu_kernels.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
     return cpu_kernels.attention(
         q, k, v, pages, meta.positions, meta.seq_ids, meta.page_table, rotary=rotary, norms=heads, **options
+    )
+
+
+def causal_conv(
+    u: Float[Array, "T C"],
+    taps: Float[Array, "C k"],
+    bias: Float[Array, "C"] | None,
+    buffer: Float[Array, "N r C"],
+    meta: StepMetadata,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[Float[Array, "T C"], Float[Array, "N r C"]]:
+    """`pallas_kernels.causal_conv` in C++, which knows one activation."""
+    silu = activation is jax.nn.silu
+    out, buffer = cpu_kernels.causal_conv(u, taps, bias, buffer, _runs(meta), silu)
+    return out if silu or activation is None else activation(out), buffer
+
+
+def delta_rule(
+    qkv: Float[Array, "T C"],
+    decay: Float[Array, "T H"],
+    beta: Float[Array, "T H"],
+    buffer: Float[Array, "N H Dk Dv"],
+    meta: StepMetadata,
+    *,
+    key_heads: int,
+) -> tuple[Float[Array, "T H Dv"], Float[Array, "N H Dk Dv"]]:
+    """`pallas_kernels.delta_rule` in C++, token by token."""
+    return cpu_kernels.delta_rule(qkv, decay, beta, buffer, _runs(meta), key_heads=key_heads, epsilon=EPS)
+
+
+def ssd(
+    inputs: SSDInputs, buffer: Float[Array, "B H P N"], meta: StepMetadata
+) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
+    """`pallas_kernels.ssd` in C++, token by token."""
+    return cpu_kernels.ssd(*inputs, buffer, _runs(meta))
+
+
+def _runs(meta: StepMetadata) -> cpu_kernels.Runs:
+    rows = meta.states
+    assert rows is not None, "a model with states is run with their rows"
+    return cpu_kernels.Runs(
+        meta.num_seqs.reshape(1),
+        meta.query_start,
+        rows.read,
+        rows.begins,
+        rows.written,
+        rows.kept,
+        kept_length(rows, meta),
     )
 
 

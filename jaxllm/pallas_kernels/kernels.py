@@ -14,12 +14,16 @@ from jaxtyping import Array, Float
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, reference, tpu_limits
+from jaxllm.pallas_kernels import cpu, reference, ssd, tpu_limits
+from jaxllm.pallas_kernels.causal_conv import causal_conv
+from jaxllm.pallas_kernels.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels.low_rank import low_rank
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import normalise
+from jaxllm.pallas_kernels.packed import packed_attention
 from jaxllm.pallas_kernels.pages import (
     BY_HEAD,
     INTERLEAVED,
@@ -45,14 +49,16 @@ class PagedAttention(Protocol):
     Args:
         q, k, v: the new tokens' queries `[T, H, D]`, keys and values `[T, K, D]`; query head `h` uses KV head
             `h // (H // K)`. Without `v` the values are the first `value_dim` channels of the keys, which is how latent
-            attention caches them.
+            attention caches them. With no KV heads in `k` and `v` nothing is new: another layer has written the pages.
         pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
             when donated.
         meta: which token belongs where.
         scale: factor on the logits.
         window: a token at position `i` sees positions `j` with `i - window < j <= i`.
+        chunked: it sees those from the last multiple of `window` on instead.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         sinks: `[H]`, one more logit a head that takes softmax mass and has no value.
+        slopes: `[H]`, what a head's logits fall by with each token between a query and a key, after the cap.
         value_dim: with latent pages, how many channels of a key are its value; all of them if not given.
 
     Returns:
@@ -69,8 +75,10 @@ class PagedAttention(Protocol):
         *,
         scale: float,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float | None = None,
         sinks: Float[Array, "H"] | None = None,
+        slopes: Float[Array, "H"] | None = None,
         value_dim: int | None = None,
     ) -> tuple[Float[Array, "T H Dv"], Pages]: ...
 
@@ -85,19 +93,32 @@ class Kernels:
             norm and residual may be None; summed in float32, which is also the result unless `dtype` is given.
         segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
-        gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype)` -> `down(act(gate) * up) + residual` of
-            `norm(x)`, where there is a kernel for that; see `linear`.
+        gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype, adapters)` -> `down(act(gate) * up) +
+            residual` of `norm(x)`, where there is a kernel for that; see `linear`. `adapters`, if there are any, are
+            the `AdapterArrays` of both weights and the step's `AdapterUses`.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
         experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, gate, biases, meta)` -> a
             `Mixture` of what the experts `first … first + here - 1` give, where there are kernels for it: tokens choose
-            by `routing`, a `models.layers.moe.MoEConfig`, and padding chooses nobody. `gate` is applied to gate and up
-            side by side in place of `activation(gate) * up`, and `biases` are those of both products; each may be None.
+            by `routing`, a `models.layers.moe.MoEConfig`, and padding chooses nobody. `gate` is applied to what the
+            first product gives, gate and up side by side, in place of `activation(gate) * up`, and `biases` are those
+            of both products; each may be None.
         add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
             `Mixture` yet to be summed.
         latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
             latent attention and the pages, from what projections give to what the output's takes, where there are
             kernels for it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others
             its values. `one_product` says that queries and latents are projected from the same.
+        causal_conv: `(u [T, C], taps [C, k], bias or None, buffer [N, k - 1, C], meta, activation) -> (out, buffer)`, a
+            depthwise convolution over each sequence, whose last inputs are its state; see `causal_conv.py`.
+        delta_rule: `(qkv [T, C], decay [T, H], beta [T, H], buffer [N, H, Dk, Dv], meta, *, key_heads)` -> the output
+            of the gated delta rule over each sequence, and its states, which are matrices; see `delta_rule.py`.
+        ssd: `(SSDInputs, buffer [B, H, P, N], meta) -> (y [T, H, P], buffer)`, what state-space layers keep of each
+            sequence and read from that; see `ssd.py`.
+        low_rank: `(parts, x [T, i], AdapterArrays, AdapterUses)` -> the parts of a product and what adapters add to
+            them; see `low_rank.py`.
+        adapted: `(x, weight, norm, residual, AdapterArrays, AdapterUses)` -> the parts of a product with what adapters
+            add to them, where there is a kernel for both.
+        packed_attention: attention of whole texts without pages; see `packed.py`.
         normalise: `(x [..., n], weight, bias or None, epsilon, centred)` -> a norm that stands by itself.
         sums: a sampler's, over rows of logits.
         page_dtype: the type that pages of a float type are kept in.
@@ -119,6 +140,12 @@ class Kernels:
     experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
+    causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = causal_conv
+    delta_rule: Callable[..., tuple[jax.Array, jax.Array]] = delta_rule
+    ssd: Callable[..., tuple[jax.Array, jax.Array]] = ssd.recurrent
+    low_rank: Callable[..., tuple[jax.Array, ...]] = low_rank
+    adapted: Callable[..., tuple[jax.Array, ...] | None] = lambda x, *rest: None
+    packed_attention: Callable[..., jax.Array] = packed_attention
     normalise: Callable[..., jax.Array] = normalise
     sums: SoftmaxSums = PLAIN
     native: bool = False
@@ -144,6 +171,21 @@ def _gpu_latent_attention(
     return latent_attention(q, latent, matrices[0].codes, *arrays, **options)
 
 
+def _gpu_delta_rule(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
+
+    return delta_rule(*args, **options)
+
+
+def _gpu_ssd(
+    inputs: ssd.SSDInputs, buffer: jax.Array, meta: StepMetadata, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Decodes by a kernel; chunks are products of matrices, which XLA has kernels for."""
+    from jaxllm.pallas_kernels.gpu.ssd import decode
+
+    return decode(inputs, buffer, meta, **options) if meta.decode_only else ssd.chunked(inputs, buffer, meta)
+
+
 def _tpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
     from jaxllm.pallas_kernels.tpu import paged_attention
 
@@ -153,7 +195,7 @@ def _tpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
 REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, stored_as_bits)
 """Plain XLA, as CPUs like it, and the oracle of the others."""
 
-COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is)
+COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is, ssd=ssd.chunked)
 """Plain XLA, as accelerators like it."""
 
 COMPILED_GPU = replace(
@@ -166,7 +208,13 @@ COMPILED_GPU = replace(
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 
 GPU = replace(
-    COMPILED_GPU, name="gpu", attention=_gpu_attention, latent_attention=_gpu_latent_attention, rotates_heads=True
+    COMPILED_GPU,
+    name="gpu",
+    attention=_gpu_attention,
+    latent_attention=_gpu_latent_attention,
+    delta_rule=_gpu_delta_rule,
+    ssd=_gpu_ssd,
+    rotates_heads=True,
 )
 """Pallas, through its Triton lowering."""
 
@@ -175,8 +223,9 @@ TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERL
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
-    segments=cpu.segments, gated_mlp=cpu.gated_mlp, most_likely=cpu.most_likely,
-    normalise=cpu_kernels.normalise, sums=CPU_SUMS, native=True, rotates_heads=True,
+    segments=cpu.segments, gated_mlp=cpu.gated_mlp, adapted=cpu.adapted, most_likely=cpu.most_likely,
+    causal_conv=cpu.causal_conv, delta_rule=cpu.delta_rule, ssd=cpu.ssd,
+    low_rank=cpu_kernels.low_rank, normalise=cpu_kernels.normalise, sums=CPU_SUMS, native=True, rotates_heads=True,
     page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""

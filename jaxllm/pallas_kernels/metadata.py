@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -14,7 +14,8 @@ class StateRows:
     """Which rows of their buffers the layers that keep a state of each sequence read and write in one step.
 
     A state that is kept is the one after the first `kept_tokens` tokens of its sequence, some of which run in this
-    step. Where nothing is to be kept, `kept` is the row that padding writes. All rows are read before any is written.
+    step. Where nothing is to be kept, `kept_tokens` is 0 and `kept` the row that padding writes. All rows are read
+    before any is written.
     """
 
     read: Int[Array, "S"]
@@ -63,6 +64,14 @@ class StepMetadata:
     """The slot of each sequence; the last one for padding. None where a model runs without an engine."""
     states: StateRows | None = None
     """None where no layer keeps a state of each sequence."""
+    token_types: Int[Array, "T"] | None = None
+    """Which of two texts each token is of, where an encoder reads them as one; None where all are of the first."""
+    adapter_scales: Float[Array, "T N"] | None = None
+    """How much each token's products take of each adapter that is on the devices; None in a step without adapters."""
+    adapter_ranks: Int[Array, "N"] | None = None
+    """The rank of each of these adapters, which the model's own tables tell it."""
+    adapter_gains: Int[Array, "N"] | None = None
+    """1 for each of them that has gains (DoRA), likewise."""
 
     @property
     def live(self) -> Bool[Array, "T"]:

@@ -55,6 +55,8 @@ class PageUse(NamedTuple):
     sequences: int
     pages_per_seq: int
     sinks: bool = False
+    chunked: bool = False
+    alibi: bool = False
 
 
 class Lacks(NamedTuple):

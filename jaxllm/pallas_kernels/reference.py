@@ -59,7 +59,7 @@ class Softmax(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The arguments both halves share; `sinks` is `[K, G]`."""
+    """The arguments both halves share; `sinks` and `slopes` are `[K, G]`."""
 
     scale: float
     window: int | None
@@ -67,6 +67,8 @@ class Options(NamedTuple):
     sinks: jax.Array | None
     value_dim: int
     """Channels of a value. Where the pages hold no values they are the first ones of the keys."""
+    chunked: bool = False
+    slopes: jax.Array | None = None
 
     def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> Softmax:
         """An empty softmax, or one that already holds the sinks."""
@@ -86,16 +88,25 @@ class Options(NamedTuple):
         out = out * self.scale
         return out if self.softcap is None else self.softcap * jnp.tanh(out / self.softcap)
 
-    def mask(self, logits: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
-        """NEGATIVE wherever the token at position `query` may not see the one at position `key`."""
+    def mask(self, logits: jax.Array, query: jax.Array, key: jax.Array, slopes: jax.Array | None = None) -> jax.Array:
+        """NEGATIVE wherever the token at position `query` may not see the one at position `key`.
+
+        The logits of others fall with the distance by `slopes [..., m]`.
+        """
+        if slopes is not None:
+            logits = logits + slopes[..., None] * (key - query)
         visible = key <= query
         if self.window is not None:
-            visible &= key > query - self.window
+            visible &= key >= self.first_visible(query) if self.chunked else key > query - self.window
         return jnp.where(visible, logits, NEGATIVE)
 
     def first_visible(self, query: jax.Array) -> jax.Array:
         """The earliest position that the token at `query` sees."""
-        return jnp.zeros_like(query) if self.window is None else jnp.maximum(query - self.window + 1, 0)
+        if self.window is None:
+            return jnp.zeros_like(query)
+        if self.chunked:
+            return query - query % self.window
+        return jnp.maximum(query - self.window + 1, 0)
 
 
 def paged_attention(
@@ -107,8 +118,10 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    slopes: Float[Array, "H"] | None = None,
     value_dim: int | None = None,
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
     """See `kernels.PagedAttention`.
@@ -118,10 +131,11 @@ def paged_attention(
     """
     if v is not None and value_dim is not None:
         raise ValueError(f"value_dim is {value_dim}, but the values come by themselves, in v")
-    (tokens, _, dim), num_kv = q.shape, k.shape[1]
-    sinks = None if sinks is None else rearrange(sinks, "(kv group) -> kv group", kv=num_kv)
-    options = Options(scale, window, softcap, sinks, value_dim or dim)
-    pages = write_pages(pages, k, v, meta)
+    (tokens, _, dim), num_kv = q.shape, pages[0].shape[1]
+    sinks, slopes = (None if x is None else rearrange(x, "(kv group) -> kv group", kv=num_kv) for x in (sinks, slopes))
+    options = Options(scale, window, softcap, sinks, value_dim or dim, chunked, slopes)
+    if k.shape[1]:
+        pages = write_pages(pages, k, v, meta)
     grouped = rearrange(q, "token (kv group) dim -> token kv group dim", kv=num_kv)
     if meta.decode_only:
         live = jnp.arange(tokens) < meta.num_decodes
@@ -150,7 +164,7 @@ def _decode(
         ids = lax.dynamic_slice_in_dim(page_table, i * per_block, per_block, axis=1)
         keys, values = _read(pages, ids, q.dtype, options)
         key = i * block + jnp.arange(block)
-        logits = options.mask(options.logits(q, keys), query[:, None, None, None], key)
+        logits = options.mask(options.logits(q, keys), query[:, None, None, None], key, options.slopes)
         return softmax.add(logits, values)
 
     first = jnp.min(jnp.where(live, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
@@ -233,16 +247,16 @@ def _prefill_tile(
     table = _pad_columns(page_ids[None], per_block)
     q = rearrange(q, "size kv group dim -> kv (group size) dim")
     rows = jnp.tile(query, group)
+    sinks, slopes = (None if x is None else jnp.repeat(x, size, axis=1) for x in (options.sinks, options.slopes))
 
     def body(i: jax.Array, softmax: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
         keys, values = (x[0] for x in _read(pages, ids, q.dtype, options))
         key = i * block + jnp.arange(block)
-        return softmax.add(options.mask(options.logits(q, keys), rows[:, None], key), values)
+        return softmax.add(options.mask(options.logits(q, keys), rows[:, None], key, slopes), values)
 
     live = query >= 0
     first = jnp.min(jnp.where(live, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
-    sinks = None if options.sinks is None else jnp.repeat(options.sinks, size, axis=1)
     start = options.start((num_kv, group * size), sinks)
     out = lax.fori_loop(first, (jnp.max(query) + block) // block, body, start).finish()
     out = rearrange(out, "kv (group size) dim -> size kv group dim", group=group)

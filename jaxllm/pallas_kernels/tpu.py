@@ -58,9 +58,11 @@ def paged_attention(
 ) -> tuple[Float[Array, "T H D"], tuple[Shaped[Array, "N page_size K*2 _"]]]:
     """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `tpu_limits` says what it does not take."""
     (tokens, _, dim), (_, page_size, _, lanes) = q.shape, pages[0].shape
-    new = jnp.stack((k, v), axis=2).reshape(tokens, -1, dim)
-    page, row = places(meta, page_size)
-    buffer = pages[0].at[page, row].set(_filled_up(finite(new), lanes).astype(pages[0].dtype))
+    buffer = pages[0]
+    if k.shape[1]:
+        new = jnp.stack((k, v), axis=2).reshape(tokens, -1, dim)
+        page, row = places(meta, page_size)
+        buffer = buffer.at[page, row].set(_filled_up(finite(new), lanes).astype(buffer.dtype))
     # Where nothing is said of precision, a TPU multiplies float32 rounded to bfloat16.
     with jax.default_matmul_precision("highest") if q.dtype == jnp.float32 else nullcontext():
         out = ragged_paged_attention(

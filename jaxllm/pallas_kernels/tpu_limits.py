@@ -29,6 +29,10 @@ def lacks(kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | 
         return None
     if use.sinks:
         return Lacks("attention sinks")
+    if use.chunked:
+        return Lacks("attention in chunks")
+    if use.alibi:
+        return Lacks("attention biases by distance (ALiBi)")
     if len(use.dims) == 1:
         return Lacks("latent attention")
     if max(use.dims) > LANES:

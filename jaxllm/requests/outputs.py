@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.requests.captures import Captures
+
 
 class Logprob(NamedTuple):
     """One token's log-probability (natural log), its 1-based rank in the vocabulary, its text and its bytes.
@@ -32,7 +34,8 @@ class CompletionOutput:
     """One completion of a prompt.
 
     `finish_reason` is None while running, then "stop" (end-of-sequence, stop string or stop token), "length" or
-    "abort"; `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence.
+    "abort"; `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence. `captures` are
+    activations of the prompt's and its tokens, where they were asked for; the last token is not run, and has none.
     """
 
     index: int
@@ -42,6 +45,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    captures: Captures | None = None
 
 
 class PooledOutput(NamedTuple):

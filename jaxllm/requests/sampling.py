@@ -42,7 +42,9 @@ _MAY_BE_NONE = frozenset({
 })  # fmt: skip
 _REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-_TOKEN_IDS = ("allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids")
+_TOKEN_IDS = (
+    "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "predicted_token_ids",
+)  # fmt: skip
 _TEXTS = ("stop", "bad_words")
 
 
@@ -76,6 +78,8 @@ class SamplingParams:
             whole vocabulary, where the engine's max_logprobs is -1.
         logprob_token_ids: return those of these tokens as well; together with logprobs at most 20.
         prompt_logprobs: the same for each prompt token; -1 returns the whole vocabulary.
+        predicted_token_ids: what the answer may well be, or have in it: an engine that tries tokens of texts ahead
+            looks there too. It changes how fast the answer comes, not the answer.
         detokenize: False returns token ids only.
         skip_special_tokens: leave special tokens out of the text.
         shown_special_token_ids: special tokens that stay in the text although skip_special_tokens leaves them out.
@@ -111,6 +115,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprob_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
+    predicted_token_ids: Sequence[int] = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
     shown_special_token_ids: Sequence[int] = ()

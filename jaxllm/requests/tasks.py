@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from jaxllm.errors import InvalidRequestError
 
 Pooling = Literal["last", "mean", "cls"]
 Activation = Literal["softmax", "sigmoid", "identity"]
@@ -20,6 +22,11 @@ class ModelTasks:
             the model generates text.
         activation: what turns those scores into probabilities.
         judges_pairs: it was trained to judge a query and a document in the prompt of Qwen3-Reranker.
+        encodes: it is an encoder, which generates nothing, whatever its head gives.
+        projects: products follow pooling, so that no other pooling makes its vectors.
+        longest_text: tokens of the longest text that it is to be given, where its files say so.
+        prompts: what may be put before a text, by name.
+        default_prompt: what is put before a text where no name is asked for.
     """
 
     pooling: Pooling = "last"
@@ -27,3 +34,29 @@ class ModelTasks:
     labels: tuple[str, ...] = ()
     activation: Activation = "softmax"
     judges_pairs: bool = False
+    encodes: bool = False
+    projects: bool = False
+    longest_text: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+
+    def prompt(self, name: str | None) -> str:
+        """What is put before a text: the default, or what has this name. Raises InvalidRequestError: none has it."""
+        if name is None:
+            return self.default_prompt
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none, for this model has no prompts"
+            raise InvalidRequestError(f"prompt_name is {name[:60]!r}; accepted are {known}", param="prompt_name")
+        return self.prompts[name]
+
+    @property
+    def why_no_text(self) -> str | None:
+        """Why the model cannot be asked to write, and what it can be asked for; None where it writes."""
+        if self.labels:
+            classes = ", ".join(self.labels[:5]) + (", …" if len(self.labels) > 5 else "")
+            use = "/classify, /score and /rerank" if len(self.labels) == 1 else "/classify"
+            kind = "is an encoder, which generates no text;" if self.encodes else "generates no text,"
+            return f"this model {kind} it classifies (as {classes}); use {use}"
+        if self.encodes:
+            return "this model is an encoder, which generates no text; use /v1/embeddings, /score and /rerank"
+        return None

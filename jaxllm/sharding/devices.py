@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 
 from jaxllm import compat
-from jaxllm.config import format_bytes
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.setting_values import format_bytes
 from jaxllm.sharding import nvidia
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,20 @@ def find_devices() -> Sequence[jax.Device]:
     for complaint in complaints:
         logger.warning("%s", _last_line([complaint]))
     return devices
+
+
+def expected_platform() -> str | None:
+    """'cpu' or 'gpu', what `find_devices` is going to find; None where only JAX's backends could tell.
+
+    Those are not started: they would take memory of the devices, or wait for who has them.
+    """
+    chosen = compat.chosen_platforms().partition(",")[0]
+    if chosen == "cpu":
+        return "cpu"
+    has_plugin = nvidia.installed_cuda() is not None and not nvidia.hidden()
+    if chosen in ("", "cuda", "gpu") and has_plugin and nvidia_gpu_is_here():
+        return "gpu"
+    return None if chosen or compat.other_accelerators() else "cpu"
 
 
 def nvidia_gpu_is_here() -> bool:

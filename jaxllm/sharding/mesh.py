@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,10 +23,12 @@ Axes = tuple[str | None, ...]
 def build_mesh(tensor_parallel_size: int) -> Mesh:
     """A `(data=1, tensor=tensor_parallel_size)` mesh over the first devices of the default platform.
 
+    Where there are several processes, each has as many of them.
+
     Raises:
         ConfigError: there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
     """
-    devices = find_devices()
+    devices = _evenly(find_devices(), tensor_parallel_size)
     if tensor_parallel_size > len(devices):
         hint = (
             f" (set JAX_NUM_CPU_DEVICES={tensor_parallel_size} for virtual ones)"
@@ -34,6 +40,39 @@ def build_mesh(tensor_parallel_size: int) -> Mesh:
             f"{devices[0].platform} device(s){hint}"
         )
     return compat.make_mesh((1, tensor_parallel_size), (DATA, TENSOR), devices=devices[:tensor_parallel_size])
+
+
+def _evenly(devices: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
+    """The first `count` devices, equally many of each process. Raises ConfigError where one has too few."""
+    processes = sorted({device.process_index for device in devices})
+    if len(processes) == 1:
+        return devices
+    each = count // len(processes)
+    chosen = []
+    for process in processes:
+        its = [device for device in devices if device.process_index == process]
+        if len(its) < each:
+            hint = f" (set JAX_NUM_CPU_DEVICES={each} for virtual ones)" if its[0].platform == "cpu" else ""
+            raise ConfigError(
+                f"tensor_parallel_size is {count} over {len(processes)} processes, but process {process} has "
+                f"{len(its)} {its[0].platform} device(s){hint}"
+            )
+        chosen += its[:each]
+    return chosen
+
+
+def local_device(mesh: Mesh) -> jax.Device:
+    """A device of the mesh that this process can ask: the first where it has all of them."""
+    here = jax.process_index()
+    return next(device for device in mesh.devices.flat if device.process_index == here)
+
+
+def put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array that is whole in this process's memory, onto the devices; every process puts its own part there."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def named_sharding(mesh: Mesh, axes: Axes) -> NamedSharding:

@@ -24,8 +24,8 @@ from jaxllm.weights.loader import ParamSpec, find_sources
 from jaxllm.weights.names import NameMap, Source
 from jaxllm.weights.saved import SavedCheckpoint
 
-NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight")
-"""Small, and what they get wrong sends a token to other experts."""
+NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight", "*.beta_decay.weight")
+"""Small, and what they get wrong sends a token to other experts, or stays in a state for long."""
 
 ENDS = ("embed.weight", "head.weight")
 
@@ -111,7 +111,7 @@ class KindChooser:
         if coding is not None and source.keeps(coding) and not self._parts_order(spec, coding):
             rows, inputs, devices = self._row_counts(spec), spec.shape[-1], self._input_parts(spec)
             return coded_kind(coding, spec.dtype, rows, inputs, devices=devices, blocks=self.tiles)
-        if len(types) == 1 and types[0] in FORMATS and source.moves_rows:
+        if len(types) == 1 and types[0] in FORMATS and source.moves_blocks(FORMATS[types[0]].elements):
             return GgufKind(types[0], spec.dtype)
         scheme = RECODED.get(types[0], RECODED_OTHERS) if source.moves_rows else RECODED_OTHERS
         kind = fitting(scheme, self._inputs(spec), spec.dtype)

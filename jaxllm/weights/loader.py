@@ -17,14 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.config import did_you_mean
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.stored import Stored, stack, transformed
+from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.stored import Stored, stack, transformed, with_moved_blocks
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind, fuse
 from jaxllm.sharding.layout import Layout, place
-from jaxllm.sharding.mesh import Axes, named_sharding
+from jaxllm.sharding.mesh import Axes, named_sharding, put
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import NameMap, Source, Sources
+from jaxllm.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,17 @@ def read_parameters(
             yield value
 
 
+def read_rows(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> np.ndarray:
+    """A parameter in the order of its tensors, float32: not quantized, and not yet laid out for several devices.
+
+    Raises:
+        CheckpointError: a tensor is missing or has the wrong shape.
+    """
+    tensors = _read_segments(checkpoint, spec, find_sources(checkpoint, spec, names))
+    axis = spec.layout.axis if spec.layout else 0
+    return np.concatenate([np.asarray(tensor.expand(), np.float32) for tensor in tensors], axis)
+
+
 def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple[Value, ...]:
     """Random weights of the right shapes, drawn on the devices; vectors are ones, so that norms stay norms."""
 
@@ -169,7 +181,7 @@ def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple
 def _put(spec: ParamSpec, value: Value, mesh: Mesh) -> Value:
     leaves, tree = jax.tree.flatten(value)
     shardings = [named_sharding(mesh, axes) for _, axes in spec.leaves()]
-    return jax.tree.unflatten(tree, [jax.device_put(*pair) for pair in zip(leaves, shardings, strict=True)])
+    return jax.tree.unflatten(tree, [put(*pair) for pair in zip(leaves, shardings, strict=True)])
 
 
 def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> Value:
@@ -219,6 +231,10 @@ def _read(checkpoint: Checkpoint, source: Source) -> Stored:
         tensors = [stack(tensors)]
     if source.transform is None:
         return tensors[0]
+    whole = tensors[0]
+    elements = FORMATS[whole.dtype].elements if whole.packed and whole.dtype in FORMATS else 0
+    if source.column_runs and elements and source.moves_blocks(elements):
+        return with_moved_blocks(whole, source.transform, elements)
     return transformed(tensors, source.transform, by_rows=source.by_rows)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxllm.errors import ModelNotFoundError
+from jaxllm.folders import existing
 from jaxllm.weights.source import BUILTIN_MODELS, list_builtin_models
 
 
@@ -28,13 +29,14 @@ def list_local_models(download_dir: Path | None = None) -> list[LocalModel]:
 def find_local(name: str, download_dir: Path | None = None) -> LocalModel:
     """A model of that list, or a file or folder. Raises ModelNotFoundError; nothing is fetched."""
     found = next((model for model in list_local_models(download_dir) if model.name == name), None)
-    path = Path(name).expanduser()
-    if found is None and name and path.exists():
+    path = existing(name) if found is None and name else None
+    if path is not None:
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         found = LocalModel(name, sum(file.stat().st_size for file in files), path, "")
     if found is None or found.path is None:
         raise ModelNotFoundError(
-            f"model {name!r} is not on this machine; `jaxllm list` shows those that are, `jaxllm pull` fetches one"
+            f"model {name[:200]!r} is not on this machine; `jaxllm list` shows those that are, "
+            "`jaxllm pull` fetches one"
         )
     return found
 

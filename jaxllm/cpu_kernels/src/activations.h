@@ -1,11 +1,25 @@
 // The activations of a product: rows in panels, made ready in a first phase, and the units of work that take them.
 #pragma once
+#include <string.h>
+
 #include <algorithm>
 #include <vector>
 
 #include "calls.h"
 #include "scratch.h"
 #include "team.h"
+
+// Whether all bytes are zeros; where they are not, nearly always the first ones say so.
+inline bool all_zero(const char* bytes, int64_t count) { return !count || (!bytes[0] && !memcmp(bytes, bytes + 1, count - 1)); }
+
+// How many rows of x there are before the zeros that fill it to its end: those are a step's padding.
+inline int rows_before_zeros(const ffi::AnyBuffer& x) {
+  const int64_t bytes = x.dimensions().back() * (x.element_type() == ffi::BF16 ? 2 : 4);
+  const char* const first = static_cast<const char*>(x.untyped_data());
+  int rows = int(rows_of(x));
+  while (rows && all_zero(first + (rows - 1) * bytes, bytes)) rows--;
+  return rows;
+}
 
 // Rows [begin, begin + count) of x: what one panel holds.
 struct PanelRows {
@@ -19,12 +33,12 @@ inline std::vector<PanelRows> panels_of(int rows, int most) {
   return panels;
 }
 
-// Room in the forms that `matrices` want of their inputs. It is the caller's, who stays in the call until all units are done;
-// activations that live beside each other have a USE of their own.
-template <class USE> Activations room_for(const std::vector<Matrix>& matrices, int panels, int panel_rows) {
+// Room in the forms that `matrices` want of their inputs, and as floats if somebody else wants those. It is the caller's, who stays in
+// the call until all units are done; activations that live beside each other have a USE of their own.
+template <class USE> Activations room_for(const std::vector<Matrix>& matrices, int panels, int panel_rows, bool wide) {
   static thread_local Scratch scratch;
   Activations a{};
-  bool integer = false, wide = false, halves = false;
+  bool integer = false, halves = false;
   for (const Matrix& w : matrices) {
     integer |= layout(w.format).integer();
     halves |= w.format == Format::bf16 && kernels().has_bf16;
@@ -44,23 +58,26 @@ template <class USE> Activations room_for(const std::vector<Matrix>& matrices, i
   return a;
 }
 
-// The activations of a call: made ready in a first phase, row by row, in the forms that the matrices want.
+// The activations of a call: made ready in a first phase, row by row, in the forms that the matrices want. Rows of zeros at
+// the end are left out, unless the caller says which rows there are.
 class Prepared {
  public:
-  Prepared(const ffi::AnyBuffer& x, const float* norm, float epsilon, float offset, const std::vector<Matrix>& matrices)
-      : Prepared(x, norm, epsilon, offset, matrices, panels_of(int(rows_of(x)), PANEL_ROWS)) {}
+  Prepared(const ffi::AnyBuffer& x, const float* norm, float epsilon, float offset, const std::vector<Matrix>& matrices, bool floats = false)
+      : Prepared(x, norm, epsilon, offset, matrices, panels_of(rows_before_zeros(x), PANEL_ROWS), floats) {}
 
   Prepared(const ffi::AnyBuffer& x, const float* norm, float epsilon, float offset, const std::vector<Matrix>& matrices,
-           std::vector<PanelRows> panels)
+           std::vector<PanelRows> panels, bool floats = false)
       : x_(x), norm_(norm), epsilon_(epsilon), offset_(offset), panels_(std::move(panels)) {
     int most = 1;
     for (const PanelRows& panel : panels_) most = std::max(most, panel.count);
-    activations_ = room_for<Prepared>(matrices, int(panels_.size()), most);
+    activations_ = room_for<Prepared>(matrices, int(panels_.size()), most, floats);
   }
 
   const Activations& get() const { return activations_; }
   int panels() const { return int(panels_.size()); }
   const PanelRows& panel(int p) const { return panels_[p]; }
+  const std::vector<PanelRows>& all() const { return panels_; }
+  int rows() const { return panels_.empty() ? 0 : panels_.back().begin + panels_.back().count; }  // those behind are zeros
   int panel_rows() const { return activations_.panel_rows; }
 
   Phase phase() {
@@ -101,15 +118,23 @@ class Units {
 
   int count() const { return per_panel_ * panels_; }
 
-  // Calls work(panel, matrix, first group, one or two groups).
-  template <class F>
-  void visit(int unit, F&& work) const {
-    const int panel = unit / per_panel_;
+  // What a unit is: groups [begin, end) of a matrix, for a panel.
+  struct Unit {
+    int panel, matrix, begin, end;
+
+    // Calls work(panel, matrix, first group, one or two groups).
+    template <class F> void visit(F&& work) const {
+      for (int g = begin; g < end; g += 2) work(panel, matrix, g, std::min(2, end - g));
+    }
+  };
+
+  Unit operator[](int unit) const {
     int rest = unit % per_panel_, matrix = 0;
     for (int chunks; rest >= (chunks = (groups_[matrix] + step_ - 1) / step_); matrix++) rest -= chunks;
-    const int begin = rest * step_, end = std::min(begin + step_, groups_[matrix]);
-    for (int g = begin; g < end; g += 2) work(panel, matrix, g, std::min(2, end - g));
+    return {unit / per_panel_, matrix, rest * step_, std::min((rest + 1) * step_, groups_[matrix])};
   }
+
+  template <class F> void visit(int unit, F&& work) const { (*this)[unit].visit(work); }
 
  private:
   std::vector<int> groups_;

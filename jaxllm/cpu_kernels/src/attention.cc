@@ -75,11 +75,6 @@ void write_vector(const float* x, float factor, int count, bool bf16, void* out,
   }
 }
 
-// Copies pages that XLA did not give in place.
-void settle(const ffi::AnyBuffer& in, ffi::Result<ffi::AnyBuffer>& out) {
-  if (in.untyped_data() != out->untyped_data()) memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
-}
-
 // Of pages as they come from JAX; false for what is none.
 bool format_of(const ffi::AnyBuffer& pages, PageFormat& format) {
   switch (pages.element_type()) {
@@ -91,9 +86,9 @@ bool format_of(const ffi::AnyBuffer& pages, PageFormat& format) {
   }
 }
 
-// q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks], [cos, sin], [q norm, k norm]
+// q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks], [slopes], [cos, sin], [q norm, k norm]
 // -> out, key pages, [value pages]
-ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bool has_sinks, bool rotary,
+ffi::Error attention(float scale, float softcap, int64_t window, bool chunked, bool latent, bool has_sinks, bool has_slopes, bool rotary,
                      bool interleaved, bool norms, float epsilon, float weight_offset, ffi::AnyBuffer q, ffi::AnyBuffer k, Ints32 positions, Ints32 seq_ids, Ints32 page_table, ffi::AnyBuffer keys,
                      ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
                      ffi::RemainingRets more) {
@@ -115,16 +110,17 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
   Attention a;
   a.q = q.untyped_data();
   a.q_is_bf16 = q.element_type() == ffi::BF16;
-  a.heads = int(q.dimensions()[1]), a.kv_heads = int(k.dimensions()[1]), a.dim = int(q.dimensions()[2]);
+  a.heads = int(q.dimensions()[1]), a.kv_heads = int(keys.dimensions()[1]), a.dim = int(q.dimensions()[2]);
   a.value_dim = int(out->dimensions()[2]);
   a.keys = new_keys->untyped_data(), a.values = value_pages;
   if (!format_of(keys, a.format)) return wrong("pages must be float32, uint16 (the bits of bfloat16), int8 or uint8 (the bits of e4m3)");
   a.page_size = int(keys.dimensions()[2]), a.key_row = int(keys.dimensions()[3]), a.value_row = value_row;
   a.page_table = page_table.typed_data(), a.columns = int(page_table.dimensions()[1]);
-  a.scale = scale, a.softcap = softcap, a.window = int(window);
+  a.scale = scale, a.softcap = softcap, a.window = int(window), a.chunked = chunked;
   size_t next = latent ? 0 : 2;
   const auto floats = [&] { return rest.get<ffi::AnyBuffer>(next++)->typed_data<float>(); };
   a.sinks = has_sinks ? floats() : nullptr;
+  a.slopes = has_slopes ? floats() : nullptr;
   HeadInput head{a.q_is_bf16, a.dim, epsilon, weight_offset, nullptr, nullptr, 0, interleaved};
   if (rotary) {
     head.half = int(rest.get<ffi::AnyBuffer>(next)->dimensions()[1]);
@@ -148,6 +144,7 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
     vectors += tasks[t].unit.count;
   }
   const bool rotates = rotary || norms;
+  const int new_heads = int(k.dimensions()[1]);  // none, where another layer has written the pages
   const int total = int(positions.element_count());
   static thread_local std::vector<float> room;
   const size_t rotated = rotates ? size_t(total) * a.heads * a.dim : 0;
@@ -174,7 +171,7 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool latent, bo
     key.resize(a.dim);
     for (int h = 0; rotates && h < a.heads; h++)
       kernel.rotate(head, source(q, token, h), token, q_norm, queries + (int64_t(token) * a.heads + h) * a.dim);
-    for (int h = 0; h < a.kv_heads; h++) {
+    for (int h = 0; h < new_heads; h++) {
       const void* from = source(k, token, h);
       if (rotates) kernel.rotate(head, from, token, k_norm, key.data()), from = key.data();
       kernel.keep(from, is_bf16 && !rotates, a.dim, place(new_keys->untyped_data(), a.key_row, page, row, h), a.format);
@@ -226,8 +223,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attention, attention,
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window")
+                                  .Attr<bool>("chunked")
                                   .Attr<bool>("latent")
                                   .Attr<bool>("sinks")
+                                  .Attr<bool>("slopes")
                                   .Attr<bool>("rotary")
                                   .Attr<bool>("interleaved")
                                   .Attr<bool>("norms")

@@ -35,6 +35,13 @@ INLINE Floats capped(Floats x, float cap) {  // cap tanh(x / cap)
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1));
 }
 
+// Whether scores become logits before the softmax, by more than a factor; and what they become of `scaled` ones then.
+INLINE bool alters(const Attention& a) { return a.softcap > 0 || a.slopes; }
+INLINE Floats altered(const Attention& a, Floats scaled, Floats slope, Floats distance) {
+  const Floats x = a.softcap > 0 ? capped(scaled, a.softcap) : scaled;
+  return a.slopes ? fma(slope, distance, x) : x;
+}
+
 // Room in the scratch, piece by piece.
 struct Room {
   uint8_t* at;
@@ -51,6 +58,7 @@ constexpr float LOG2_E = 1.44269504f;
 // The query vectors of a unit: which keys each sees, and the softmax of a segment.
 struct Vectors {
   float *lowest, *highest, *greatest, *total;  // [width]; logits are of base two
+  float* slope;                // [width], of each vector's head
   int low, high;               // keys that any of them sees
   int low_by_all, high_by_all;  // keys that all of them see
   int64_t index[MAX_VECTORS];  // in q
@@ -60,10 +68,11 @@ static void describe(const Attention& a, const AttentionUnit& u, int width, Room
   const int group = a.heads / a.kv_heads;
   v.lowest = room.take<float>(width), v.highest = room.take<float>(width);
   v.greatest = room.take<float>(width), v.total = room.take<float>(width);
+  v.slope = room.take<float>(width);
   v.low = v.high_by_all = 0x7fffffff, v.high = -1, v.low_by_all = 0;
   for (int r = 0; r < width; r++) {
     v.greatest[r] = NEGATIVE;
-    v.total[r] = v.lowest[r] = 0;
+    v.total[r] = v.lowest[r] = v.slope[r] = 0;
     v.highest[r] = -1;
     if (r >= u.count) continue;
     const int head = u.head(r, group), token = u.token_of(r, group), position = u.position + token - u.token;
@@ -71,6 +80,7 @@ static void describe(const Attention& a, const AttentionUnit& u, int width, Room
     v.lowest[r] = float(lowest), v.highest[r] = float(position);
     v.low = smaller(v.low, lowest), v.low_by_all = larger(v.low_by_all, lowest);
     v.high = larger(v.high, position), v.high_by_all = smaller(v.high_by_all, position);
+    if (a.slopes) v.slope[r] = a.slopes[head];
     v.index[r] = int64_t(token) * a.heads + head;
   }
 }

@@ -233,8 +233,8 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
 
 // Scores of one vector become weights; returns what its sums shrink by. `scales` and `value_scales` are those of codes, or null.
 static float soften_few(const Attention& a, float* scores, const float* scales, const float* value_scales, int key, int count, int padded, float lowest, float highest,
-                        float& greatest, float& total) {
-  const bool capping = a.softcap > 0;
+                        float slope, float& greatest, float& total) {
+  const bool altering = alters(a);
   const Floats highest_here = broadcast(smaller(highest, float(key + count - 1)));
   const auto seen = [&](int j, Floats x, Floats otherwise) {
     const Floats position = broadcast(float(key + j)) + counting();
@@ -242,11 +242,14 @@ static float soften_few(const Attention& a, float* scores, const float* scales, 
   };
   const auto logits_of = [&](int j) {
     const Floats scale = scales ? broadcast(a.scale) * load(scales + j) : broadcast(a.scale);
-    return broadcast(LOG2_E) * (capping ? broadcast(1) : scale);
+    return broadcast(LOG2_E) * (altering ? broadcast(1) : scale);
   };
   Floats most = broadcast(greatest);
   for (int j = 0; j < padded; j += LANES) {
-    if (capping) store(scores + j, capped(load(scores + j) * (scales ? broadcast(a.scale) * load(scales + j) : broadcast(a.scale)), a.softcap));
+    if (altering) {
+      const Floats scaled = load(scores + j) * (scales ? broadcast(a.scale) * load(scales + j) : broadcast(a.scale));
+      store(scores + j, altered(a, scaled, broadcast(slope), broadcast(float(key + j)) + counting() - broadcast(highest)));
+    }
     most = maximum(most, seen(j, load(scores + j) * logits_of(j), broadcast(NEGATIVE)));
   }
   most = broadcast(top(most));
@@ -312,7 +315,7 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const Attenti
       if (r < group) score(Const<1>{});
       for (r = 0; r < group; r++)
         factor[r] = soften_few(a, few.scores + r * KEY_BLOCK, E::coded ? keys.scales : nullptr, E::coded ? values.scales : nullptr, from, count, padded,
-                               v.lowest[vector + r], v.highest[vector + r], v.greatest[vector + r], v.total[vector + r]);
+                               v.lowest[vector + r], v.highest[vector + r], v.slope[vector + r], v.greatest[vector + r], v.total[vector + r]);
       const int n = (count + 3) / 4 * 4;
       r = 0;
       const auto weigh = [&](auto vectors) {

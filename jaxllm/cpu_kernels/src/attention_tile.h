@@ -75,6 +75,7 @@ static void weigh(const E* const* rows, int n, int channels, const E* weights, i
 struct State {
   int width;                     // vectors, rounded up to whole columns
   float *lowest, *highest;       // [width] positions that a vector sees
+  float *slope;                  // [width] of its head
   float *greatest, *total;       // [width] the segment's softmax so far, with logits of base two
   float *factor;                 // [width] what this block shrinks sums by
   const float *key_scales, *value_scales;  // [KEY_BLOCK] of this block's codes; null for floats
@@ -92,22 +93,22 @@ INLINE Floats sum_of(Floats (&lanes)[LANES]) {
 // Scores become weights; `greatest`, `total` and `factor` follow. A vector gets the same bits from a block that is
 // masked for others only, so that both ways compute alike.
 static void soften(const Attention& a, State& s, int key, int count, int padded, bool masked) {
-  const bool capping = a.softcap > 0;
+  const bool altering = alters(a);
   float scale[KEY_BLOCK], to_logits[KEY_BLOCK];  // of scores, so that they are logits, and of base two
   for (int j = 0; j < count; j++) {
     scale[j] = s.key_scales ? a.scale * s.key_scales[j] : a.scale;
-    to_logits[j] = LOG2_E * (capping ? 1 : scale[j]);
+    to_logits[j] = LOG2_E * (altering ? 1 : scale[j]);
   }
   for (int at = 0; at < s.width; at += LANES) {
     float* scores = s.scores + at;
     Floats most = load(s.greatest + at);
-    if (!masked && !capping) {
+    if (!masked && !altering) {
       for (int j = 0; j < count; j++) most = maximum(most, load(scores + j * s.width) * broadcast(to_logits[j]));
     } else {
       for (int j = 0; j < count; j++) {
         Floats x = load(scores + j * s.width);
-        if (capping) x = capped(x * broadcast(scale[j]), a.softcap);
         const Floats position = broadcast(float(key + j));
+        if (altering) x = altered(a, x * broadcast(scale[j]), load(s.slope + at), position - load(s.highest + at));
         x = where_greater(position, load(s.highest + at), broadcast(NEGATIVE), x);
         x = where_greater(load(s.lowest + at), position, broadcast(NEGATIVE), x);
         most = maximum(most, x * broadcast(to_logits[j]));
@@ -246,7 +247,7 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
   const int width = (u.count + LANES - 1) / LANES * LANES;
   Vectors v;
   describe(a, u, width, room, v);
-  State s{width, v.lowest, v.highest, v.greatest, v.total, nullptr, nullptr, nullptr, nullptr, nullptr};
+  State s{width, v.lowest, v.highest, v.slope, v.greatest, v.total, nullptr, nullptr, nullptr, nullptr, nullptr};
   s.factor = room.take<float>(width);
   s.scores = room.take<float>(KEY_BLOCK * width);
   s.sums = room.take<float>(int64_t(a.value_dim) * width);

@@ -1,5 +1,8 @@
 // What the FFI handlers share: buffers checked and taken apart.
 #pragma once
+#include <string.h>
+
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +15,11 @@ inline int64_t rows_of(const ffi::AnyBuffer& x) {
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < x.dimensions().size(); i++) rows *= x.dimensions()[i];
   return rows;
+}
+
+// Copies a buffer that XLA did not give in place.
+template <class In, class Out> void settle(const In& in, Out& out) {
+  if (in.untyped_data() != out->untyped_data()) memcpy(out->untyped_data(), in.untyped_data(), in.size_bytes());
 }
 
 inline ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
@@ -42,6 +50,11 @@ class Operands {
     if (!there) return nullptr;
     const auto found = rest_.get<ffi::AnyBuffer>(next_++);
     return found ? found->typed_data<float>() : nullptr;
+  }
+
+  std::optional<ffi::AnyBuffer> next() {
+    const auto found = rest_.get<ffi::AnyBuffer>(next_++);
+    return found ? std::optional<ffi::AnyBuffer>(*found) : std::nullopt;
   }
 
  private:

@@ -2,11 +2,15 @@
 #include "kernels.h"
 
 #include "attention.h"
+#include "conv.h"
+#include "delta.h"
 #include "gate.h"
 #include "keep.h"
+#include "low_rank.h"
 #include "prepare.h"
 #include "product.h"
 #include "rotary.h"
+#include "ssd.h"
 #include "weights.h"
 
 #define NAME_(isa) #isa
@@ -15,6 +19,6 @@
 #define TABLE(isa) TABLE_(isa)
 
 const Kernels* TABLE(ISA)() {
-  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::normalise_row, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend, ISA::join, ISA::weights};
+  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::normalise_row, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend, ISA::join, ISA::weights, ISA::convolve, ISA::delta_rule, ISA::run_state, ISA::narrow, ISA::widen};
   return &table;
 }

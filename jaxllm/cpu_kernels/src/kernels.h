@@ -68,10 +68,15 @@ struct Attention {
   int columns;
   float scale, softcap;  // softcap 0: none
   int window;            // 0: none
+  bool chunked;          // keys are those from the last multiple of the window on
   const float* sinks;    // [heads], or null
+  const float* slopes;   // [heads], or null: what logits fall by with each key of distance
 
   // The first key that a position sees.
-  MEMBER int lowest_key(int position) const { return window && position >= window ? position - window + 1 : 0; }
+  MEMBER int lowest_key(int position) const {
+    if (!window || position < window) return 0;
+    return chunked ? position - position % window : position - window + 1;
+  }
   MEMBER int64_t scratch_bytes() const;
 };
 
@@ -95,6 +100,83 @@ struct AttentionUnit {
 
   MEMBER int head(int r, int group) const { return kv_head * group + (decode ? first + r : (first + r) % group); }
   MEMBER int token_of(int r, int group) const { return decode ? token : token + (first + r) / group; }
+};
+
+// One run of tokens through the state of one head of a state-space dual; see jaxllm/pallas_kernels/ssd.py.
+struct StateRun {
+  int tokens, dim, size;
+  int heads, groups;       // between tokens
+  const float* x;          // [tokens, heads, dim], from this head on
+  const float* dt;         // [tokens, heads], likewise
+  const float *b, *c;      // [tokens, groups, size], from the head's group on
+  float a, skip;
+  float* state;            // [dim, size]
+  float* y;                // [tokens, heads, dim], from this head on
+  float* kept;
+  int kept_length;         // see Sequences
+};
+
+// The sequences of a step, one run of tokens each, and the rows of a buffer that their states lie in.
+struct Sequences {
+  int count;
+  const int32_t* start;        // [count + 1] the first token of each run
+  const int32_t* row;          // [count] the state before the run, and after it
+  const int32_t* kept_row;     // the state after `kept_length` tokens of the run, where that is not 0
+  const int32_t* kept_length;
+};
+
+// One call of a causal depthwise convolution.
+struct Convolution {
+  const void* x;  // [tokens, channels]
+  bool is_bf16;
+  int channels, taps;
+  const float *weights, *bias;  // [channels, taps], and [channels] or null
+  bool silu;
+  float* states;  // [rows, taps - 1, channels]
+  float* out;     // [tokens, channels]
+};
+
+constexpr int DELTA_COLUMNS = 32;  // of a head's state, which are run by themselves
+
+// One run of tokens by the gated delta rule: up to DELTA_COLUMNS columns of one value head.
+struct DeltaRun {
+  int tokens, columns;
+  int key_dim, value_dim, value_heads;
+  const float *q, *k;     // [tokens, keys, key_dim] normalised, of this head
+  int64_t keys;           // between tokens
+  const float* v;         // of the head and columns
+  int64_t channels;       // between tokens
+  const float *decay, *beta;  // [tokens, value_heads], from this head on
+  float* out;             // [tokens, value_heads, value_dim], from the head's columns on
+  float *state, *kept;    // [key_dim, value_dim], from these columns on
+  int kept_length;        // see Sequences
+};
+
+// Some tokens whose products one adapter adds to; see jaxllm/pallas_kernels/low_rank.py.
+struct AdapterRun {
+  const int32_t* tokens;    // [count] their rows in x, scales and out
+  int count;
+  const float* x;           // [all tokens, stride], of which the first `inputs`
+  int inputs, stride;
+  const uint16_t *a, *b;    // bf16 [ranks, inputs] and [rank, outputs]
+  const uint16_t* gain;     // bf16 [outputs], what the product itself is multiplied by and added; null for none
+  int ranks, rank;          // of the tables: of all parts of the product, and of one
+  int own_rank, outputs;    // of the adapter, behind which nothing is read; of all parts
+  float* inner;             // [count, ranks]
+  const float* scales;      // of the adapter, `places` apart
+  int places;
+
+  MEMBER float scale(int i) const { return scales[int64_t(tokens[i]) * places]; }
+};
+
+// One part of a product, to which adapters add.
+struct Target {
+  float* out;        // [tokens from `row` on, stride]
+  int row, stride;
+  int before, part;  // outputs of the parts before it, and their number
+  // The product itself of the columns that are widened, of the same rows [stride of its own]; null where no adapter has a gain.
+  const float* base;
+  int base_stride;
 };
 
 struct Kernels {
@@ -123,6 +205,17 @@ struct Kernels {
   void (*join)(const float* more, const float* more_softmax, int vectors, int dim, float* out, float* softmax);
   // The sum of exp(x - most) over `count` numbers that are at least `threshold`; each goes to `out` unless that is null.
   float (*weights)(const float* x, int count, float most, float threshold, float* out);
+  // Channels [first, first + count) of all sequences. `taps` has room for as many floats as they have taps, and LANES more a tap.
+  void (*convolve)(const Convolution&, const Sequences&, int first, int count, float* taps);
+  // `tile` has room for [key_dim, DELTA_COLUMNS].
+  void (*delta_rule)(const DeltaRun&, float* tile);
+  // Moves a state on, token by token, and writes what each of them reads.
+  void (*run_state)(const StateRun&);
+  // What an adapter makes of the tokens' inputs, times their scales: `rows` of its ranks from the first on.
+  void (*narrow)(const AdapterRun&, int first_row, int rows);
+  // Adds what it makes of that, and its gain of the product itself, to one part of the product: `columns` of its outputs from the
+  // first on.
+  void (*widen)(const AdapterRun&, const Target&, int first, int columns);
 };
 
 // What differs between processors of one ISA. AMD's read weights fastest in one stream: group by group while rows are few, and

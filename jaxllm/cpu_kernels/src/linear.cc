@@ -1,5 +1,5 @@
 // FFI handlers of matrix products, fused with what surrounds them.
-#include "activations.h"
+#include "adapters.h"
 #include "unpack.h"
 
 namespace {
@@ -29,28 +29,67 @@ void write_panel(const float* panel, int row, int count, int column, int groups,
 
 int groups_of(const Matrix& w) { return (w.rows + ROWS - 1) / ROWS; }
 
-// The products of panels of activations by some matrices, each into its result; `residual` is added.
-Phase products(const Units& units, const Prepared& rows, const Activations& x, const std::vector<Matrix>& matrices, const float* residual,
-               const std::vector<float*>& outs) {
-  return {units.count(), [&, residual](int unit) {
+// Some columns of a panel's rows of a [rows, columns] result, `residual` added to them.
+void add_residual(const float* residual, const PanelRows& rows, int columns, int first, int count, float* out) {
+  for (int row = rows.begin; row < rows.begin + rows.count; row++) {
+    const int64_t at = int64_t(row) * columns + first;
+    for (int c = 0; c < count; c++) out[at + c] += residual[at + c];
+  }
+}
+
+// The products of panels of activations by some matrices, each into its result; what adapters give is added, then `residual`.
+template <class ADAPTED>
+Phase products(const Units& units, const Prepared& rows, const Activations& x, const std::vector<Matrix>& matrices, const ADAPTED& adapted,
+               const float* residual, const std::vector<float*>& outs) {
+  return {units.count(), [&, residual](int number) {
     alignas(64) float panel[PANEL_ROWS * PANEL_COLUMNS];
-    units.visit(unit, [&](int p, int matrix, int group, int width) {
-      const Matrix& w = matrices[matrix];
-      const auto [row, count] = rows.panel(p);
-      kernels().product(w, x, p * x.panel_rows, count, group, width, panel);
-      write_panel(panel, row, count, group * ROWS, width, w.rows, residual, outs[matrix]);
+    const Units::Unit unit = units[number];
+    const PanelRows& some = rows.panel(unit.panel);
+    const bool adds = adapted.any_of(unit.panel);
+    const Matrix& w = matrices[unit.matrix];
+    float* const out = outs[unit.matrix];
+    unit.visit([&](int p, int, int group, int width) {
+      kernels().product(w, x, p * x.panel_rows, some.count, group, width, panel);
+      write_panel(panel, some.begin, some.count, group * ROWS, width, w.rows, adds ? nullptr : residual, out);
     });
+    if (!adds) return;
+    int before = 0;
+    for (int i = 0; i < unit.matrix; i++) before += matrices[i].rows;
+    const int first = unit.begin * ROWS, count = std::min(unit.end * ROWS, w.rows) - first;
+    adapted.widen(unit.panel, {out, 0, w.rows, before, unit.matrix, nullptr, 0}, first, count);
+    if (residual) add_residual(residual, some, w.rows, first, count, out);
   }};
 }
 
-// x, matrices..., [norm weight], [residual] -> one result a matrix.
-ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, float epsilon, float offset,
+// Columns of a panel [count][PANEL_COLUMNS] as those of wider rows, or the other way around.
+void copy_panel(const float* from, int from_stride, int count, float* to, int to_stride) {
+  for (int m = 0; m < count; m++) memcpy(to + int64_t(m) * to_stride, from + int64_t(m) * from_stride, PANEL_COLUMNS * sizeof(float));
+}
+
+// A phase, and beside it the results' rows that it leaves out, from `begin` to `end`: zeros, and what is added to them.
+Phase and_rest(Phase phase, int begin, int end, const std::vector<Matrix>& matrices, const float* residual, const std::vector<float*>& outs) {
+  if (begin == end) return phase;
+  const int units = phase.units, step = 16;
+  return {units + (end - begin + step - 1) / step, [=, &matrices, &outs](int unit) {
+    if (unit < units) return phase.work(unit);
+    const int first = begin + (unit - units) * step, count = std::min(step, end - first);
+    for (size_t i = 0; i < outs.size(); i++) {
+      const int64_t at = int64_t(first) * matrices[i].rows, bytes = int64_t(count) * matrices[i].rows * 4;
+      if (residual) memcpy(outs[i] + at, residual + at, bytes);
+      else memset(outs[i] + at, 0, bytes);
+    }
+  }};
+}
+
+// x, matrices..., [norm weight], [residual], [a, b, gain, scales, ranks, gains of adapters] -> one result a matrix.
+ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, bool adapters, float epsilon, float offset,
                   ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
   const size_t count = formats.size();
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   std::vector<Matrix> matrices(count);
   std::vector<float*> outs(count);
   std::vector<int> groups(count);
+  int outputs = 0;
   Operands operands(rest);
   for (size_t i = 0; i < count; i++) {
     auto out = results.get<ffi::AnyBuffer>(i);
@@ -59,19 +98,54 @@ ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, fl
     if (error.failure()) return error;
     outs[i] = (*out)->typed_data<float>();
     groups[i] = groups_of(matrices[i]);
+    outputs += matrices[i].rows;
   }
   const float* weight = operands.floats(norm);
   const float* added = operands.floats(residual);
+  AdapterTables tables;
+  AdapterUses uses;
+  if (adapters) {
+    if (const ffi::Error error = read_tables(operands, int(count), x.dimensions().back(), outputs, tables); error.failure()) return error;
+    if (const ffi::Error error = read_uses(operands, rows_of(x), uses); error.failure()) return error;
+  }
 
-  Prepared prepared(x, weight, epsilon, offset, matrices);
+  Prepared prepared(x, weight, epsilon, offset, matrices, adapters);
+  const Adapted<struct OfInputs> adapted(tables, uses, prepared.all(), prepared.get().values, prepared.get().inputs);
   const Units units(groups, prepared.panels());
-  run_phases(threads(), {prepared.phase(), products(units, prepared, prepared.get(), matrices, added, outs)});
+  const Phase multiplying = products(units, prepared, prepared.get(), matrices, adapted, added, outs);
+  run_phases(threads(), {prepared.phase(), adapted.narrow(), and_rest(multiplying, prepared.rows(), int(rows_of(x)), matrices, added, outs)});
   return ffi::Error::Success();
 }
 
-// x, gate, up, down, [norm weight], [residual] -> down of activation(x gate) * (x up), which lies in memory as what down takes alone
-ffi::Error mlp(ffi::Span<const int64_t> formats, int64_t hidden, bool norm, bool residual, float epsilon, float offset, int64_t activation,
-               ffi::AnyBuffer x, ffi::RemainingArgs rest, Result out) {
+// activation(gate) * up of a unit's columns, to which adapters add something, into the activations of the next product.
+template <class ADAPTED>
+void adapted_gate(const Units::Unit& unit, const PanelRows& rows, const std::vector<Matrix>& gate_up, const Activations& x, const ADAPTED& adapted,
+                  Activation activation, const Activations& out) {
+  static thread_local std::vector<float> scratch;
+  const int columns = (unit.end - unit.begin) * ROWS, first = unit.begin * ROWS;
+  if (scratch.size() < size_t(2) * rows.count * columns) scratch.resize(size_t(2) * rows.count * columns);
+  float* const sides[2] = {scratch.data(), scratch.data() + int64_t(rows.count) * columns};
+  alignas(64) float gates[PANEL_ROWS * PANEL_COLUMNS], ups[PANEL_ROWS * PANEL_COLUMNS];
+  const int row = unit.panel * x.panel_rows;
+  for (int side = 0; side < 2; side++) {
+    unit.visit([&](int, int, int group, int width) {
+      kernels().product(gate_up[side], x, row, rows.count, group, width, gates);
+      copy_panel(gates, PANEL_COLUMNS, rows.count, sides[side] + group * ROWS - first, columns);
+    });
+    adapted.widen(unit.panel, {sides[side], rows.begin, columns, side * gate_up[0].rows + first, side, nullptr, 0}, 0, columns);
+  }
+  for (int column = 0; column < columns; column += PANEL_COLUMNS) {
+    copy_panel(sides[0] + column, columns, rows.count, gates, PANEL_COLUMNS);
+    copy_panel(sides[1] + column, columns, rows.count, ups, PANEL_COLUMNS);
+    kernels().gate(activation, rows.count, gates, ups);
+    kernels().prepare_panel(gates, rows.count, out, row, (first + column) / BLOCK);
+  }
+}
+
+// x, gate, up, down, [norm weight], [residual], [a, b, gain of adapters for gate and up, the same for down, scales, ranks, gains] -> down of
+// activation(x gate) * (x up), which lies in memory as what down takes alone
+ffi::Error mlp(ffi::Span<const int64_t> formats, int64_t hidden, bool norm, bool residual, bool adapters, float epsilon, float offset,
+               int64_t activation, ffi::AnyBuffer x, ffi::RemainingArgs rest, Result out) {
   if (!is_float(x)) return wrong("x must be float32 or bfloat16");
   if (activation < 0 || activation >= int64_t(Activation::count)) return wrong("no activation " + std::to_string(activation));
   if (formats.size() != 3) return wrong("gate, up and down must have a format each");
@@ -86,22 +160,35 @@ ffi::Error mlp(ffi::Span<const int64_t> formats, int64_t hidden, bool norm, bool
   if (down[0].inputs != hidden) return wrong(std::to_string(hidden) + " hidden channels are no whole blocks of down");
   const float* weight = operands.floats(norm);
   const float* added = operands.floats(residual);
+  AdapterTables first, second;
+  AdapterUses uses;
+  if (adapters) {
+    if (const ffi::Error wrongs = read_tables(operands, 2, x.dimensions().back(), 2 * hidden, first); wrongs.failure()) return wrongs;
+    if (const ffi::Error wrongs = read_tables(operands, 1, hidden, down[0].rows, second); wrongs.failure()) return wrongs;
+    if (const ffi::Error wrongs = read_uses(operands, rows_of(x), uses); wrongs.failure()) return wrongs;
+  }
 
-  Prepared prepared(x, weight, epsilon, offset, gate_up);
-  const Activations gated = room_for<struct Gated>(down, prepared.panels(), prepared.panel_rows());
+  Prepared prepared(x, weight, epsilon, offset, gate_up, adapters);
+  const Activations gated = room_for<struct Gated>(down, prepared.panels(), prepared.panel_rows(), adapters);
+  const Adapted<struct OfInputs> before(first, uses, prepared.all(), prepared.get().values, prepared.get().inputs);
+  const Adapted<struct OfGated> behind(second, uses, prepared.all(), gated.values, gated.inputs);
   const Units units({groups_of(gate_up[0])}, prepared.panels()), down_units({groups_of(down[0])}, prepared.panels());
   const std::vector<float*> outs{out->typed_data<float>()};
   const Kernels& k = kernels();
-  run_phases(threads(), {prepared.phase(), {units.count(), [&](int unit) {
+  const Phase multiplying = products(down_units, prepared, gated, down, behind, added, outs);
+  run_phases(threads(), {prepared.phase(), before.narrow(), {units.count(), [&](int number) {
+    const Units::Unit unit = units[number];
+    const PanelRows& rows = prepared.panel(unit.panel);
+    if (before.any_of(unit.panel)) return adapted_gate(unit, rows, gate_up, prepared.get(), before, Activation(activation), gated);
     alignas(64) float gates[PANEL_ROWS * PANEL_COLUMNS] = {}, ups[PANEL_ROWS * PANEL_COLUMNS] = {};
-    units.visit(unit, [&](int p, int, int group, int width) {
-      const int count = prepared.panel(p).count, row = p * prepared.panel_rows();
-      k.product(gate_up[0], prepared.get(), row, count, group, width, gates);
-      k.product(gate_up[1], prepared.get(), row, count, group, width, ups);
-      k.gate(Activation(activation), count, gates, ups);
-      k.prepare_panel(gates, count, gated, row, group * ROWS / BLOCK);
+    unit.visit([&](int p, int, int group, int width) {
+      const int row = p * prepared.panel_rows();
+      k.product(gate_up[0], prepared.get(), row, rows.count, group, width, gates);
+      k.product(gate_up[1], prepared.get(), row, rows.count, group, width, ups);
+      k.gate(Activation(activation), rows.count, gates, ups);
+      k.prepare_panel(gates, rows.count, gated, row, group * ROWS / BLOCK);
     });
-  }}, products(down_units, prepared, gated, down, added, outs)});
+  }}, behind.narrow(), and_rest(multiplying, prepared.rows(), int(rows_of(x)), down, added, outs)});
   return ffi::Error::Success();
 }
 
@@ -158,13 +245,15 @@ ffi::Error argmax(int64_t format, int64_t rows, bool norm, float epsilon, float 
     });
   }}});
   const int per_panel = prepared.panels() ? units.count() / prepared.panels() : 0;
-  for (int m = 0; m < int(rows_of(x)); m++) {
+  int32_t* const indices = out->typed_data<int32_t>();
+  std::fill(indices + prepared.rows(), indices + rows_of(x), 0);  // the first of as many zeros
+  for (int m = 0; m < prepared.rows(); m++) {
     Best top{0, -1};
     for (int u = 0; u < per_panel; u++) {
       const Best& candidate = best[(m / step * per_panel + u) * step + m % step];
       if (better(candidate, top)) top = candidate;
     }
-    out->typed_data<int32_t>()[m] = top.index;
+    indices[m] = top.index;
   }
   return ffi::Error::Success();
 }
@@ -228,6 +317,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, linear,
                                   .Attr<ffi::Span<const int64_t>>("formats")
                                   .Attr<bool>("norm")
                                   .Attr<bool>("residual")
+                                  .Attr<bool>("adapters")
                                   .Attr<float>("epsilon")
                                   .Attr<float>("weight_offset")
                                   .Arg<ffi::AnyBuffer>()
@@ -240,6 +330,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_mlp, mlp,
                                   .Attr<int64_t>("hidden")
                                   .Attr<bool>("norm")
                                   .Attr<bool>("residual")
+                                  .Attr<bool>("adapters")
                                   .Attr<float>("epsilon")
                                   .Attr<float>("weight_offset")
                                   .Attr<int64_t>("activation")

@@ -55,6 +55,14 @@ def admission(request: Request, settings: Settings, pages_per_seq: int) -> np.nd
     return ints
 
 
+def adapter_scales(request: Request, places: int) -> np.ndarray:
+    """How much of each adapter on the devices is added for a request, float32 `[places]`."""
+    scales = np.zeros(places, np.float32)
+    for use, place in zip(request.adapters, request.adapter_places, strict=True):
+        scales[place] = use.scale
+    return scales
+
+
 def history(request: Request, max_model_len: int) -> np.ndarray:
     """The int32 row of the tokens that a request has when it takes its slot."""
     row = np.zeros(max_model_len + 1, np.int32)

@@ -15,7 +15,9 @@ Fields = dict[str, Any]
 """A step's input, unpacked; see packing.py."""
 
 
-def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S"], StepMetadata, Slots]:
+def decode_batch(
+    x: Fields, slots: Slots, page_size: int, adapted: bool = False
+) -> tuple[Int[Array, "S"], StepMetadata, Slots]:
     """One token of each sequence: the tokens, the batch, and the slots as they are afterwards.
 
     A page that a sequence gains is its next: of this position, or of the first behind it that begins a page.
@@ -47,12 +49,13 @@ def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S
         decode_only=True,
         slots=slot,
         states=_state_rows(x, slot, nobody, position, position + 1),
+        adapter_scales=jnp.where(live[:, None], slots.adapter_scales[slot], 0) if adapted else None,
     )
     after = slots.position.at[slot].set(jnp.where(live, position + 1, 0))
     return tokens, meta, slots._replace(position=after, page_table=table)
 
 
-def mixed_batch(x: Fields, slots: Slots) -> tuple[Int[Array, "T"], StepMetadata, Slots]:
+def mixed_batch(x: Fields, slots: Slots, adapted: bool = False) -> tuple[Int[Array, "T"], StepMetadata, Slots]:
     """Chunks of several sequences: the tokens, the batch, and the slots as they are afterwards.
 
     What the host sent is in the slots' history afterwards, beside what steps have sampled.
@@ -80,10 +83,34 @@ def mixed_batch(x: Fields, slots: Slots) -> tuple[Int[Array, "T"], StepMetadata,
         decode_only=False,
         slots=slot,
         states=_state_rows(x, slot, nobody, begin, end),
+        adapter_scales=(jnp.where((seq_ids < seqs)[:, None], slots.adapter_scales[slot[seq]], 0) if adapted else None),
     )
     after = slots.position.at[slot].set(jnp.where(live, end, 0))
     history = slots.history.at[jnp.where(seq_ids < seqs, slot[seq], nobody), positions].set(tokens)
     return tokens, meta, slots._replace(position=after, page_table=table, history=history)
+
+
+def whole_texts(x: Fields) -> tuple[Int[Array, "T"], StepMetadata]:
+    """Whole texts for an encoder, which keeps nothing: the tokens and the batch."""
+    start, second = x["query_start"], x["second_text"]
+    token, seqs = jnp.arange(x["tokens"].shape[0]), second.shape[0]
+    seq_ids = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
+    seq = jnp.minimum(seq_ids, seqs - 1)
+    lengths = jnp.diff(start)
+    positions = jnp.where(seq_ids < seqs, token - start[seq], 0)
+    meta = StepMetadata(
+        positions=positions,
+        seq_ids=seq_ids,
+        query_start=start,
+        context_len=lengths,
+        page_table=jnp.zeros((seqs, 1), jnp.int32),
+        num_decodes=jnp.int32(0),
+        num_seqs=x["num_seqs"],
+        rotary_lengths=lengths[seq],
+        decode_only=False,
+        token_types=((second[seq] > 0) & (positions >= second[seq])).astype(jnp.int32),
+    )
+    return x["tokens"], meta
 
 
 def _state_rows(x: Fields, slot: jax.Array, nobody: int, begin: jax.Array, end: jax.Array) -> StateRows | None:
@@ -99,7 +126,7 @@ def _state_rows(x: Fields, slot: jax.Array, nobody: int, begin: jax.Array, end: 
         begins=begin == 0,
         written=slot,
         kept=jnp.where(keeps, x["state_kept"], nobody),
-        kept_tokens=x["kept_tokens"],
+        kept_tokens=jnp.where(keeps, x["kept_tokens"], 0),
     )
 
 

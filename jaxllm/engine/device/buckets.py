@@ -12,13 +12,33 @@ SMALLEST_PREFILL = 16
 
 @dataclass(frozen=True)
 class Buckets:
-    """Padded sizes of each kind of step, ascending: decodes by sequences, the backbone by tokens, the head by rows."""
+    """Padded sizes of each kind of step, ascending: decodes by sequences, the backbone by tokens, the head by rows.
+
+    An encoder has no decodes, and a head only if it classifies.
+    """
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
     head: tuple[int, ...]
     drafts: bool = False
     """Decodes try tokens ahead."""
+    adapted: bool = False
+    """There are decodes and backbones that add what adapters give."""
+    recalls: bool = False
+    """Drafts are looked for in other texts as well as in a sequence's own."""
+
+    @property
+    def encodes(self) -> bool:
+        """Whether these are an encoder's."""
+        return not self.decode
+
+    @classmethod
+    def of_encoder(
+        cls, max_num_seqs: int, max_num_batched_tokens: int, prefill: Collection[int] | None, *, classifies: bool
+    ) -> Buckets:
+        """Those of an encoder. Raises ConfigError: a size is beyond its limits."""
+        rows = (max_num_seqs,) if classifies else ()
+        return cls((), _token_sizes(prefill, max_num_batched_tokens), rows)
 
     @classmethod
     def build(
@@ -30,6 +50,8 @@ class Buckets:
         decode: Collection[int] | None = None,
         prefill: Collection[int] | None = None,
         drafts: bool = False,
+        adapted: bool = False,
+        recalls: bool = False,
     ) -> Buckets:
         """The sizes asked for up to each limit, by default powers of two, and the limit itself.
 
@@ -43,9 +65,11 @@ class Buckets:
         if decode and min(decode) < smallest_rows:
             raise ConfigError(f"decode_buckets holds {min(decode)}: at least {smallest_rows} on this platform")
         by_rows = _sizes("decode_buckets", decode, smallest_rows, rows, "max_num_seqs")
-        first = min(SMALLEST_PREFILL, tokens)
-        by_tokens = _sizes("prefill_buckets", prefill, first, tokens, "max_num_batched_tokens")
-        return cls(by_rows, by_tokens, by_rows, drafts)
+        return cls(by_rows, _token_sizes(prefill, tokens), by_rows, drafts, adapted, recalls)
+
+
+def _token_sizes(prefill: Collection[int] | None, limit: int) -> tuple[int, ...]:
+    return _sizes("prefill_buckets", prefill, min(SMALLEST_PREFILL, limit), limit, "max_num_batched_tokens")
 
 
 def _sizes(name: str, chosen: Collection[int] | None, first: int, limit: int, of: str) -> tuple[int, ...]:

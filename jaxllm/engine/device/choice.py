@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Int
@@ -11,7 +11,21 @@ from jaxllm.engine.device.batch import Fields
 from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample
 from jaxllm.engine.device.slots import Slots, settings
-from jaxllm.models.decoder import Decoder
+from jaxllm.pallas_kernels import Kernels
+
+
+@runtime_checkable
+class Head(Protocol):
+    """What scores tokens: a Decoder, or what stands for one."""
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    def most_likely(self, hidden: jax.Array) -> jax.Array | None:
+        """The token with the highest score of each row, where the kernels find it without the scores."""
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 scores over the vocabulary."""
 
 
 class Settled(NamedTuple):
@@ -31,7 +45,7 @@ class Sampled(NamedTuple):
     settled: Settled | None = None
 
 
-def choose(model: Decoder, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:
+def choose(model: Head, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:
     """Sample a token behind each row of `hidden` [R, E], and leave it where the next step will look for it.
 
     `x` has the slot and the position of each row, and a mask where a grammar has a say.

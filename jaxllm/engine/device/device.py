@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
+import numpy as np
 
+from jaxllm.engine.device.device_state import DeviceState
 from jaxllm.engine.device.executables import Compiles, Executables
-from jaxllm.engine.device.keys import PLAIN, USES, Key, Kind, Variant
-from jaxllm.engine.device.step import DeviceState
+from jaxllm.engine.device.kept_weights import keep
+from jaxllm.engine.device.keys import PLAIN, Key, Kind, Variant
 
 
 class Device:
-    """The only owner of weights, pages, slots, hidden states and executables.
+    """The only owner of weights, adapters, pages, slots, hidden states and executables.
 
     A step is a small message, `(key, host vectors)`: whoever sends the same ones to two Devices of the same plan finds
     the same on both.
@@ -31,14 +33,28 @@ class Device:
         `vectors` are what the host sends, as `StepFunctions` says for each kind. Returns arrays that the devices are
         still to fill, or None where the step only changes what the Device owns.
         """
-        uses = USES[key.kind]
+        uses = key.uses
+        if "steering" in uses.takes and "steering" not in self._parts:
+            self._parts["steering"] = self._executables.new_steering()
         found = self._executables.get(key)(*(self._parts[name] for name in uses.takes), *vectors)
         self._parts.update(zip(uses.gives, found, strict=False))
         return found[-1] if uses.output else None
 
+    def wait(self) -> None:
+        """Block until all steps have run."""
+        jax.block_until_ready(self._parts)
+
     def covering(self, kind: Kind, needed: int, variant: Variant = PLAIN) -> Key:
         """The step for `needed` rows or tokens: the smallest that is compiled and does all that `variant` does."""
         return self._executables.covering(kind, needed, variant)
+
+    def covering_adapted(self) -> list[Key]:
+        """With these, any request with adapters can run."""
+        return self._executables.adapted_keys()
+
+    def demanded(self, tokens: int, variant: Variant) -> list[Key]:
+        """With these, a request of that many tokens can run, which asks for what few do."""
+        return self._executables.demanded(tokens, variant)
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
         """Those whose first use would hold up every request."""
@@ -47,6 +63,23 @@ class Device:
     def compile(self, key: Key) -> None:
         """Wait until a step can be run at once. Any thread may call this."""
         self._executables.get(key)
+
+    @property
+    def weights(self) -> tuple[jax.Array, ...]:
+        """As every step takes them; see `StepFunctions.pack_weights`."""
+        found: tuple[jax.Array, ...] = self._parts["weights"]
+        return found
+
+    @property
+    def hidden_dtype(self) -> np.dtype:
+        """Of the states that a head takes."""
+        return np.dtype(self._parts["hidden"].dtype)
+
+    def keep_weights(self, file: BinaryIO) -> None:
+        """Leave the weights in a file; all else that is on the devices is given up first, and no step runs again."""
+        weights = self._parts["weights"]
+        self._parts.clear()
+        keep(file, weights)
 
     @property
     def compiles(self) -> Compiles:

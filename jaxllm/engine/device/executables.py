@@ -7,16 +7,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from jaxllm.compat import compile_lowered, compile_to_save
 from jaxllm.engine.device.buckets import Buckets, smallest_covering
 from jaxllm.engine.device.compiling_process import CompilingProcess
-from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, VARIANTS, Key, Kind, Variant
+from jaxllm.engine.device.keys import (
+    ADAPTED,
+    MASKED,
+    PLAIN,
+    SAMPLED,
+    SAMPLED_ADAPTED,
+    Key,
+    Kind,
+    Variant,
+    variants,
+)
 from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.jobs import Job, Jobs
+from jaxllm.models.layers.steering import SteeringState
 from jaxllm.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -27,6 +39,7 @@ _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION
 _NVIDIA: dict[str, str | int] = {
     "xla_gpu_enable_command_buffer": _COMMAND_BUFFER,
     "xla_gpu_experimental_force_split_k": 1,
+    "xla_gpu_shard_autotuning": False,
 }
 COMPILER_OPTIONS: dict[str, dict[str, str | int]] = {platform: _NVIDIA for platform in ("gpu", "cuda")}
 """By platform. On NVIDIA's a step becomes one CUDA graph: by default XLA leaves out loops, such as the sampler's, and
@@ -35,7 +48,9 @@ collectives, and the host would wait in the middle of each step.
 A product is one kernel: by a rule of thumb that knows the shape and the number of processors XLA cuts the inputs of
 three of a layer's four into parts, for any number of rows, and adds up what they gave in one more kernel each, which
 tuning cannot undo. Left whole, they are tuned: among tiles of XLA's and of the library, which parts them in one call
-where it finds that better."""
+where it finds that better.
+
+Of several processes each tunes by itself: they compile in an order of their own, and would wait for each other."""
 
 Compiled = Callable[..., Any]
 
@@ -68,11 +83,16 @@ class Executables:
         eager: bool = False,
         saved: SavedExecutables | None = None,
         helper: CompilingProcess | None = None,
+        elsewhere: Callable[[Key], bool] = lambda key: True,
+        on_made: Callable[[Key], None] = lambda key: None,
     ):
         """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed.
 
-        What `saved` has is loaded, and what is compiled is saved in it. A `helper` compiles what nobody waits for.
+        What `saved` has is loaded, and what is compiled is saved in it. A `helper` compiles what nobody waits for. An
+        executable is ready once it is ready `elsewhere` too; `on_made` is called with each that has been made here.
         """
+        self._elsewhere = elsewhere
+        self._on_made = on_made
         self._saved = saved
         self._helper = helper
         self._helped: dict[str, Key] = {}
@@ -84,9 +104,10 @@ class Executables:
             "verify": buckets.decode,
             "backbone": buckets.prefill,
             "head": buckets.head,
+            "encode": buckets.prefill,
         }
         self._buckets = buckets
-        self._decode: Kind = "verify" if buckets.drafts else "decode"
+        self._decodes: tuple[Kind, ...] = ("decode", "verify") if buckets.drafts else ("decode",)
         self._eager = eager
         self._jobs = Jobs("compile", urgent_threads=URGENT_THREADS, background_threads=1)
         self._compiles: dict[Key, Job[Compiled]] = {}
@@ -108,7 +129,7 @@ class Executables:
     @property
     def most_rows(self) -> int:
         """Rows of the largest head, and of the one bucket that scores prompt tokens."""
-        return self._buckets.head[-1]
+        return self._buckets.head[-1] if self._buckets.head else 0
 
     def plan(self) -> list[Key]:
         """Every executable, in the order it is wanted.
@@ -116,35 +137,72 @@ class Executables:
         First the covering bucket of each phase, then what one lone user runs, then what makes any request possible,
         and then the rest, smallest first.
         """
-        b, decode = self._buckets, self._decode
+        b, decodes = self._buckets, self._decodes
+        if b.encodes:
+            every = [Key("encode", n) for n in b.prefill]
+            return list(dict.fromkeys([*self.covering_keys(), *every]))
         lone = [
-            Key(decode, b.decode[0]),
+            *(Key(decode, b.decode[0]) for decode in decodes),
             Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
         ]
         any_request = [
             Key("head", b.head[-1], SAMPLED),
-            Key(decode, b.decode[-1], SAMPLED),
+            *(Key(decode, b.decode[-1], SAMPLED) for decode in decodes),
             Key("adjust"),
             Key("remember"),
         ]
         rest = [Key("backbone", n) for n in b.prefill]
         for variant in (PLAIN, SAMPLED):
-            rest += [Key(decode, n, variant) for n in b.decode] + [Key("head", n, variant) for n in b.head]
+            rest += [Key(decode, n, variant) for decode in decodes for n in b.decode]
+            rest += [Key("head", n, variant) for n in b.head]
         rest += [Key("head", n, MASKED) for n in b.head]
+        if b.adapted:
+            any_request += self.adapted_keys()
+            for variant in (ADAPTED, SAMPLED_ADAPTED):
+                rest += [Key(decode, n, variant) for decode in decodes for n in b.decode]
+            rest += [Key("backbone", n, ADAPTED) for n in b.prefill]
         rows = self.most_rows
-        last = [Key("score", rows), Key("pool"), Key("token_logits", rows), Key("score_all", rows)]
+        scoring = [Key(kind, rows) for kind in ("score", "score_given", "score_all")]
+        last = [*scoring, Key("pool"), Key("token_logits", rows)]
         return list(dict.fromkeys([*self.covering_keys(), *lone, *any_request, *rest, *last]))
 
     def covering_keys(self) -> list[Key]:
         """The largest bucket of each phase: with these, any greedy request can run."""
         b = self._buckets
+        if b.encodes:  # which run one text in the largest bucket as long as there is no smaller one
+            sizes = dict.fromkeys((b.prefill[-1], smallest_covering(b.prefill, min(64, b.prefill[-1]))))
+            heads = [Key("token_logits", n) for n in b.head]
+            return [*(Key("encode", n) for n in sizes), *(heads or [Key("pool")])]
         keys = [
             Key("backbone", b.prefill[-1]),
             Key("head", b.head[-1]),
-            Key(self._decode, b.decode[-1]),
+            *(Key(decode, b.decode[-1]) for decode in self._decodes),
             Key("admit"),
         ]
-        return [*keys, Key("remember")] if b.drafts else keys
+        return [*keys, Key("remember"), *([Key("recall")] if b.recalls else [])] if b.drafts else keys
+
+    def adapted_keys(self) -> list[Key]:
+        """With these, any request with adapters can run."""
+        b = self._buckets
+        decodes = [Key(decode, b.decode[-1], SAMPLED_ADAPTED) for decode in self._decodes]
+        return [Key("adapt"), *decodes, Key("backbone", b.prefill[-1], ADAPTED)]
+
+    def demanded(self, tokens: int, variant: Variant) -> list[Key]:
+        """With these, a request of that many tokens, which asks for what few do, can run in any batch, and alone
+        without much padding. One that records decodes by backbones.
+        """
+        sizes, rows = self._buckets.prefill, self._buckets.decode
+        fitting = (sizes[-1], smallest_covering(sizes, min(tokens, sizes[-1])))
+        keys = [Key("backbone", size, variants("backbone", variant)[0]) for size in dict.fromkeys(fitting)]
+        if variant.recorded:
+            return keys
+        every = replace(variant, sampled=True)
+        decodes = [Key(kind, size, every) for kind in self._decodes for size in (rows[0], rows[-1])]
+        return list(dict.fromkeys([*keys, *decodes]))
+
+    def new_steering(self) -> SteeringState:
+        """What steers requests, on the devices; nobody is yet."""
+        return self._functions.state.new_steering()
 
     def begin(self) -> None:
         """Start compiling the plan; returns at once."""
@@ -206,13 +264,13 @@ class Executables:
         Where none is ready it is the one that fits best, which `get` then waits for.
         """
         sizes = self._sizes[kind]
-        covering = [v for v in VARIANTS[kind] if v.covers(variant)]
+        covering = variants(kind, variant)
         for size in sizes if not self._eager else ():
             for candidate in covering:
                 key = Key(kind, size, candidate)
                 if size >= needed and self._ready(key):
                     return key
-        return Key(kind, smallest_covering(sizes, needed), variant)
+        return Key(kind, smallest_covering(sizes, needed), covering[0])
 
     def get(self, key: Key) -> Compiled:
         """One executable, compiled now if it has not been: before all that nobody waits for. Any thread may call this.
@@ -224,7 +282,7 @@ class Executables:
             job = self._compiles.get(key)
             if job is None:
                 self._helped.pop(str(key), None)
-                if not self._eager and key not in self._foreseen:
+                if not (self._eager or key in self._foreseen or key.on_demand):
                     self._unforeseen += 1
                     logger.warning("compiling %s, which was not planned", key)
                 job = self._submit(key, urgent=True)
@@ -257,7 +315,8 @@ class Executables:
 
     def _ready(self, key: Key) -> bool:
         job = self._compiles.get(key)
-        return job is not None and job.done() and not job.cancelled() and job.exception() is None
+        made = job is not None and job.done() and not job.cancelled() and job.exception() is None
+        return made and self._elsewhere(key)
 
     def _submit(self, key: Key, *, urgent: bool) -> Job[Compiled]:
         self._compiles[key] = self._jobs.submit(partial(self._compile, key), urgent=urgent)
@@ -265,9 +324,11 @@ class Executables:
 
     def _compile(self, key: Key) -> Compiled:
         try:
-            return self._load_or_compile(key)
+            made = self._load_or_compile(key)
         finally:
             self._finish(key)
+        self._on_made(key)
+        return made
 
     def _load_or_compile(self, key: Key) -> Compiled:
         began = time.perf_counter()

@@ -15,13 +15,13 @@ from jaxllm.engine.request import Request
 
 
 class Score(NamedTuple):
-    """Prompt log-probabilities under way: row i of `result` is of `targets[i]`, `request`'s token at `positions[i]`."""
+    """Prompt log-probabilities under way: row `row + i` of `result` is of `request`'s token at `positions[i]`."""
 
     request: Request
     positions: range
-    targets: list[int]
+    row: int
     result: Any
-    """Logprobs, or `[R, V]` log-probabilities of the whole vocabulary."""
+    """Logprobs, or `[R, V]` log-probabilities of the whole vocabulary; several requests may have rows of it."""
 
 
 class PooledRow(NamedTuple):
@@ -38,6 +38,22 @@ class Pooled(NamedTuple):
 
     rows: list[PooledRow]
     result: Any
+
+
+class Recorded(NamedTuple):
+    """Activations under way for one request: of the tokens at `positions`, in `rows` of `result`."""
+
+    request: Request
+    positions: list[int]
+    places: list[int]
+    """Where those that it asks for are in `result`."""
+    rows: list[int]
+    result: Any
+    """`[N, R, E]`; several requests may have rows of it."""
+
+    def values(self) -> np.ndarray:
+        """`[activations, positions, E]` float32."""
+        return np.asarray(self.result)[np.ix_(self.places, self.rows)].astype(np.float32)
 
 
 class SampledRow(NamedTuple):
@@ -81,6 +97,7 @@ class Handle:
     scores: list[Score] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
     vocabularies: list[Vocabularies] = field(default_factory=list)
+    recorded: list[Recorded] = field(default_factory=list)
     waiting: list[SampledRow] = field(default_factory=list)
     num_steps: int = 1
     stride: int = 1
@@ -95,8 +112,8 @@ class Handle:
 
     def arrays(self) -> list[jax.Array]:
         """Everything the step hands to the host."""
-        scores, pooled = [s.result for s in self.scores], [p.result for p in self.pooled]
-        return jax.tree.leaves((self.sampled, scores, pooled, [v.result for v in self.vocabularies]))
+        parts = (self.scores, self.pooled, self.vocabularies, self.recorded)
+        return jax.tree.leaves((self.sampled, [part.result for several in parts for part in several]))
 
     def withdraw(self, request: Request) -> int:
         """Don't sample for `request`; returns how many rows of it waited."""

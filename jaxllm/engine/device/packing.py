@@ -63,10 +63,20 @@ SETTING_FLOATS = Packing(temperature=(), top_p=(), min_p=(), presence=(), freque
 """What a request's slot is told once, when it is admitted."""
 
 
+RECALLED_AT_ONCE = 512
+"""A longer text is remembered in parts."""
+
+
 @cache
 def admit_packing(pages_per_seq: int) -> Packing:
     """A request's slot: where it begins, its pages so far, and its settings (`SETTING_FLOATS` go by themselves)."""
     return Packing(slot=(), position=(), page_table=(pages_per_seq,), settings=(SETTING_INTS.size,))
+
+
+@cache
+def recall_packing() -> Packing:
+    """A part of a text to remember: `count` of the tokens, each plus one and a 0 at the text's end, from `place` on."""
+    return Packing(place=(), count=(), tokens=(RECALLED_AT_ONCE,))
 
 
 def _state_fields(sequences: int, has_states: bool) -> dict[str, tuple[int, ...]]:
@@ -95,17 +105,30 @@ def verify_packing(rows: int) -> Packing:
 
 
 @cache
-def backbone_packing(tokens: int, max_num_seqs: int, page_size: int, has_states: bool = False) -> Packing:
+def backbone_packing(
+    tokens: int, max_num_seqs: int, page_size: int, has_states: bool = False, taps: tuple[int, ...] = ()
+) -> Packing:
     """`tokens` tokens of up to `min(tokens, max_num_seqs)` sequences.
 
     `new_pages` are (slot, place in its page table, page) of what sequences have gained since their last step; what is
-    left over says so to the slot that belongs to nobody.
+    left over says so to the slot that belongs to nobody. `taps` is the shape of the places of activations, in a step
+    that records any.
     """
     seqs = min(tokens, max_num_seqs)
     return Packing(
         num_decodes=(), num_seqs=(), tokens=(tokens,), query_start=(seqs + 1,), slot=(seqs,),
-        new_pages=(seqs + tokens // page_size, 3), **_state_fields(seqs, has_states),
+        new_pages=(seqs + tokens // page_size, 3), **_state_fields(seqs, has_states), **{"taps": taps} if taps else {},
     )  # fmt: skip
+
+
+@cache
+def encode_packing(tokens: int, max_num_seqs: int) -> Packing:
+    """`tokens` tokens of up to `min(tokens, max_num_seqs)` whole texts.
+
+    `second_text` is the place in each at which the second of two texts begins; 0 where there is one.
+    """
+    seqs = min(tokens, max_num_seqs)
+    return Packing(num_seqs=(), tokens=(tokens,), query_start=(seqs + 1,), second_text=(seqs,))
 
 
 @cache

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import BinaryIO
 
 import numpy as np
 
-from jaxllm.engine.device.admission import admission, history, settings_of
+from jaxllm.engine.device.admission import adapter_scales, admission, history, settings_of
 from jaxllm.engine.device.choice import Sampled
 from jaxllm.engine.device.device import Device
+from jaxllm.engine.device.drafts.remembered import RememberedTexts
 from jaxllm.engine.device.executables import Compiles
-from jaxllm.engine.device.handle import Handle, SampledRow, Score
-from jaxllm.engine.device.keys import MASKED, PLAIN, SAMPLED, Key, Variant
+from jaxllm.engine.device.handle import Handle, SampledRow
+from jaxllm.engine.device.keys import MASKED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
 from jaxllm.engine.device.readout import Readout, scoring_key
+from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.scheduler import Batch, Chunk
+from jaxllm.engine.work import Batch, Chunk
+from jaxllm.requests.captures import Tap
 
 
 class Runner:
@@ -33,6 +38,9 @@ class Runner:
         """The slot that padding reads and writes."""
         self._known_pages = [0] * sizes.max_num_seqs
         """How many of its sequence's pages each slot has been told."""
+        self._remembered = RememberedTexts(sizes.remembered)
+        self._steered: set[int] = set()
+        """Slots that have been told something to be steered by."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
 
@@ -50,9 +58,26 @@ class Runner:
             keys.append(scoring_key(request, size))
         if request.params.wants_vocabulary:
             keys.append(Key("score_all", size))
+        if request.adapters:
+            keys += self._device.covering_adapted()
+        if request.capture is not None or request.steering is not None:
+            count = 0 if request.capture is None else len(request.capture.taps)
+            variant = Variant(adapted=bool(request.adapters), steered=request.steering is not None, recorded=count)
+            keys += self._device.demanded(len(request.token_ids), variant)
+        if request.steering is not None:
+            keys.append(Key("steer"))
         if request.pooling is not None:
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
         return self._device.missing(keys)
+
+    @property
+    def most_rows(self) -> int:
+        """Of states that `unembed` takes at a time."""
+        return self._device.most_rows
+
+    def unembed(self, states: np.ndarray, normed: bool) -> np.ndarray:
+        """The logits `[n, V]` of states `[n, E]`, after the last norm unless they are `normed`; waits for them."""
+        return self._readout.unembed(states, normed)
 
     def compile(self, key: Key) -> None:
         """Wait until a step can be run at once. Any thread may call this."""
@@ -63,19 +88,25 @@ class Runner:
         """How much has been compiled, and how much is still to be."""
         return self._device.compiles
 
+    def keep_weights(self, file: BinaryIO) -> None:
+        """Leave the weights in a file; no step can be run after that."""
+        self._device.keep_weights(file)
+
     def close(self) -> None:
         """Compile nothing more. Any thread may call this."""
         self._device.close()
 
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything."""
+        for rows, place in batch.entering:
+            self._device.run(Key("adapt"), np.int32(place), *rows)
         for request in batch.admitted:
             self._admit(request)
         if not batch.decode_only or batch.masked:
             handle = self._prefill(batch)
         else:
-            handle = self._verify(batch) if self._sizes.drafts is not None else self._decode(batch)
-        _copy_to_host(handle)
+            handle = self._verify(batch) if batch.drafts else self._decode(batch)
+        copy_to_host(handle)
         return handle
 
     def sample_waiting(self, handle: Handle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
@@ -87,12 +118,23 @@ class Runner:
         handle.waiting = []
         if handle.rows:
             handle.sampled = self._head(handle.rows, fill)
-            _copy_to_host(handle)
+            copy_to_host(handle)
+
+    def remember_answer(self, request: Request) -> None:
+        """Drafts of later requests may come from the answer of this one, where those are looked through."""
+        if self._sizes.remembers_answers:
+            self._recall(request, request.token_ids[request.num_prompt :])
+
+    def _recall(self, request: Request, text: Sequence[int]) -> None:
+        """Remember a text, unless its request keeps its prefixes to itself: right drafts can be seen in a clock."""
+        if request.cache_salt is None:
+            for ints in self._remembered.add(text):
+                self._device.run(Key("recall"), ints)
 
     def _decode(self, batch: Batch) -> Handle:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
-        key = self._device.covering("decode", count, _variant(rows))
+        key = self._device.covering("decode", count, _variant(rows, batch))
         packing = decode_packing(key.size, self._sizes.has_states)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
@@ -102,14 +144,14 @@ class Runner:
         x["slot"][:] = self._slot_rows(rows, key.size)
         x["new_page"][:count] = [self._new_page(chunk.request) for chunk in batch.chunks]
         _pack_states(x, batch.chunks)
-        self._count(key, count, batch.num_steps)
+        self._count(key, count, batch.num_steps, batch.chunks)
         sampled = self._device.run(key, ints)
         return Handle(rows, sampled, num_steps=batch.num_steps, stride=self._sizes.decode_steps)
 
     def _verify(self, batch: Batch) -> Handle:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
-        key = self._device.covering("verify", count, _variant(rows))
+        key = self._device.covering("verify", count, _variant(rows, batch))
         packing = verify_packing(key.size)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
@@ -119,41 +161,50 @@ class Runner:
         reserved = [chunk.num_sampled - 1 for chunk in batch.chunks]
         x["most_drafts"][:count] = reserved
         self._pack_new_pages(x["new_pages"], batch)
-        self._count(key, count)
+        self._count(key, count, chunks=batch.chunks)
         sampled = self._device.run(key, ints)
-        return Handle(rows, sampled, stride=self._sizes.num_drafts + 1, reserved=reserved)
+        return Handle(rows, sampled, stride=self._sizes.num_drafts(key.size) + 1, reserved=reserved)
 
     def _prefill(self, batch: Batch) -> Handle:
-        key = self._device.covering("backbone", batch.num_tokens)
-        ints = self._pack_backbone(batch, key.size)
-        self._count(key, batch.num_tokens)
-        self._device.run(key, ints)
+        taps = wanted_taps(batch.chunks)
+        variant = replace(_variant([], batch), recorded=len(taps))
+        key = self._device.covering("backbone", batch.num_tokens, variant)
+        ints = self._pack_backbone(batch, key, taps)
+        self._count(key, batch.num_tokens, chunks=batch.chunks)
+        found = self._device.run(key, ints)
         rows: list[SampledRow] = []
         pooling: list[tuple[Chunk, int]] = []
-        scores: list[Score] = []
+        scored: list[tuple[Chunk, int]] = []
+        begins = []
         row = 0
         for chunk in batch.chunks:
+            begins.append((chunk, row))
             if chunk.request.pooling is not None:
                 pooling.append((chunk, row))
             elif chunk.num_sampled:
                 assert chunk.num_sampled == 1, "a step whose backbone runs by itself gives one token"
                 rows.append(SampledRow(chunk.request, row + chunk.length - 1))
             if chunk.request.params.prompt_logprobs is not None:
-                scores += self._readout.score(chunk, row)
+                scored.append((chunk, row))
             row += chunk.length
-        vocabularies = self._readout.vocabularies(rows)
+        scores, vocabularies = self._readout.scores(scored), self._readout.vocabularies(rows)
         handle = Handle(scores=scores, pooled=self._readout.pool(pooling), vocabularies=vocabularies)
+        if taps:
+            handle.recorded = record(found, taps, begins)
         if batch.masked:
             handle.waiting = rows
         elif rows:
             handle.rows, handle.sampled = rows, self._head(rows)
         return handle
 
-    def _pack_backbone(self, batch: Batch, size: int) -> np.ndarray:
-        sizes = self._sizes
-        packing = backbone_packing(size, sizes.max_num_seqs, sizes.page_size, sizes.has_states)
+    def _pack_backbone(self, batch: Batch, key: Key, taps: list[Tap]) -> np.ndarray:
+        sizes, room = self._sizes, key.variant.recorded
+        shape = sizes.taps if room else ()
+        packing = backbone_packing(key.size, sizes.max_num_seqs, sizes.page_size, sizes.has_states, shape)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
+        if room:
+            fill_places(x["taps"], taps, room)
         x["num_decodes"][...] = batch.num_decodes
         x["num_seqs"][...] = len(batch.chunks)
         x["slot"][:] = self._slot_rows(batch.chunks, x["slot"].shape[0])
@@ -188,12 +239,28 @@ class Runner:
         settings = request.settings
         assert settings is not None, "prepare() comes before dispatch()"
         ints = admission(request, settings, self._sizes.pages_per_seq)
-        self._device.run(Key("admit"), ints, settings.floats)
+        floats = np.concatenate([settings.floats, adapter_scales(request, self._sizes.adapter_places)])
+        self._device.run(Key("admit"), ints, floats)
         slot = np.int32(request.slot)
         if settings.adjustments is not None:
             self._device.run(Key("adjust"), *settings.adjustments._replace(slot=slot))  # type: ignore[arg-type]
+        if request.num_preemptions == 0:
+            self._recall(request, request.params.predicted_token_ids)
+        if request.steering is not None or request.slot in self._steered:
+            self._steer(request)
         if settings.adjustments is not None or self._sizes.drafts is not None:
             self._device.run(Key("remember"), slot, history(request, self._sizes.max_model_len))
+
+    def _steer(self, request: Request) -> None:
+        """Tell a slot what its request is steered by, or that it is no longer steered."""
+        steering = request.steering
+        vectors = np.zeros((len(self._sizes.caches), self._sizes.hidden_size), self._device.hidden_dtype)
+        ends = np.zeros(2, np.int32)
+        if steering is not None:
+            vectors[list(steering.layers)] = steering.rows()
+            ends[:] = steering.start, steering.stop
+        self._device.run(Key("steer"), np.int32(request.slot), vectors, ends)
+        (self._steered.discard if steering is None else self._steered.add)(request.slot)
 
     def _pack_new_pages(self, rows: np.ndarray, batch: Batch) -> None:
         """What the requests have gained since their slots were last told; the rest goes to nobody."""
@@ -218,19 +285,30 @@ class Runner:
         slots[: len(rows)] = [row.request.slot for row in rows]
         return slots
 
-    def _count(self, key: Key, used: int, times: int = 1) -> None:
-        name = f"{key.kind}-{key.size}"
+    def _count(self, key: Key, used: int, times: int = 1, chunks: Sequence[Chunk] = ()) -> None:
+        """`chunks` share the padding among them, by their tokens."""
+        name, padding = f"{key.kind}-{key.size}", (key.size - used) * times
         self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used * times
-        self.padded_tokens[name] = self.padded_tokens.get(name, 0) + (key.size - used) * times
+        self.padded_tokens[name] = self.padded_tokens.get(name, 0) + padding
+        if padding:
+            for chunk in chunks:
+                chunk.request.padding += padding * chunk.length / used
 
 
-def _copy_to_host(handle: Handle) -> None:
+def copy_to_host(handle: Handle) -> None:
+    """Begin to copy all that a step gives."""
     for array in handle.arrays():
         array.copy_to_host_async()
 
 
-def _variant(rows: list[SampledRow]) -> Variant:
-    return PLAIN if all(row.request.params.greedy for row in rows) else SAMPLED
+def _variant(rows: list[SampledRow], batch: Batch | None = None) -> Variant:
+    """What the rows ask of the sampler, and of the model the requests of a batch that runs it."""
+    requests = [] if batch is None else [chunk.request for chunk in batch.chunks]
+    return Variant(
+        sampled=not all(row.request.params.greedy for row in rows),
+        adapted=any(request.adapters for request in requests),
+        steered=any(request.steering is not None for request in requests),
+    )
 
 
 def _pack_states(x: dict[str, np.ndarray], chunks: Sequence[Chunk]) -> None:

@@ -284,13 +284,15 @@ def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Flo
     return jnp.where(past.any(1), jnp.argmax(past, axis=1), last)
 
 
-def token_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN) -> Logprobs:
-    """Log-probabilities of `tokens` and of the most likely ones."""
+def token_logprobs(
+    logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN, count: int = MAX_LOGPROBS
+) -> Logprobs:
+    """Log-probabilities of `tokens` and of the `count` most likely ones."""
     norm = sums.log_sum_exp(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    top, ids = top_tokens(logits, MAX_LOGPROBS)
+    top, ids = top_tokens(logits, count) if count else (logits[:, :0], jnp.zeros((len(logits), 0), jnp.int32))
     rank = (logits > chosen).sum(-1) + 1
-    pad = ((0, 0), (0, MAX_LOGPROBS - top.shape[1]))
+    pad = ((0, 0), (0, count - top.shape[1]))
     top = jnp.pad(top - norm[:, None], pad, constant_values=NEGATIVE)
     return Logprobs(chosen[:, 0] - norm, rank.astype(jnp.int32), top, jnp.pad(ids.astype(jnp.int32), pad))
 

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, PerSlot
+from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, PerSlot, parts_of
+from jaxllm.models.options import AdapterSizes
+from jaxllm.requests.captures import POINTS
 
 
 @dataclass(frozen=True)
 class NgramDrafts:
-    """How drafts are found in a sequence's own text: `num_tokens` of them behind a match of `shortest` to `longest`."""
+    """How drafts are found in texts: `num_tokens` of them behind a match of `shortest` to `longest` tokens.
+
+    They are looked for in a sequence's own text, and in the last `remembered` tokens of other texts: answers that were
+    predicted, and with `remembers_answers` those that were given.
+    """
 
     num_tokens: int
     shortest: int
     longest: int
+    remembered: int = 0
+    remembers_answers: bool = False
+    by_rows: tuple[tuple[int, int], ...] = ()
+    """(rows, most): a step that is padded to so many sequences has room for `most` drafts instead of `num_tokens`."""
+
+
+@dataclass(frozen=True)
+class ModelDrafts:
+    """A draft model finds up to `num_tokens` drafts; for `by_rows` see `NgramDrafts`."""
+
+    num_tokens: int
+    by_rows: tuple[tuple[int, int], ...] = ()
+
+
+Drafts = NgramDrafts | ModelDrafts
+
+
+def with_rows(drafts: Drafts, rows: int) -> Drafts:
+    """Those of a step that is padded to `rows` sequences."""
+    return replace(drafts, num_tokens=dict(drafts.by_rows).get(rows, drafts.num_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +56,29 @@ class Limits:
     num_pages: int
     num_snapshots: int
     """States of cached prefixes that can be kept, where layers keep a state of each sequence."""
-    drafts: NgramDrafts | None = None
+    drafts: Drafts | None = None
     """How a decode looks for tokens to try ahead; it tries none without."""
+    adapters: AdapterSizes | None = None
+    """How many adapters are on the devices at once, and how large; None where there are none."""
+
+    def num_drafts(self, rows: int) -> int:
+        """Most tokens that a decode padded to `rows` sequences tries ahead with each of them."""
+        return with_rows(self.drafts, rows).num_tokens if self.drafts is not None else 0
 
     @property
-    def num_drafts(self) -> int:
-        """Most tokens that a decode tries ahead with each of its rows."""
-        return self.drafts.num_tokens if self.drafts is not None else 0
+    def remembered(self) -> int:
+        """How many tokens of other texts drafts are looked for in."""
+        return self.drafts.remembered if isinstance(self.drafts, NgramDrafts) else 0
+
+    @property
+    def remembers_answers(self) -> bool:
+        """Whether the answers of earlier requests are among those texts."""
+        return isinstance(self.drafts, NgramDrafts) and self.drafts.remembers_answers
+
+    @property
+    def adapter_places(self) -> int:
+        """How many adapters are on the devices at once."""
+        return self.adapters.places if self.adapters is not None else 0
 
     @property
     def num_states(self) -> int:
@@ -54,17 +96,32 @@ class StepSizes(Limits):
     hidden_size: int
     vocab_size: int
     dtype: Any
+    draft_caches: tuple[CacheSpec, ...] = ()
+    """What each layer of a draft model keeps, in pages beside those of the model."""
 
     @property
     def pages_per_seq(self) -> int:
         return -(-self.max_model_len // self.page_size)
 
     @property
+    def num_slots(self) -> int:
+        """Sequences that something is kept of between steps: none in an encoder."""
+        return self.max_num_seqs if any(spec is not None for spec in self.caches) else 0
+
+    @property
     def has_states(self) -> bool:
         """Whether some layer keeps a state of each sequence."""
-        return any(isinstance(spec, PerSlot) for spec in self.caches)
+        return any(isinstance(spec, PerSlot) for spec in parts_of(self.caches))
+
+    @property
+    def taps(self) -> tuple[int, int]:
+        """The shape of what a step that records activations is told: of each layer, and of the last norm, where each
+        of its activations goes.
+        """
+        return len(self.caches) + 1, len(POINTS)
 
     @property
     def buffers(self) -> tuple[tuple[Buffer, ...], ...]:
-        """Those of each layer, over all devices."""
-        return tuple(self.cache_layout.buffers(spec, self.num_pages, self.num_states) for spec in self.caches)
+        """Those of each layer, over all devices; a draft model's come last."""
+        specs = (*self.caches, *self.draft_caches)
+        return tuple(self.cache_layout.buffers(spec, self.num_pages, self.num_states) for spec in specs)

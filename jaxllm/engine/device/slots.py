@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
+from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, admit_packing, recall_packing
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.settings import Adjustments
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
@@ -32,9 +32,13 @@ class Slots(NamedTuple):
 
     history: Int[Array, "slots L"]
     position: Int[Array, "slots"]
+    drafted: Int[Array, "slots"]
+    """How many tokens of the sequence a draft model has run, where there is one; at most `position`."""
     page_table: Int[Array, "slots P"]
     setting_ints: Int[Array, "slots I"]
     setting_floats: Float[Array, "slots F"]
+    adapter_scales: Float[Array, "slots N"]
+    """How much of each adapter on the devices is added."""
     bias_ids: Int[Array, "slots B"]
     """Token ids of logit_bias; padded with the vocabulary's size, which nothing matches."""
     bias_values: Float[Array, "slots B"]
@@ -45,33 +49,54 @@ class Slots(NamedTuple):
     bad_words: Int[Array, "slots W 16"]
     """Token sequences that may not be generated, ending at the last column, -1 before them; the last token of an unused
     row is the vocabulary's size."""
+    remembered: Int[Array, "M"]
+    """No slot's: texts that drafts are looked for in, each token plus one, a 0 behind each text. They go in a ring."""
 
 
-def slot_shapes(num_slots: int, max_model_len: int, pages_per_seq: int, vocab_size: int) -> Slots:
+def slot_shapes(
+    num_slots: int,
+    max_model_len: int,
+    pages_per_seq: int,
+    vocab_size: int,
+    adapter_places: int = 0,
+    remembered: int = 0,
+) -> Slots:
     """Abstract arrays for `num_slots` sequences."""
 
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     def shape(*row: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct((num_slots + 1, *row), dtype)
+        return array(num_slots + 1, *row, dtype=dtype)
 
     return Slots(
         history=shape(max_model_len + 1),
         position=shape(),
+        drafted=shape(),
         page_table=shape(pages_per_seq),
         setting_ints=shape(SETTING_INTS.size),
         setting_floats=shape(SETTING_FLOATS.size, dtype=jnp.float32),
+        adapter_scales=shape(adapter_places, dtype=jnp.float32),
         bias_ids=shape(MAX_LOGIT_BIAS),
         bias_values=shape(MAX_LOGIT_BIAS, dtype=jnp.float32),
         blocked_ids=shape(MAX_BLOCKED),
         allowed=shape(mask_words(vocab_size)),
         bad_words=shape(MAX_SPELLINGS, MAX_SPELLING_LENGTH),
+        remembered=array(remembered),
     )
 
 
 def admit(slots: Slots, ints: Int[Array, "n"], floats: Float[Array, "F"]) -> Slots:
-    """A request takes its slot; `ints` as `admit_packing` lays them out."""
+    """A request takes its slot; `ints` as `admit_packing` lays them out, and `floats` are settings, then scales."""
     x = admit_packing(slots.page_table.shape[1]).unpack(ints)
-    rows = {"position": x["position"], "page_table": x["page_table"], "setting_ints": x["settings"]}
-    return _put(slots, x["slot"], **rows, setting_floats=floats)
+    rows = {
+        "position": x["position"],
+        "drafted": x["position"],
+        "page_table": x["page_table"],
+        "setting_ints": x["settings"],
+    }
+    settings, scales = floats[: SETTING_FLOATS.size], floats[SETTING_FLOATS.size :]
+    return _put(slots, x["slot"], **rows, setting_floats=settings, adapter_scales=scales)
 
 
 def adjust(slots: Slots, adjustments: Adjustments) -> Slots:
@@ -82,6 +107,14 @@ def adjust(slots: Slots, adjustments: Adjustments) -> Slots:
 def remember(slots: Slots, slot: Int[Array, ""], history: Int[Array, "L"]) -> Slots:
     """The tokens of the request that took the slot, up to those that steps will write."""
     return _put(slots, slot, history=history)
+
+
+def recall(slots: Slots, ints: Int[Array, "n"]) -> Slots:
+    """A part of a text takes the place of the oldest that is remembered; `ints` as `recall_packing` lays them out."""
+    x, size = recall_packing().unpack(ints), slots.remembered.shape[0]
+    at = jnp.arange(x["tokens"].shape[0])
+    places = jnp.where(at < x["count"], (x["place"] + at) % size, size)
+    return slots._replace(remembered=slots.remembered.at[places].set(x["tokens"], mode="drop"))
 
 
 def settings(slots: Slots, slot: Int[Array, "R"]) -> dict[str, jax.Array]:

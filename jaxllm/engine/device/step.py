@@ -5,45 +5,55 @@ a buffer of fixed size, and then `head` for the rows that sample; so there are a
 head buckets together, not their product. Decode and head come in variants; a mask, which a grammar fills while the
 backbone runs, is the head's alone.
 
-Every one of them returns a tuple: what it changed of the device's own, as `keys.USES` says, then its output, if any.
+Every one of them returns a tuple: what it changed of the device's own, as `Key.uses` says, then its output, if any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch
+from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch, whole_texts
 from jaxllm.engine.device.choice import choose
-from jaxllm.engine.device.keys import USES, Key, Kind, Variant
+from jaxllm.engine.device.device_state import StateShapes, state_specs
+from jaxllm.engine.device.drafts.draft_model import AbstractDraft, ModelDrafter
+from jaxllm.engine.device.drafts.drafter import Drafter
+from jaxllm.engine.device.drafts.ngrams import NgramDrafter
+from jaxllm.engine.device.drafts.verify import verify
+from jaxllm.engine.device.forward import forward
+from jaxllm.engine.device.keys import PLAIN, Key, Kind, Variant
 from jaxllm.engine.device.packing import (
     SETTING_FLOATS,
     admit_packing,
     backbone_packing,
     decode_packing,
+    encode_packing,
     head_packing,
     logits_packing,
     pool_packing,
+    recall_packing,
     score_packing,
     verify_packing,
 )
 from jaxllm.engine.device.sampler import token_logprobs
-from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.device.slots import Slots, adjust, admit, remember, slot_shapes
-from jaxllm.engine.device.verify import verify
+from jaxllm.engine.device.sizes import ModelDrafts, StepSizes, with_rows
+from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember
+from jaxllm.engine.device.step_weights import StepWeights, WeightPacking, with_parts
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.settings import Adjustments
-from jaxllm.models.caches import Buffer, Cache
+from jaxllm.models.abstract import AdaptedModel
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.encoder import Encoder
+from jaxllm.models.layers.steering import Steered, SteeringState
+from jaxllm.models.layers.taps import Recorder, recording
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
 from jaxllm.weights.loader import ParamSpec, Value
 
@@ -55,67 +65,37 @@ GRAPHED = ("gpu", "cuda")
 """Platforms where a step is one CUDA graph, whose arguments cost little."""
 
 
-class DeviceState(NamedTuple):
-    """What lives on the devices between steps; all of it is donated to the step that changes it."""
-
-    caches: tuple[Cache, ...]
-    """What each layer keeps of earlier tokens, in pages or by slot."""
-    slots: Slots
-    hidden: Any
-    """[max_num_batched_tokens, E]: the backbone's last output."""
-
-
-class WeightPacking:
-    """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
-
-    The packed tuple is that vector, then every other array of the parameters in its own order. Where kernels take norms
-    (`joins` is False), each vector travels by itself: a part of a larger one would be copied out for them.
-    """
-
-    def __init__(self, specs: Sequence[ParamSpec], joins: bool = True):
-        self._leaves = [leaf for spec in specs for leaf in spec.leaves()]
-        self._small = [
-            i
-            for i, (a, axes) in enumerate(self._leaves)
-            if joins and a.ndim == 1 and not any(axes) and a.dtype == np.float32
-        ]
-        self._large = [i for i in range(len(self._leaves)) if i not in set(self._small)]
-        self._offsets = np.cumsum([0, *(self._leaves[i][0].shape[0] for i in self._small)]).tolist()
-
-    def abstract(self, mesh: Mesh | AbstractMesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and shardings of the packed tuple."""
-        vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
-        large = (self._leaves[i] for i in self._large)
-        return (
-            vector,
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*axes))) for a, axes in large),
-        )
-
-    def pack(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
-        """The model's parameters -> the packed tuple."""
-        arrays = jax.tree.leaves(parameters)
-        small = jnp.concatenate([arrays[i] for i in self._small]) if self._small else jnp.zeros(0)
-        return (small, *(arrays[i] for i in self._large))
-
-    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
-        """The packed tuple -> every array of the parameters; inside a traced function."""
-        vector, large = packed[0], dict(zip(self._large, packed[1:], strict=True))
-        ends = zip(self._small, self._offsets, self._offsets[1:], strict=False)
-        small = {index: vector[start:end] for index, start, end in ends}
-        return [(small | large)[index] for index in range(len(self._leaves))]
-
-
 class StepFunctions:
     """Builds the jitted step functions of one model on one mesh, with the abstract arguments to compile them for."""
 
-    def __init__(self, model: Decoder, specs: Sequence[ParamSpec], mesh: Mesh | AbstractMesh, sizes: StepSizes):
-        """`model` is abstract (see `abstract_model`); `specs` are its parameters in `nnx.split` order."""
+    def __init__(
+        self,
+        model: Decoder | Encoder,
+        specs: Sequence[ParamSpec],
+        mesh: Mesh | AbstractMesh,
+        sizes: StepSizes,
+        adapted: AdaptedModel | None = None,
+        draft: AbstractDraft | None = None,
+    ):
+        """`model` is abstract (see `abstract_model`); `specs` are its parameters in `nnx.split` order.
+
+        `adapted` is the same model with tables of adapters. A `draft` model's parameters come behind the model's.
+        """
+        self._adapted = adapted
         self._graph, state = nnx.split(model)
-        _, self._treedef = jax.tree.flatten(state)
+        leaves, self._treedef = jax.tree.flatten(state)
+        self._num_leaves = len(leaves)
+        self._draft: Any = None
+        if draft is not None:
+            self._draft, state = nnx.split(draft.model)
+            _, self._draft_treedef = jax.tree.flatten(state)
+            specs = [*specs, *draft.params]
         self._mesh = mesh
         self._sizes = sizes
-        # The C++ kernels give float32, which a decode does not round on its way to the head, and so nobody does.
-        self._hidden_dtype = jnp.float32 if model.kernels.native else sizes.dtype
+        # The C++ kernels give float32, which a decode does not round on its way to the head, and so nobody does. An
+        # encoder's are not rounded either: they may be vectors already.
+        hidden_dtype = jnp.float32 if model.kernels.native or not sizes.num_slots else sizes.dtype
+        self.state = StateShapes(mesh, sizes, hidden_dtype, adapted.tables if adapted is not None else ())
         self._packing = WeightPacking(specs, joins=self.platform not in GRAPHED)
         self._weights = self._packing.abstract(mesh)
         self._weight_specs = tuple(a.sharding.spec for a in self._weights)
@@ -127,39 +107,47 @@ class StepFunctions:
             return self._mesh.abstract_device.platform
         return self._mesh.devices.flat[0].platform
 
+    @property
+    def packed_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of what `pack_weights` makes."""
+        return self._weights
+
     def pack_weights(self, parameters: Sequence[Value]) -> tuple[jax.Array, ...]:
         """The model's parameters as every step takes them."""
-        return self._packing.pack(parameters)
+        assert isinstance(self._mesh, Mesh), "only devices that are there hold weights"
+        return self._packing.pack(parameters, self._mesh)
 
-    def abstract_state(self) -> DeviceState:
-        """Shapes and shardings of the device state."""
-        s = self._sizes
-        caches = tuple(tuple(self._cache(buffer) for buffer in layer) for layer in s.buffers)
-        shapes = slot_shapes(s.max_num_seqs, s.max_model_len, s.pages_per_seq, s.vocab_size)
-        slots = Slots(*(self._replicated(a.shape, a.dtype) for a in shapes))
-        hidden = self._replicated((s.max_num_batched_tokens, s.hidden_size), self._hidden_dtype)
-        return DeviceState(caches, slots, hidden)
-
-    def new_state(self) -> DeviceState:
-        """The device state of an engine that has no requests, on the devices."""
-        state = self.abstract_state()
-
-        def make() -> DeviceState:
-            zeros = self._sizes.cache_layout.page_layout.zeros
-            caches = jax.tree.map(lambda a: zeros(a.sharding.shard_shape(a.shape), a.dtype), state.caches)
-            rest = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state._replace(caches=()))
-            return rest._replace(caches=caches)
-
-        return self._jit(make, (), _specs(state), donate=())()
+    def unpack_weights(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
+        """Every array of the model's parameters, of what `pack_weights` made; those of a draft model are left out."""
+        return self._packing.unpack(weights)[: self._num_leaves]
 
     def step(self, key: Key) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The jitted function that a key names, and the abstract arguments to compile it for; nothing is traced yet."""
-        sampling = {"decode": self.decode, "verify": self.verify, "head": self.head}
-        if key.kind in sampling:
-            return sampling[key.kind](key.size, key.variant)
-        sized = {"backbone": self.backbone, "score": self.score, "score_all": self.score_all}
-        sized |= {"token_logits": self.token_logits}
-        unsized = {"pool": self.pool, "admit": self.admit, "adjust": self.adjust, "remember": self.remember}
+        varied: dict[str, Callable[..., Any]] = {
+            "decode": self.decode,
+            "verify": self.verify,
+            "backbone": self.backbone,
+            "head": self.head,
+        }
+        if key.kind in varied:
+            return varied[key.kind](key.size, key.variant)
+        sized: dict[str, Callable[..., Any]] = {
+            "score": self.score,
+            "score_given": self.score_given,
+            "score_all": self.score_all,
+            "token_logits": self.token_logits,
+            "unembed": self.unembed,
+            "encode": self.encode,
+        }
+        unsized: dict[str, Callable[..., Any]] = {
+            "pool": self.pool,
+            "admit": self.admit,
+            "adjust": self.adjust,
+            "remember": self.remember,
+            "recall": self.recall,
+            "adapt": self.adapt,
+            "steer": self.steer,
+        }
         return sized[key.kind](key.size) if key.kind in sized else unsized[key.kind]()
 
     def decode(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -172,8 +160,8 @@ class StepFunctions:
 
         def one(weights: Any, caches: Any, slots: Slots, x: Fields) -> Any:
             model = self._model(weights)
-            tokens, meta, slots = decode_batch(x, slots, page_size)
-            hidden, caches = model(tokens, caches, meta)
+            tokens, meta, slots = decode_batch(x, slots, page_size, variant.adapted)
+            hidden, caches = forward(model, tokens, caches, meta)
             slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, variant)
             return caches, slots, out
 
@@ -194,30 +182,53 @@ class StepFunctions:
             caches, slots, sampled = lax.fori_loop(0, x["num_steps"], body, (caches, slots, nothing))
             return caches, slots, jax.tree.map(lambda a: a.reshape(rows * most, *a.shape[2:]), sampled)
 
-        return self._build("decode", step, self._ints(packing.size))
+        return self._build(Key("decode", rows, variant), step, self.state.ints(packing.size))
 
     def verify(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, ints) -> (caches, slots, Sampled)`: a token for each row, and right drafts."""
-        packing, rule = verify_packing(rows), self._sizes.drafts
-        assert rule is not None, "only an engine that tries drafts verifies any"
-        rules: dict[str, Any] = {"rule": rule, "variant": variant, "page_size": self._sizes.page_size}
+        packing = verify_packing(rows)
+        rules: dict[str, Any] = {"variant": variant, "page_size": self._sizes.page_size}
 
         def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
-            return verify(partial(self._model, weights), caches, slots, packing.unpack(ints), **rules)
+            drafter = self._drafter(weights, rows)
+            assert drafter is not None, "only an engine that tries drafts verifies any"
+            model = partial(self._model, weights)
+            return verify(model, caches, slots, packing.unpack(ints), drafter=drafter, **rules)
 
-        return self._build("verify", step, self._ints(packing.size))
+        return self._build(Key("verify", rows, variant), step, self.state.ints(packing.size))
 
-    def backbone(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(weights, caches, slots, hidden, ints) -> (caches, slots, hidden)`: `tokens` tokens up to the last norm."""
-        sizes = self._sizes
-        packing = backbone_packing(tokens, sizes.max_num_seqs, sizes.page_size, sizes.has_states)
+    def backbone(self, tokens: int, variant: Variant = PLAIN) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, caches, slots, hidden, ints) -> (caches, slots, hidden)`: `tokens` tokens up to the last norm.
+
+        One that records gives the activations too, `[variant.recorded, T, E]`.
+        """
+        sizes, count = self._sizes, variant.recorded
+        taps = sizes.taps if count else ()
+        packing = backbone_packing(tokens, sizes.max_num_seqs, sizes.page_size, sizes.has_states, taps)
 
         def step(weights: Any, caches: Any, slots: Slots, buffer: jax.Array, ints: jax.Array) -> Any:
-            ids, meta, slots = mixed_batch(packing.unpack(ints), slots)
-            hidden, caches = self._model(weights)(ids, caches, meta)
-            return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0))
+            before, drafter = slots, self._drafter(weights)
+            x = packing.unpack(ints)
+            ids, meta, slots = mixed_batch(x, slots, variant.adapted)
+            with recording(Recorder(x["taps"], count) if count else None) as recorder:
+                hidden, caches = forward(self._model(weights), ids, caches, meta)
+            if drafter is not None:
+                caches, slots = drafter.follow(ids, meta, caches, before, slots)
+            taken = () if recorder is None else (recorder.taken,)
+            return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)), *taken
 
-        return self._build("backbone", step, self._ints(packing.size))
+        return self._build(Key("backbone", tokens, variant), step, self.state.ints(packing.size))
+
+    def encode(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, hidden, ints) -> (hidden,)`: `tokens` tokens of whole texts through an encoder."""
+        packing = encode_packing(tokens, self._sizes.max_num_seqs)
+
+        def step(weights: Any, buffer: jax.Array, ints: jax.Array) -> Any:
+            ids, meta = whole_texts(packing.unpack(ints))
+            hidden, _ = self._model(weights)(ids, (), meta)
+            return (lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)),)
+
+        return self._build(Key("encode", tokens), step, self.state.ints(packing.size))
 
     def head(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, slots, hidden, ints) -> (slots, Sampled)`: a token for each of `rows` hidden states."""
@@ -228,11 +239,15 @@ class StepFunctions:
             x |= {"position": slots.position[x["slot"]] - 1}
             return choose(self._model(weights), hidden[x["hidden_row"]], x, slots, variant)
 
-        return self._build("head", step, self._ints(packing.size))
+        return self._build(Key("head", rows, variant), step, self.state.ints(packing.size))
 
     def score(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, hidden, ints) -> (Logprobs,)` of given tokens."""
         return self._scoring("score", rows, token_logprobs)
+
+    def score_given(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The same without those of the most likely ones, which would have to be searched for."""
+        return self._scoring("score_given", rows, partial(token_logprobs, count=0))
 
     def score_all(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, hidden, ints) -> ([R, V],)`: log-probabilities of the whole vocabulary."""
@@ -247,7 +262,7 @@ class StepFunctions:
             owner = packing.unpack(ints)["owner"]
             return (jax.ops.segment_sum(hidden.astype(jnp.float32), owner, sizes.max_num_seqs + 1)[:-1],)
 
-        return self._build("pool", step, self._ints(packing.size))
+        return self._build(Key("pool"), step, self.state.ints(packing.size))
 
     def token_logits(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, hidden, ints) -> ([R, n],)`: the logits of given tokens, float32."""
@@ -258,29 +273,65 @@ class StepFunctions:
             logits = self._model(weights).logits(hidden[x["hidden_row"]])
             return (jnp.take_along_axis(logits, x["token_ids"], axis=1),)
 
-        return self._build("token_logits", step, self._ints(packing.size))
+        return self._build(Key("token_logits", rows), step, self.state.ints(packing.size))
+
+    def unembed(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, activations, normed) -> ([R, V],)`: the logits of states that the host sends, float32.
+
+        Those that are not `normed` pass the last norm first.
+        """
+
+        def step(weights: Any, states: jax.Array, normed: jax.Array) -> Any:
+            model = self._model(weights)
+            return (model.logits(jnp.where(normed, states, model.norm(states))),)
+
+        return self._build(Key("unembed", rows), step, self.state.hidden(rows), self.state.ints())
 
     def admit(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(slots, ints, floats) -> (slots,)`: a request takes its slot."""
         packing = admit_packing(self._sizes.pages_per_seq)
-        floats = self._replicated((SETTING_FLOATS.size,), jnp.float32)
-        return self._build("admit", lambda *x: (admit(*x),), self._ints(packing.size), floats)
+        floats = self.state.replicated((SETTING_FLOATS.size + self._sizes.adapter_places,), jnp.float32)
+        return self._build(Key("admit"), lambda *x: (admit(*x),), self.state.ints(packing.size), floats)
 
     def adjust(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(slots, *Adjustments) -> (slots,)`."""
-        slots = self.abstract_state().slots
+        slots = self.state.abstract().slots
         names = [name for name in Adjustments._fields if name != "slot"]
-        rows = [self._replicated(getattr(slots, name).shape[1:], getattr(slots, name).dtype) for name in names]
+        rows = [self.state.replicated(getattr(slots, name).shape[1:], getattr(slots, name).dtype) for name in names]
 
         def step(slots: Slots, *fields: jax.Array) -> tuple[Slots]:
             return (adjust(slots, Adjustments(*fields)),)
 
-        return self._build("adjust", step, self._ints(), *rows)
+        return self._build(Key("adjust"), step, self.state.ints(), *rows)
 
     def remember(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(slots, slot, history) -> (slots,)`: the tokens that a request has when it takes its slot."""
-        length = self.abstract_state().slots.history.shape[1]
-        return self._build("remember", lambda *x: (remember(*x),), self._ints(), self._ints(length))
+        length = self.state.abstract().slots.history.shape[1]
+        return self._build(Key("remember"), lambda *x: (remember(*x),), self.state.ints(), self.state.ints(length))
+
+    def recall(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(slots, ints) -> (slots,)`: a part of a text that drafts are looked for in."""
+        return self._build(Key("recall"), lambda *x: (recall(*x),), self.state.ints(recall_packing().size))
+
+    def adapt(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(adapters, place, *rows) -> (adapters,)`: an adapter takes its place, a row of each table."""
+        tables = self._adapted.tables if self._adapted is not None else ()
+
+        def step(adapters: Any, place: jax.Array, *rows: jax.Array) -> tuple[Any]:
+            return (tuple(t.at[place].set(row) for t, row in zip(adapters, rows, strict=True)),)
+
+        rows = [self.state.sharded(t.shape[1:], t.dtype, t.axes[1:]) for t in tables]
+        return self._build(Key("adapt"), step, self.state.ints(), *rows)
+
+    def steer(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(steering, slot, vectors, range) -> (steering,)`: what the request that took a slot is steered by."""
+        state = self.state.abstract_steering()
+
+        def step(steering: SteeringState, slot: jax.Array, *rows: jax.Array) -> tuple[SteeringState]:
+            return (SteeringState(*(part.at[slot].set(row) for part, row in zip(steering, rows, strict=True))),)
+
+        rows = [self.state.replicated(part.shape[1:], part.dtype) for part in state]
+        return self._build(Key("steer"), step, self.state.ints(), *rows)
 
     def _scoring(self, kind: Kind, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         packing = score_packing(rows)
@@ -290,37 +341,50 @@ class StepFunctions:
             model = self._model(weights)
             return (score(model.logits(hidden[x["hidden_row"]]), x["target"], model.kernels.sums),)
 
-        return self._build(kind, step, self._ints(packing.size))
+        return self._build(Key(kind, rows), step, self.state.ints(packing.size))
 
-    def _model(self, weights: tuple[jax.Array, ...]) -> Decoder:
-        return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, self._packing.unpack(weights)))
+    def _model(self, weights: StepWeights | tuple[jax.Array, ...]) -> Any:
+        """The Decoder or Encoder, which steps of its own kind run; with adapters, or steered, where these are given."""
+        given = weights if isinstance(weights, StepWeights) else StepWeights(weights)
+        parameters = self._parameters(given.weights)
+        if given.adapters is None:
+            model = nnx.merge(self._graph, parameters)
+        else:
+            assert self._adapted is not None, "only an engine with adapters runs adapted steps"
+            model = self._adapted.merged(parameters, given.adapters)
+        return model if given.steering is None else Steered(model, given.steering)
+
+    def _parameters(self, weights: tuple[jax.Array, ...]) -> Any:
+        return jax.tree.unflatten(self._treedef, self.unpack_weights(weights))
+
+    def _drafter(self, weights: StepWeights | tuple[jax.Array, ...], rows: int = 1) -> Drafter | None:
+        """Where drafts for `rows` sequences come from; None where none are tried."""
+        if self._sizes.drafts is None:
+            return None
+        rule, sizes = with_rows(self._sizes.drafts, rows), self._sizes
+        if not isinstance(rule, ModelDrafts):
+            return NgramDrafter(rule)
+
+        def model() -> Decoder:
+            arrays = weights.weights if isinstance(weights, StepWeights) else weights
+            parameters = self._packing.unpack(arrays)[self._num_leaves :]
+            found: Decoder = nnx.merge(self._draft, jax.tree.unflatten(self._draft_treedef, parameters))
+            return found
+
+        return ModelDrafter(model, rule.num_tokens, len(sizes.caches), sizes.vocab_size, sizes.page_size)
 
     def _build(
-        self, kind: Kind, step: Callable[..., Any], *sent: jax.ShapeDtypeStruct
+        self, key: Key, step: Callable[..., Any], *sent: jax.ShapeDtypeStruct
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`step` jitted, and its abstract arguments: what it takes of the device's, then what the host sends."""
-        uses, state = USES[kind], self.abstract_state()
+        uses, state = key.uses, self.state.abstract()
         parts = {"weights": self._weights, **state._asdict()}
-        specs = {"weights": self._weight_specs, "caches": _specs(state.caches), "slots": P(), "hidden": P()}
-        inputs = (*(specs[name] for name in uses.takes), *(P() for _ in sent))
+        specs = {"weights": self._weight_specs, "caches": state_specs(state.caches), "slots": P(), "hidden": P()}
+        specs |= {"adapters": state_specs(state.adapters), "steering": P()}
+        parts["steering"] = self.state.abstract_steering()
+        inputs = (*(specs[name] for name in uses.takes), *(a.sharding.spec for a in sent))
         outputs = (*(specs[name] for name in uses.gives), *([P()] if uses.output else []))
         donated = tuple(index for index, name in enumerate(uses.takes) if name in uses.gives)
-        return self._jit(step, inputs, outputs, donated), (*(parts[name] for name in uses.takes), *sent)
-
-    def _cache(self, buffer: Buffer) -> Any:
-        return jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=NamedSharding(self._mesh, P(*buffer.axes)))
-
-    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return self._replicated(shape, jnp.int32)
-
-    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P()))
-
-    def _jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:
-        mapped = jax.shard_map(step, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-        return jax.jit(mapped, donate_argnums=donate)
-
-
-def _specs(state: Any) -> Any:
-    """How each array of a part of the device state lies on the mesh."""
-    return jax.tree.map(lambda a: a.sharding.spec, state)
+        if key.variant.adapted or key.variant.steered:
+            step = with_parts(step, [name for name in uses.takes if name in StepWeights._fields])
+        return self.state.jit(step, inputs, outputs, donated), (*(parts[name] for name in uses.takes), *sent)

@@ -15,11 +15,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import Executables, compile_step
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.saved import SavedExecutables
-from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.plan import make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
+from jaxllm.errors import ConfigError
+from jaxllm.sharding.clusters import settled
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights.source import resolve_model
 
@@ -45,6 +46,11 @@ def compile_ahead(
         OSError: the folder cannot be written.
         ValueError: these are not the executables that were expected.
     """
+    if settled(config).in_group:
+        raise ConfigError(
+            f"num_processes is {config.num_processes}: executables are made ahead for one process; several "
+            "keep theirs in compile_cache_dir by their first start"
+        )
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_model(config, path)
     mesh = build_mesh(config.tensor_parallel_size)
@@ -54,7 +60,7 @@ def compile_ahead(
     saved = SavedExecutables(output, step_manifest(blueprint, mesh), mesh.devices.flatten().tolist())
     if expected not in (None, saved.name):
         raise ValueError(f"the executables would be {saved.name}, and {expected} are wanted")
-    functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+    functions = step_functions(blueprint, mesh)
     keys = Executables(functions, blueprint.plan.buckets, eager=True).plan()
     for key in keys:
         on_key(keys, key)

@@ -4,43 +4,63 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
 from jax.sharding import Mesh
 
 from jaxllm import compat, cpu_kernels, machine
-from jaxllm.config import EngineConfig, format_bytes, part_of
+from jaxllm.config import EngineConfig, part_of
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
+from jaxllm.engine.adapters.base_weights import BaseWeights
+from jaxllm.engine.adapters.places import AdapterPlaces
+from jaxllm.engine.adapters.reading import AdapterReader
+from jaxllm.engine.adapters.store import AdapterStore
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.device import Device
+from jaxllm.engine.device.encoder_runner import EncoderRunner
 from jaxllm.engine.device.executables import Executables
+from jaxllm.engine.device.kept_weights import Kept
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.encoder_scheduler import EncoderScheduler
+from jaxllm.engine.lockstep.follower import Follower
+from jaxllm.engine.lockstep.leader import Leader
+from jaxllm.engine.lockstep.leading_device import LeadingDevice
+from jaxllm.engine.lockstep.meeting import Group
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group
 from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.draft import check_draft_vocabulary, load_draft
+from jaxllm.engine.start.foresight import foresee
 from jaxllm.engine.start.host_memory import check_host_memory
+from jaxllm.engine.start.leave import die
 from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.options import wants_cpu_kernels
-from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.options import draft_depth, wants_cpu_kernels
+from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform, prepare_backend
+from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.engine.state_cache import StateCache
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
 from jaxllm.models.importance import with_importance
+from jaxllm.models.parts import LiveModel, ModelParts
+from jaxllm.models.registry import adapter_names
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress, progress_bar, tell
 from jaxllm.requests.sampling import SamplingDefaults
+from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.devices import check_free_memory, no_room
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_mesh, local_device
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
@@ -50,16 +70,79 @@ from jaxllm.weights.source import resolve_model
 logger = logging.getLogger(__name__)
 
 LAYERS_WORTH_A_PROCESS = 8
+KEPT_ADAPTERS = 4
+"""Adapters kept in host memory for each place on the devices, where nothing is said."""
+
+
+class Prepared(NamedTuple):
+    """An engine whose steps are being compiled, and whose weights are not loaded yet."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    mesh: Mesh
+    blueprint: Blueprint
+    functions: StepFunctions
+    executables: Executables
+    clock: Clock
 
 
 @compat.under_own_settings
-def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
+def build_core(
+    config: EngineConfig,
+    room: MemoryRoom | None = None,
+    kept: Kept | None = None,
+    on_group: Callable[[Group], None] = lambda group: None,
+    on_broken: Callable[[str], None] = die,
+) -> tuple[EngineCore, EngineInfo]:
     """Everything up to the point where requests can run; the log says what took how long.
+
+    With `room` the engine is planned first, and asks for its place before it touches a device. Weights that another
+    engine has left in `kept` are taken from there. `on_group` is told of the group that this process leads, if it
+    leads one, and `on_broken` why that is over, in any thread: it ends the process.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: one line each.
     """
     clock = Clock()
+    path = find_model(config, clock)
+    unread = config.load_format == "dummy" or (kept is not None and kept.is_there)
+    with nullcontext() if unread else reading_ahead(path):
+        checkpoint = open_model(config, path)
+        tell("Reading the tokenizer")
+        tokenizer = resolve_tokenizer(config)
+        if tokenizer is not None:
+            check_draft_vocabulary(config, tokenizer)
+        clock.lap("tokenizer")
+        if room is not None:
+            config, needed = foresee(config, checkpoint, room.budget)
+            clock.lap("foresight")
+            tell("Waiting for room")
+            room.ask(needed)
+            clock.lap("room")
+        group = join_group(config, path, on_broken) if config.in_group else None
+        if group is not None:
+            on_group(group)
+            clock.lap("the other processes")
+        leader = None if group is None else group.leader
+        with _telling_the_others(leader):
+            stage = plan_and_compile(config, checkpoint, group, clock)
+            with closing_at_failure(stage):
+                return _assemble(stage, tokenizer, kept, leader)
+
+
+@contextmanager
+def _telling_the_others(leader: Leader | None) -> Iterator[None]:
+    """What keeps process 0 from starting is an end of the group."""
+    try:
+        yield
+    except BaseException as error:
+        if leader is not None:
+            leader.fail(f"process 0 did not start: {one_line(error)}")
+        raise
+
+
+def find_model(config: EngineConfig, clock: Clock) -> Path:
+    """Where the model's files are; what is compiled from now on is kept where the config says."""
     tell(f"Finding {config.model}")
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     clock.lap("resolve")
@@ -69,20 +152,19 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         else:
             place = config.compile_cache_dir
             logger.warning("%s: %s; each start compiles; set compile_cache_dir to another folder", place, reason)
-    with nullcontext() if config.load_format == "dummy" else reading_ahead(path):
-        return _build(config, path, clock)
+    return path
 
 
-def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, EngineInfo]:
-    checkpoint = open_model(config, path)
-    tell("Reading the tokenizer")
-    tokenizer = resolve_tokenizer(config)
-    clock.lap("tokenizer")
-    check_free_memory(config.tensor_parallel_size, config.gpu_memory_utilization)
+def plan_and_compile(config: EngineConfig, checkpoint: Checkpoint, group: Group | None, clock: Clock) -> Prepared:
+    """Choose all sizes, in a group together with the other processes, and begin to compile."""
+    here = config.tensor_parallel_size // (1 if group is None else group.count)
+    check_free_memory(here, config.gpu_memory_utilization)
     prepare_backend(config.gpu_memory_utilization)
     tell("Looking at the devices and the kernels")
     mesh = build_mesh(config.tensor_parallel_size)
-    platform = Platform.of(mesh.devices.flat[0])
+    platform = Platform.of(local_device(mesh))
+    if group is not None:
+        platform = agree_on_memory(group, platform)
     if wants_cpu_kernels(config, platform):
         cpu_kernels.available()
         clock.lap("C++ kernels")
@@ -96,19 +178,60 @@ def _build(config: EngineConfig, path: Path, clock: Clock) -> tuple[EngineCore, 
         logger.info(line)
     for note in blueprint.plan.notes:
         logger.warning(note)
-    functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+    functions = step_functions(blueprint, mesh)
     saved = saved_executables(config, blueprint, mesh)
-    helper = _helper(config, blueprint, saved)
-    executables = Executables(functions, blueprint.plan.buckets, eager=config.enforce_eager, saved=saved, helper=helper)
+    options: dict[str, Any] = {"eager": config.enforce_eager, "saved": saved}
+    match None if group is None else group.hold:
+        case None:
+            options |= {"helper": _helper(config, blueprint, saved)}
+        case Leader() as leader:
+            options |= {"elsewhere": leader.has}
+        case Follower() as follower:
+            options |= {"on_made": follower.have}
+    executables = Executables(functions, blueprint.plan.buckets, **options)
+    if group is not None:
+        agree_on_plan(group, step_manifest(blueprint, mesh))
     clock.lap("plan")
     executables.begin()
+    return Prepared(config, checkpoint, mesh, blueprint, functions, executables, clock)
+
+
+@contextmanager
+def closing_at_failure(stage: Prepared) -> Iterator[None]:
+    """What goes on beside a start ends with it; says what was planned where a device refuses memory."""
     try:
-        return _assemble(config, checkpoint, tokenizer, mesh, blueprint, functions, executables, clock)
+        yield
     except BaseException as error:
-        executables.close()
+        stage.executables.close()
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            raise ConfigError(no_room(blueprint.plan.planned_bytes, config.gpu_memory_utilization)) from error
+            planned = stage.blueprint.plan.planned_bytes
+            raise ConfigError(no_room(planned, stage.config.gpu_memory_utilization)) from error
         raise
+
+
+def load_weights(stage: Prepared, kept: Kept | None = None) -> tuple[jax.Array, ...]:
+    """The weights on the devices, as steps take them."""
+    config, functions = stage.config, stage.functions
+    if kept is not None and kept.is_there:
+        tell(f"Taking the weights of {config.model} out of memory")
+        weights = kept.take(functions.packed_weights)
+    else:
+        with progress_bar(f"Loading {config.model}") as on_progress:
+            parameters = _load(config, stage.checkpoint, stage.blueprint, stage.mesh, on_progress)
+        if stage.blueprint.draft is not None:
+            with progress_bar(f"Loading {stage.blueprint.draft.config.model}") as on_progress:
+                parameters = (*parameters, *load_draft(stage.blueprint.draft, stage.mesh, on_progress))
+        weights = functions.pack_weights(parameters)
+    stage.clock.lap("load")
+    return weights
+
+
+def gather_weights(stage: Prepared, weights: tuple[jax.Array, ...]) -> None:
+    """On a CPU, into large pages of memory."""
+    if stage.blueprint.plan.platform == "cpu":
+        tell("Gathering the weights in large pages of memory")
+        use_huge_pages(weights)
+        stage.clock.lap("large pages")
 
 
 def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables | None:
@@ -138,7 +261,7 @@ def _helper(config: EngineConfig, blueprint: Blueprint, saved: SavedExecutables 
     if saved is None or saved.root is None or blueprint.plan.platform != "cpu" or not large:
         return None
     plan = blueprint.plan  # not what is free when the process begins
-    sizes = {"kv_cache_memory": plan.kv_bytes, "state_cache_memory": plan.state_cache_bytes}
+    sizes = {"kv_cache_memory": plan.kv_bytes or None, "state_cache_memory": plan.state_cache_bytes}
     settings = part_of(config, EngineConfig).model_copy(update=sizes)  # a server's has more, which that process refuses
     return CompilingProcess(settings.model_dump_json(), str(saved.root), saved.name)
 
@@ -150,53 +273,54 @@ def device_line(mesh: Mesh, memory: int, planned: int) -> str:
 
 
 def _assemble(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer | None,
-    mesh: Mesh,
-    blueprint: Blueprint,
-    functions: StepFunctions,
-    executables: Executables,
-    clock: Clock,
+    stage: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
 ) -> tuple[EngineCore, EngineInfo]:
     """What goes on while the first executables are compiled, and the core that has them."""
+    config, checkpoint, _, blueprint, functions, executables, clock = stage
     grammars = None
-    if tokenizer is not None:
+    encodes = blueprint.plan.buckets.encodes
+    if tokenizer is not None and not encodes:
         from jaxllm.engine.grammar import Grammars
 
         grammars = Grammars(tokenizer.backend, blueprint.spec.config.vocab_size, tokenizer.eos_token_ids)
         if config.engine_process:  # others' streams would stand still while the first grammar reads the vocabulary
             grammars.prepare()
             clock.lap("vocabulary")
-    with progress_bar(f"Loading {config.model}") as on_progress:
-        weights = functions.pack_weights(_load(config, checkpoint, blueprint, mesh, on_progress))
-    clock.lap("load")
+    weights = load_weights(stage, kept)
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size
     outputs = blueprint.spec.config.num_outputs
-    runner = Runner(Device(executables, weights, functions.new_state()), blueprint.sizes, outputs, eos)
-    if mesh.devices.flat[0].platform == "cpu":
-        tell("Gathering the weights in large pages of memory")
-        use_huge_pages(weights)
-        clock.lap("large pages")
+    state = functions.state.new()
+    device = (
+        Device(executables, weights, state) if leader is None else LeadingDevice(leader, executables, weights, state)
+    )
+    runner = (EncoderRunner if encodes else Runner)(device, blueprint.sizes, outputs, eos)
+    gather_weights(stage, weights)
     with progress_bar("Compiling what the first request needs") as on_progress:
         executables.wait_until_covered(on_progress)
     clock.lap("compile")
+    if leader is not None:
+        tell("Waiting until the other processes have compiled as much")
+        leader.begin([] if config.enforce_eager else executables.covering_keys())
+        clock.lap("the others' compile")
     plan = blueprint.plan
     states = StateCache(plan.num_states - plan.num_snapshots, plan.num_snapshots) if plan.num_snapshots else None
     shares = config.enable_prefix_caching and (states is not None or not blueprint.sizes.has_states)
     pool = PagePool(plan.num_pages, plan.page_size, shares)
-    scheduler = Scheduler(
-        pool,
-        plan.max_num_seqs,
-        plan.max_num_batched_tokens,
-        plan.max_model_len,
-        blueprint.spec.config.length_rule,
-        plan.decode_steps,
-        states,
-        plan.num_drafts,
+    limits = (plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
+    rule = blueprint.spec.config.length_rule
+    scheduler = (
+        EncoderScheduler(pool, *limits)
+        if encodes
+        else Scheduler(
+            pool, *limits, rule, plan.decode_steps, states, draft_depth(config), AdapterPlaces(plan.adapter_places)
+        )
     )
-    core = EngineCore(scheduler, pool, runner, tokenizer.backend if tokenizer else None, eos, config.seed, grammars)
+    adapters = adapter_store(blueprint, config, checkpoint.path)
+    backend = tokenizer.backend if tokenizer else None
+    parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, stage.mesh)
+    model = LiveModel(parts, lambda: functions.unpack_weights(device.weights))
+    core = EngineCore(scheduler, pool, runner, backend, eos, config.seed, grammars, adapters, model)
     info = EngineInfo(
         model_name=config.model,
         vocab_size=vocab,
@@ -206,18 +330,34 @@ def _assemble(
         page_size=plan.page_size,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        kv_cache_memory=plan.kv_bytes,
+        kv_cache_memory=plan.kv_bytes or None,
         state_cache_memory=plan.state_cache_bytes,
         num_parameters=plan.num_parameters,
-        hidden_size=blueprint.spec.config.hidden_size,
-        tasks=read_tasks(checkpoint),
+        hidden_size=blueprint.spec.config.vector_size,
+        num_layers=blueprint.spec.config.num_layers,
+        tasks=read_tasks(checkpoint, encodes),
         default_sampling=_sampling_defaults(checkpoint),
         max_logprobs=config.max_logprobs,
+        platform=plan.platform,
     )
     checkpoint.close()
     logger.info("started: %s", clock)
     executables.announce_end()
     return core, info
+
+
+def adapter_store(blueprint: Blueprint, config: EngineConfig, path: Path) -> AdapterStore | None:
+    """Where the engine of the model at `path` finds adapters; None where it runs without."""
+    adapted, sizes = blueprint.adapted, blueprint.sizes.adapters
+    if adapted is None or sizes is None:
+        return None
+    weights = {param.path: param for param in blueprint.params}
+
+    def base() -> BaseWeights:
+        return BaseWeights(lambda: open_model(config, path), blueprint.spec.names)
+
+    reader = AdapterReader(adapted.tables, weights, adapter_names(blueprint.spec), sizes, base)
+    return AdapterStore(reader, config.max_cpu_loras or KEPT_ADAPTERS * sizes.places)
 
 
 class Clock:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.folders import in_home
 from jaxllm.weights.fields import check_fields
 from jaxllm.weights.generation import EOS_FIELDS, SAMPLING_FIELDS, read_generation_config
 
@@ -39,7 +39,7 @@ def with_overrides(config: EngineConfig, of_model: dict[str, Any]) -> dict[str, 
 
 
 def _read(folder: str) -> dict[str, Any]:
-    path = Path(folder).expanduser()
+    path = in_home(folder)
     if not (path / "generation_config.json").is_file():
         raise ConfigError(
             f"generation_config is {folder!r}; it must be auto, vllm, or a folder with a generation_config.json"

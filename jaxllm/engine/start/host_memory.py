@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from jaxllm.config import format_bytes
 from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
+from jaxllm.setting_values import format_bytes
 
 logger = logging.getLogger(__name__)
 

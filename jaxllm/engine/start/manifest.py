@@ -32,16 +32,19 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
     on_cpu = device.platform == "cpu"
     spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
     limits = ("max_num_seqs", "max_num_batched_tokens", "decode_steps", "max_model_len", "page_size", "num_pages")
-    stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots", "drafts"))
+    stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots", "drafts", "adapters"))
+    draft = blueprint.draft
     return {
         "jaxllm": f"sources {sources_digest()}",
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",
         "python": platform.python_version(),
         "compiler": f"{compat.compile_options_digest(devices)}, {COMPILER_OPTIONS.get(device.platform, {})}",
         "devices": f"{device.platform}, {mesh.size} x {device.device_kind}",
+        "process": f"{jax.process_index()} of {jax.process_count()}",
         "processor": _processor() if on_cpu else "any",
         "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.native else kernels.name,
         "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
+        "draft": "none" if draft is None else f"{fingerprint(draft.spec.config)}, {fingerprint(draft.params)}",
         "sizes": f"{stated}, caches {fingerprint((sizes.buffers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,
         "expert_parallel": str(blueprint.options.expert_parallel),

@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.config import EngineConfig
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
+from jaxllm.setting_values import format_bytes
 from jaxllm.weights.loader import ParamSpec
 
 CPU_KV_BYTES = 2 * 2**30
 COUNT_BITS = 6
 """A number of pages or states has so many significant bits: at most 1/32 of the memory is left out for it."""
+RUNNING_SHARE = 2
+"""Where the number of sequences is not said, states of those that run take at most one part in so many of it."""
 STATE_SHARE = 8
 """One part in so many of the caches' memory goes to states that others can go on from, where nothing else is said."""
 
@@ -89,6 +92,12 @@ def plan_caches(
     return Caches(num_pages, min(num_snapshots, num_pages - 1), min(wanted, capacity), tuple(notes))
 
 
+def fewer_sequences(max_num_seqs: int, budget: int, state_bytes: int) -> int:
+    """`max_num_seqs`, or the power of two of sequences whose states leave enough of `budget` to the rest."""
+    most = budget // RUNNING_SHARE // state_bytes - 1 if state_bytes else max_num_seqs
+    return max_num_seqs if most >= max_num_seqs else 1 << (max(most, 1).bit_length() - 1)
+
+
 def _page_count(fit: int, a_sequence: int, max_num_seqs: int) -> int:
     """Pages to make where `fit` fit and a sequence at full length takes `a_sequence`; page 0 is nobody's.
 
@@ -129,15 +138,26 @@ def workspace_bytes(c: DecoderConfig, options: BuildOptions, max_num_seqs: int, 
     """An upper estimate of a step's temporaries: one layer's activations and the sampler's rows of logits."""
     tp, itemsize = options.tp, jnp.dtype(options.dtype).itemsize
     attention = (
-        c.num_heads // tp * (group.dims[0] + c.head_dim) + 2 * max(group.heads, tp) // tp * group.dims[0]
+        c.num_heads // tp * (group.dims[0] + (c.head_dim if c.mla else group.dims[-1]))
+        + 2 * max(group.heads, tp) // tp * group.dims[0]
         for group in c.page_groups
     )
-    mixer = max([*attention, 3 * c.hidden_size // tp if c.conv else 0])
+    recurrent = matrices = 0
+    if c.conv:
+        recurrent = 3 * c.hidden_size
+    if c.delta:
+        recurrent, matrices = 6 * c.delta.channels, math.prod(c.delta.cache.shapes[1]) // tp
+    if c.ssd:
+        recurrent, matrices = 4 * c.ssd.inner + 2 * c.ssd.shared * tp, math.prod(c.ssd.cache.shapes[1]) // tp
+    among_texts = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim // tp if c.encoder else 0
+    mixer = max([*attention, among_texts, recurrent // tp])
     # A token has a row for each expert that it uses.
-    width = max(c.intermediate_size, c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0)
+    experts = c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0
+    width = max(experts, *map(c.intermediate_size_of, c.layers))
     layer = tokens * (4 * c.hidden_size + 3 * width // tp + 2 * mixer) * 4
     logits = max(max_num_seqs, 2) * c.vocab_size * 4 * 4
-    return layer + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
+    states = 3 * max_num_seqs * matrices * 4
+    return layer + states + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
 
 
 def cache_budget(config: EngineConfig, platform: Platform, weights: int, workspace: int) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import cpu_kernels
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.sizes import NgramDrafts
+from jaxllm.engine.device.sizes import Drafts, ModelDrafts, NgramDrafts
+from jaxllm.engine.draft_depth import DraftDepth
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
-from jaxllm.models.caches import PerSlot
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
@@ -39,7 +41,15 @@ def build_options(
     """
     dtype, tp = DTYPES[config.dtype], config.tensor_parallel_size
     uses = [
-        PageUse(max(group.heads, tp) // tp, group.dims, max_num_seqs, pages_per_seq, model.attention_sinks)
+        PageUse(
+            max(group.heads, tp) // tp,
+            group.dims,
+            max_num_seqs,
+            pages_per_seq,
+            model.attention_sinks,
+            group.chunked,
+            model.alibi is not None,
+        )
         for group in model.page_groups
     ]
     kernels = choose_kernels(
@@ -75,7 +85,7 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
     return not config.dequantize if config.dequantize is not None else kernels.native or platform.name != "cpu"
 
 
-def choose_drafts(config: EngineConfig, model: DecoderConfig) -> NgramDrafts | None:
+def choose_drafts(config: EngineConfig, model: DecoderConfig) -> Drafts | None:
     """How decodes look for tokens to try ahead.
 
     Raises:
@@ -84,19 +94,40 @@ def choose_drafts(config: EngineConfig, model: DecoderConfig) -> NgramDrafts | N
     asked = config.speculative_config
     if asked is None:
         return None
-    if config.decode_steps not in (None, 1):
-        raise ConfigError(f"decode_steps is {config.decode_steps}: it must be 1 where speculative_config is given")
     if asked.num_speculative_tokens >= config.block_size:
         raise ConfigError(
             f"num_speculative_tokens is {asked.num_speculative_tokens}: it must be less than block_size, which is "
             f"{config.block_size}"
         )
-    if any(isinstance(spec, PerSlot) for spec in model.caches):
+    if model.has_states:
         raise ConfigError(
             "speculative_config cannot be used with this model: its recurrent layers keep a state of each sequence, "
             "which a refused token cannot be taken out of"
         )
-    return NgramDrafts(asked.num_speculative_tokens, asked.shortest, asked.longest)
+    if asked.source == "draft_model":
+        return ModelDrafts(asked.num_speculative_tokens)
+    answers = asked.source == "suffix"
+    return NgramDrafts(asked.num_speculative_tokens, asked.shortest, asked.longest, asked.remembered, answers)
+
+
+def draft_depth(config: EngineConfig) -> DraftDepth:
+    """How many tokens are tried ahead."""
+    asked = config.speculative_config
+    if asked is None:
+        return DraftDepth(0)
+    return DraftDepth(asked.num_speculative_tokens, asked.num_speculative_tokens_per_batch_size or ())
+
+
+def room_for_drafts(drafts: Drafts | None, depth: DraftDepth, buckets: Sequence[int]) -> Drafts | None:
+    """Drafts with no more room in a step padded to one of these numbers of sequences than are ever tried with so many.
+
+    A smaller number of sequences runs in the bucket before, as long as that is ready.
+    """
+    if drafts is None:
+        return None
+    before = [0, *buckets]
+    most = (max(map(depth.with_running, range(low + 1, rows + 1))) for low, rows in zip(before, buckets, strict=False))
+    return replace(drafts, by_rows=tuple(zip(buckets, (max(1, count) for count in most), strict=True)))
 
 
 def check_imatrix(config: EngineConfig) -> None:

@@ -7,28 +7,54 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm.compat import under_own_settings
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.config import EngineConfig
 from jaxllm.engine.device.buckets import Buckets
-from jaxllm.engine.device.sizes import Limits, StepSizes
+from jaxllm.engine.device.drafts.draft_model import AbstractDraft
+from jaxllm.engine.device.sizes import Limits, NgramDrafts, StepSizes
+from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.checkpoint import open_model
-from jaxllm.engine.start.memory import cache_budget, count_parameters, plan_caches, weight_bytes, workspace_bytes
-from jaxllm.engine.start.options import build_options, check_imatrix, choose_drafts, choose_kinds
+from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint
+from jaxllm.engine.start.encoders import text_sizes
+from jaxllm.engine.start.memory import (
+    Caches,
+    cache_budget,
+    count_parameters,
+    fewer_sequences,
+    plan_caches,
+    weight_bytes,
+    workspace_bytes,
+)
+from jaxllm.engine.start.options import (
+    build_options,
+    check_imatrix,
+    choose_drafts,
+    choose_kinds,
+    draft_depth,
+    room_for_drafts,
+)
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import abstract_model
+from jaxllm.models.abstract import AdaptedModel, abstract_model, adapted_model
 from jaxllm.models.caches import CacheLayout
-from jaxllm.models.options import BuildOptions
+from jaxllm.models.config import DecoderConfig
+from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.tasks import longest_text
 from jaxllm.pallas_kernels.tpu_limits import most_sequences
+from jaxllm.setting_values import format_bytes
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
 
 NATIVE_DECODE_STEPS = 4
 """With the C++ kernels a small model's step takes a few milliseconds, on cores that the host needs as well."""
+
+UNPAGED_LENGTH = 32_768
+"""The longest context, where none is asked for, of a model without attention, which states none that means much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +73,10 @@ class EnginePlan(Limits):
     state_bytes: int
     """What one sequence takes in layers that keep a state of it."""
     workspace_bytes: int
+    adapter_bytes: int
+    """What the places of adapters take."""
+    draft_bytes: int
+    """What the weights of a draft model take."""
     model_max_len: int
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
@@ -72,7 +102,7 @@ class EnginePlan(Limits):
     @property
     def planned_bytes(self) -> int:
         """What the plan takes of a device."""
-        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+        return self.weight_bytes + self.draft_bytes + self.adapter_bytes + self.kv_bytes + self.workspace_bytes
 
     @property
     def num_shapes(self) -> int:
@@ -86,21 +116,37 @@ class EnginePlan(Limits):
 
     def summary(self) -> str:
         """What runs, what takes memory and which settings change that, and what fits: three lines for the log."""
+        if self.buckets.encodes:
+            return self._encoder_summary()
         many = self.kv_tokens / self.max_model_len
         states = f"{self.num_snapshots:,} states of {format_bytes(self.state_bytes)} of prefixes, "
         devices = f"{self.tensor_parallel_size} {self.platform} device{'s' if self.tensor_parallel_size > 1 else ''}"
         used = ", taken as it is used" if self.attention_backend == "cpu" and sys.platform == "linux" else ""
+        adapters = f"adapters {format_bytes(self.adapter_bytes)} (max_loras, max_lora_rank), "
+        draft = f"draft model {format_bytes(self.draft_bytes)} (speculative_config), "
         return (
             f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {devices}, "
             f"attention: {self.attention_backend}\n"
             f"memory{' of each device' if self.tensor_parallel_size > 1 else ''}: "
-            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), "
+            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), {draft if self.draft_bytes else ''}"
+            f"{adapters if self.adapter_bytes else ''}"
             f"KV cache up to {format_bytes(self.kv_bytes)}{used} (kv_cache_memory, kv_cache_dtype), "
             f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)\n"
             f"KV cache: {self.num_pages - 1:,} pages of {self.page_size}, "
             f"{self.kv_tokens:,} tokens, {many:.1f} sequences of {self.max_model_len:,} tokens, "
             f"{states if self.state_bytes else ''}"
             f"up to {self.max_num_seqs} sequences and {self.max_num_batched_tokens} tokens a step"
+        )
+
+    def _encoder_summary(self) -> str:
+        devices = f"{self.tensor_parallel_size} {self.platform} device{'s' if self.tensor_parallel_size > 1 else ''}"
+        return (
+            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {devices}, an encoder\n"
+            f"memory{' of each device' if self.tensor_parallel_size > 1 else ''}: "
+            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), no KV cache, "
+            f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)\n"
+            f"texts of up to {self.max_model_len:,} tokens, {self.max_num_seqs} texts and "
+            f"{self.max_num_batched_tokens:,} tokens a step"
         )
 
 
@@ -114,6 +160,10 @@ class Blueprint:
     model: Any
     params: list[ParamSpec]
     sizes: StepSizes
+    adapted: AdaptedModel | None = None
+    """The model with tables of adapters, where there are adapters."""
+    draft: DraftBlueprint | None = None
+    """The draft model, where there is one."""
 
 
 @under_own_settings
@@ -142,7 +192,12 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     spec = model_spec(checkpoint)
     model_config, tp, page = spec.config, config.tensor_parallel_size, config.block_size
     check_parallel(model_config, tp, config.enable_expert_parallel)
-    wanted = config.max_model_len or model_config.max_position_embeddings
+    wanted = config.max_model_len or _default_length(model_config)
+    batched = config.max_num_batched_tokens or (512 if platform.memory_limit is None else 2048)
+    notes: tuple[str, ...] = ()
+    encodes = model_config.encoder is not None
+    if encodes:
+        wanted, batched, notes = text_sizes(config, model_config, longest_text(checkpoint), batched)
     max_num_seqs = config.max_num_seqs or _default_num_seqs(platform, -(-wanted // page))
     options = build_options(config, model_config, platform, max_num_seqs, -(-wanted // page))
     kinds = choose_kinds(config, checkpoint, spec, options, platform)
@@ -152,32 +207,60 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             f"max_model_len is {wanted}; this model's positions end at {model_config.max_position_embeddings}"
         )
     kernels = options.kernels
-    batched = config.max_num_batched_tokens or (512 if platform.memory_limit is None else 2048)
     layout = CacheLayout(kernels.page_dtype(options.dtype), page, tp, kernels.page_layout)
-    page_bytes, state_bytes = layout.page_bytes(model_config.caches), layout.state_bytes(model_config.caches)
     drafts = choose_drafts(config, model_config)
+    draft = draft_blueprint(config, platform, layout, max_num_seqs, -(-wanted // page))
+    draft_caches = draft.spec.config.caches if draft is not None else ()
+    page_bytes = layout.page_bytes((*model_config.caches, *draft_caches))
+    state_bytes = layout.state_bytes(model_config.caches)
     tried = max_num_seqs * (1 + (drafts.num_tokens if drafts is not None else 0))
     workspace = workspace_bytes(model_config, options, tried, max(batched, tried))
     weights = weight_bytes(params, tp)
-    budget = cache_budget(config, platform, weights, workspace)
-    caches = plan_caches(config, budget, weights, page_bytes, state_bytes, wanted, max_num_seqs)
+    adapters = AdapterSizes(config.max_loras, config.max_lora_rank) if config.enable_lora else None
+    adapted = adapted_model(spec, options, adapters) if adapters is not None else None
+    adapter_bytes = weight_bytes(list(adapted.tables), tp) if adapted is not None else 0
+    draft_bytes = weight_bytes(draft.params, tp) if draft is not None else 0
+    budget = cache_budget(config, platform, weights + draft_bytes + adapter_bytes, workspace)
+    if config.max_num_seqs is None and not encodes:
+        max_num_seqs = fewer_sequences(max_num_seqs, budget, state_bytes)
+    caches = (
+        Caches(1, 0, wanted)
+        if encodes
+        else plan_caches(config, budget, weights, page_bytes, state_bytes, wanted, max_num_seqs)
+    )
+    buckets = (
+        Buckets.of_encoder(max_num_seqs, batched, config.prefill_buckets, classifies=model_config.num_labels > 0)
+        if encodes
+        else Buckets.build(
+            max_num_seqs,
+            batched,
+            smallest_rows=kernels.smallest_rows,
+            decode=config.decode_buckets,
+            prefill=config.prefill_buckets,
+            drafts=drafts is not None,
+            adapted=adapters is not None,
+            recalls=isinstance(drafts, NgramDrafts) and drafts.remembered > 0,
+        )
+    )
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native and drafts is None else 1),
+        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native and not encodes else 1),
         max_model_len=caches.max_model_len,
         page_size=page,
         num_pages=caches.num_pages,
         num_snapshots=caches.num_snapshots,
-        drafts=drafts,
+        drafts=room_for_drafts(drafts, draft_depth(config), buckets.decode),
+        adapters=adapters,
     )
     sizes = StepSizes(
         **vars(limits),
         caches=model_config.caches,
         cache_layout=layout,
         vocab_size=model_config.num_outputs,
-        hidden_size=model_config.hidden_size,
+        hidden_size=model_config.vector_size,
         dtype=options.dtype,
+        draft_caches=draft_caches,
     )
     plan = EnginePlan(
         **vars(limits),
@@ -192,19 +275,27 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         kv_bytes_per_token=page_bytes // page,
         state_bytes=state_bytes,
         workspace_bytes=workspace,
+        adapter_bytes=adapter_bytes,
+        draft_bytes=draft_bytes,
         model_max_len=model_config.max_position_embeddings,
-        buckets=Buckets.build(
-            max_num_seqs,
-            batched,
-            smallest_rows=kernels.smallest_rows,
-            decode=config.decode_buckets,
-            prefill=config.prefill_buckets,
-            drafts=drafts is not None,
-        ),
-        notes=[*kinds.notes, *caches.notes],
+        buckets=buckets,
+        notes=[*kinds.notes, *notes, *caches.notes],
         device=platform.device,
     )
-    return Blueprint(plan, spec, options, model, params, sizes)
+    return Blueprint(plan, spec, options, model, params, sizes, adapted, draft)
+
+
+def step_functions(blueprint: Blueprint, mesh: Mesh) -> StepFunctions:
+    """The functions that an engine of this blueprint compiles."""
+    draft = None if blueprint.draft is None else AbstractDraft(blueprint.draft.model, blueprint.draft.params)
+    return StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes, blueprint.adapted, draft)
+
+
+def _default_length(model: DecoderConfig) -> int:
+    """The longest context where none is asked for: what the model states, unless only tables would grow with it."""
+    if model.page_groups or model.encoder is not None:
+        return model.max_position_embeddings
+    return min(model.max_position_embeddings, UNPAGED_LENGTH)
 
 
 def _default_num_seqs(platform: Platform, pages_per_seq: int) -> int:

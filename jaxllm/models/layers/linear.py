@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm
@@ -28,39 +30,82 @@ class Linear(nnx.Module):
         *,
         axes: Axes = (None, None),
         layout: Layout | None = None,
+        adaptable: bool = True,
     ):
+        """One that is not `adaptable` has no tables of adapters: its weight is not only multiplied by."""
         self.weight = weight((out_features, in_features), options.dtype, axes, layout)
         self.bias = param((out_features,), jnp.float32, axes[:1], layout) if bias else None
         self.kernels = options.kernels
+        has_tables = adaptable and options.adapters is not None
+        self.low_rank = AdapterTables(in_features, out_features, options, axes, layout, bias) if has_tables else None
+
+    @property
+    def plain(self) -> bool:
+        """The product with the weight is all there is to it, so that one kernel may do it with what stands around."""
+        return self.bias is None and self.low_rank is None
 
     def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
         """The product with `x`, or with `norm(x)`."""
-        if self.bias is None:
+        if self.plain:
             return self.kernels.linear(x, self.weight.get_value(), norm, dtype=x.dtype)
         return self._with_bias(self.partial(x, norm)).astype(x.dtype)
 
     def partial(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
         """This device's product alone, in float32: without bias or sum over devices."""
-        return self.kernels.linear(x, self.weight.get_value(), norm)
+        if self.low_rank is None:
+            return self.kernels.linear(x, self.weight.get_value(), norm)
+        parts = self._adapted(x, norm)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+    def _adapted(
+        self, x: Float[Array, "T i"], norm: Norm | None, residual: Float[Array, "T o"] | None = None
+    ) -> Sequence[Float[Array, "T _"]]:
+        """The parts of this device's product and what adapters add to them, in float32.
+
+        There may be a `residual`, which is added, where the product has one part.
+        """
+        assert self.low_rank is not None
+        weight = self.weight.get_value()
+        found = self.kernels.adapted(x, weight, norm, residual, self.low_rank.arrays, adapter_uses())
+        if found is not None:
+            return found
+        x = x if norm is None else norm(x)
+        parts = self.low_rank.added(self._parts(self.kernels.linear(x, weight)), x)
+        return parts if residual is None else (residual + parts[0].astype(residual.dtype),)
+
+    def _parts(self, out: Float[Array, "T o"]) -> Sequence[Float[Array, "T _"]]:
+        return (out,)
 
     def _with_bias(self, out: Float[Array, "T o"]) -> Float[Array, "T o"]:
-        return out if self.bias is None else out + self.bias[...]
+        if self.bias is None:
+            return out
+        out = out + self.bias[...]
+        return out if self.low_rank is None else out + self.low_rank.biases()
 
 
 class ColumnLinear(Linear):
     """A product whose output rows are divided over the tensor axis, several checkpoint tensors fused in one weight."""
 
-    def __init__(self, in_features: int, layout: Layout, options: BuildOptions, bias: bool = False):
-        super().__init__(in_features, layout.rows, options, bias, axes=(TENSOR, None), layout=layout)
+    def __init__(
+        self, in_features: int, layout: Layout, options: BuildOptions, bias: bool = False, *, adaptable: bool = True
+    ):
+        axes = (TENSOR, None)
+        super().__init__(in_features, layout.rows, options, bias, axes=axes, layout=layout, adaptable=adaptable)
         self.sizes = tuple(segment.rows // segment.shards for segment in layout.segments)
 
-    def segments(self, x: Float[Array, "T i"], norm: Norm | None = None) -> list[Float[Array, "T o"]]:
+    def segments(self, x: Float[Array, "T i"], norm: Norm | None = None) -> list[Float[Array, "T _"]]:
         """The product, a tensor's rows at a time."""
-        if self.bias is None:
-            parts = self.kernels.segments(x, self.weight.get_value(), norm)
-            if parts is not None and len(parts) == len(self.sizes):
-                return [part.astype(x.dtype) for part in parts]
-        return jnp.split(self(x, norm), list(accumulate(self.sizes))[:-1], axis=-1)
+        if self.bias is not None:
+            return self._parts(self(x, norm))
+        if self.low_rank is not None:
+            return [part.astype(x.dtype) for part in self._adapted(x, norm)]
+        parts = self.kernels.segments(x, self.weight.get_value(), norm)
+        if parts is not None and len(parts) == len(self.sizes):
+            return [part.astype(x.dtype) for part in parts]
+        return self._parts(self(x, norm))
+
+    def _parts(self, out: Float[Array, "T o"]) -> list[Float[Array, "T _"]]:
+        return jnp.split(out, list(accumulate(self.sizes))[:-1], axis=-1)
 
 
 class RowLinear(Linear):
@@ -74,6 +119,8 @@ class RowLinear(Linear):
     ) -> Float[Array, "T o"]:
         """The sum of the devices' products, added to `residual` if there is one."""
         if self.bias is None and tensor_size() == 1:
+            if self.low_rank is not None:
+                return self._adapted(x, norm, residual)[0].astype(x.dtype)
             return self.kernels.linear(x, self.weight.get_value(), norm, residual, x.dtype)
         out = self._with_bias(sum_over_tensor(self.partial(x, norm))).astype(x.dtype)
         return out if residual is None else residual + out

@@ -89,7 +89,9 @@ class MLAttention(nnx.Module):
         self.kv_a = Linear(size, config.latent_dim, options, qkv_bias)
         self.kv_a_norm = RMSNorm(config.kv_lora_rank, norm_eps, options.kernels)
         self.expanded = config.qk_nope_head_dim + config.v_head_dim
-        self.kv_b = ColumnLinear(config.kv_lora_rank, split_rows(num_heads * self.expanded, options.tp), options)
+        self.kv_b = ColumnLinear(
+            config.kv_lora_rank, split_rows(num_heads * self.expanded, options.tp), options, adaptable=False
+        )
         self.output = RowLinear(num_heads * config.v_head_dim, size, options, output_bias)
         self.heads = num_heads // options.tp
         self.config = config

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
+from jaxllm.models.layers.low_rank import adapter_uses
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, StepMetadata
 from jaxllm.sharding.collectives import tensor_size
@@ -24,14 +25,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 """Activation functions under the names that `hidden_act` and `hidden_activation` use."""
 
 
-def gated(gate_up: Float[Array, "N n"], activation: str) -> Float[Array, "N n//2"]:
-    """`act(gate) * up` of the two side by side, in float32."""
+def gated(gate_up: Float[Array, "N n"], activation: str, scale: float = 1.0) -> Float[Array, "N n//2"]:
+    """`act(scale * gate) * up` of the two side by side, in float32."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate if scale == 1.0 else gate * scale) * up
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,22 @@ class ClampedSwiglu:
 
 
 class GatedMLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))`, gate and up in one product (Shazeer 2020, arXiv:2002.05202)."""
+    """`down(act(gate_scale * gate(x)) * up(x))`, gate and up in one product (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions, bias: bool = False):
+    def __init__(
+        self,
+        size: int,
+        hidden: int,
+        activation: str,
+        options: BuildOptions,
+        bias: bool = False,
+        gate_scale: float = 1.0,
+    ):
         half = Segment(hidden, options.tp)
         self.gate_up = ColumnLinear(size, Layout((half, half), options.tp), options, bias)
         self.down = RowLinear(hidden, size, options, bias)
         self.activation = activation
+        self.gate_scale = gate_scale
 
     def __call__(
         self,
@@ -70,12 +81,15 @@ class GatedMLP(nnx.Module):
             out = self._at_once(x, norm, residual, x.dtype)
             if out is not None:
                 return out
-        return self.down(gated(self.gate_up(x, norm), self.activation).astype(x.dtype), residual=residual)
+        between = gated(self.gate_up(x, norm), self.activation, self.gate_scale)
+        return self.down(between.astype(x.dtype), residual=residual)
 
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """This device's part of the output, in float32."""
         out = self._at_once(x)
-        return self.down.partial(gated(self.gate_up(x), self.activation)) if out is None else out
+        if out is not None:
+            return out
+        return self.down.partial(gated(self.gate_up(x), self.activation, self.gate_scale))
 
     def _at_once(
         self,
@@ -85,10 +99,14 @@ class GatedMLP(nnx.Module):
         dtype: Any = jnp.float32,
     ) -> Float[Array, "T E"] | None:
         """This device's part by one kernel, where there is one."""
-        if self.gate_up.bias is not None or self.down.bias is not None:
+        first, second = self.gate_up, self.down
+        if first.bias is not None or second.bias is not None or self.gate_scale != 1.0:
             return None
-        weights = self.gate_up.weight.get_value(), self.down.weight.get_value()
-        return self.gate_up.kernels.gated_mlp(x, *weights, self.activation, norm, residual, dtype)
+        adapters = None
+        if first.low_rank is not None and second.low_rank is not None:
+            adapters = (first.low_rank.arrays, second.low_rank.arrays, adapter_uses())
+        weights = first.weight.get_value(), second.weight.get_value()
+        return first.kernels.gated_mlp(x, *weights, self.activation, norm, residual, dtype, adapters)
 
 
 class MLP(nnx.Module):
@@ -110,3 +128,7 @@ class MLP(nnx.Module):
         """The block of `norm(x)`, added to `residual` if there is one."""
         up = self.up(x, norm).astype(jnp.float32)
         return self.down(ACTIVATIONS[self.activation](up).astype(x.dtype), residual=residual)
+
+    def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """This device's part of the output, in float32 and without bias."""
+        return self.down.partial(ACTIVATIONS[self.activation](self.up(x).astype(jnp.float32)))

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.linear import Linear
-from jaxllm.models.layers.mlp import ACTIVATIONS, ClampedSwiglu, GatedMLP, gated
+from jaxllm.models.layers.mlp import ACTIVATIONS, MLP, ClampedSwiglu, GatedMLP, gated
+from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Mixture, Norm, StepMetadata
@@ -44,9 +45,15 @@ class MoEConfig:
         renormalize: the chosen scores are divided by their sum plus `renormalize_eps`.
         scale: factor on the weights, after that.
         shared_gate: the shared MLP's output is multiplied by the sigmoid of one more logit.
+        scale_inputs: an expert's weight is on what it gets and not on what it gives.
         router_bias: on the logits.
+        expert_scale: a learnt factor on the weight of each expert, after all else.
+        beside_dense: a dense MLP runs beside the experts, each between norms of its own, and the router reads what
+            comes before these, through a norm of its own.
         expert_bias: on all products of the experts.
         swiglu: what the experts' gates do; None is `act(gate) * up`.
+        gated: experts, shared ones too, have a gate; otherwise they are `down(act(up(x)))`.
+        latent: channels that tokens are projected to for the routed experts, and back from; 0 is no projection.
 
     The published routers:
 
@@ -55,6 +62,8 @@ class MoEConfig:
         DeepSeek V2 (arXiv:2405.04434)   softmax, groups by max (Lite: one group), scale
         gpt-oss (arXiv:2508.10925)       softmax over the chosen, which is softmax and renormalize; router_bias
         DeepSeek V3 (arXiv:2412.19437)   sigmoid, correction_bias, groups by top2_sum, renormalize with 1e-20, scale
+        Llama 4                          sigmoid, scale_inputs
+        Gemma 4                          softmax, renormalize, expert_scale, beside_dense
 
     Raises:
         CheckpointError: groups or top_k that the experts do not allow.
@@ -73,11 +82,18 @@ class MoEConfig:
     scale: float = 1.0
     shared_hidden: int = 0
     shared_gate: bool = False
+    scale_inputs: bool = False
     router_bias: bool = False
+    expert_scale: bool = False
+    beside_dense: bool = False
     expert_bias: bool = False
     swiglu: ClampedSwiglu | None = None
+    gated: bool = True
+    latent: int = 0
 
     def __post_init__(self) -> None:
+        if self.num_experts < 1:
+            raise CheckpointError(f"the number of experts is {self.num_experts}; accepted is 1 or more")
         if self.num_groups < 1 or self.num_experts % self.num_groups:
             raise CheckpointError(
                 f"the number of expert groups is {self.num_groups}; accepted are divisors of {self.num_experts} experts"
@@ -132,10 +148,16 @@ class MoE(nnx.Module):
     Activations are whole on every device, so that both end in one sum over the axis.
     """
 
-    def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
-        self.router = Router(size, config, options)
-        self.experts = Experts(size, config, activation, options)
-        self.shared = GatedMLP(size, config.shared_hidden, activation, options) if config.shared_hidden else None
+    def __init__(
+        self, size: int, config: MoEConfig, activation: str, options: BuildOptions, norm_eps: float | None = None
+    ):
+        """`norm_eps` is of the router's own norm, in a model that has one."""
+        self.router = Router(size, config, options, norm_eps)
+        self.latent_down = Linear(size, config.latent, options) if config.latent else None
+        self.experts = Experts(config.latent or size, config, activation, options)
+        self.latent_up = Linear(config.latent, size, options) if config.latent else None
+        shared = GatedMLP if config.gated else MLP
+        self.shared = shared(size, config.shared_hidden, activation, options) if config.shared_hidden else None
         self.shared_gate = Linear(size, 1, options) if config.shared_gate else None
         self.kernels = options.kernels
         self.config = config
@@ -149,26 +171,34 @@ class MoE(nnx.Module):
         residual: Float[Array, "T E"] | None = None,
     ) -> Float[Array, "T E"]:
         """The layer's output, added to `residual` if there is one. Padding visits no expert: it costs no weights."""
-        x = x if norm is None else norm(x)
-        out = self._mixed(x, meta)
+        before, x = x, x if norm is None else norm(x)
+        out = self._mixed(x, meta, before)
         out = sum_over_tensor(out.summed() if isinstance(out, Mixture) else out).astype(x.dtype)
         return out if residual is None else residual + out
 
     def unsummed(self, x: Float[Array, "T E"], meta: StepMetadata) -> Mixture | Float[Array, "T E"]:
         """The layer's output, where kernels and one device have it as a mixture that is yet to be summed."""
-        out = self._mixed(x, meta) if tensor_size() == 1 else self(x, meta)
+        out = self._mixed(x, meta, x) if tensor_size() == 1 else self(x, meta)
         return out if isinstance(out, Mixture) else out.astype(x.dtype)
 
-    def _mixed(self, x: Float[Array, "T E"], meta: StepMetadata) -> Mixture | Float[Array, "T E"]:
-        """This device's part of the output, in float32."""
+    def _mixed(
+        self, x: Float[Array, "T E"], meta: StepMetadata, before: Float[Array, "T E"]
+    ) -> Mixture | Float[Array, "T E"]:
+        """This device's part of the output, in float32; `x` is the norm of what is `before` it."""
         with jax.named_scope("router"):
-            logits, bias = self.router(x)
+            logits, bias = self.router(before if self.config.beside_dense else x)
         here = self.experts.here
         first = tensor_rank() * here if here < self.config.num_experts else 0
         with jax.named_scope("experts"):
-            out: Any = self.experts.mixture(x, logits, bias, self.config, first, meta)
+            rows = x if self.latent_down is None else self.latent_down(x)
+            out: Any = None
+            if not (self.config.expert_scale or self.config.scale_inputs):
+                out = self.experts.mixture(rows, logits, bias, self.config, first, meta)
             if out is None:
-                out = self._routed(x, *route(logits, self.config, bias), first, meta.live)
+                weights, experts = route(logits, self.config, bias)
+                out = self._routed(rows, self.router.scaled(weights, experts), experts, first, meta.live)
+            if self.latent_up is not None:
+                out = self.latent_up.partial((out.summed() if isinstance(out, Mixture) else out).astype(x.dtype))
         with jax.named_scope("shared_experts"):
             shared = self._shared(x)
         if isinstance(out, Mixture):
@@ -200,41 +230,78 @@ class MoE(nnx.Module):
         group = jnp.where(elsewhere, here, group)
         order, place, sizes = sort_by_group(group, here)
         rows = x.at[order // top_k].get(mode="promise_in_bounds")
+        if self.config.scale_inputs:
+            rows = (rows * weights.reshape(-1)[order][:, None]).astype(x.dtype)
         out = self.experts(rows, sizes)
         out = out.at[place].get(mode="promise_in_bounds").reshape(num_tokens, top_k, -1)
-        return (out * weights[:, :, None]).sum(axis=1)
+        return (out if self.config.scale_inputs else out * weights[:, :, None]).sum(axis=1)
 
 
 class Router(nnx.Module):
     """Logits of all experts, in float32 on every device, and the correction bias of the choice if there is one."""
 
-    def __init__(self, size: int, config: MoEConfig, options: BuildOptions):
+    def __init__(self, size: int, config: MoEConfig, options: BuildOptions, norm_eps: float | None = None):
+        self.norm = None if norm_eps is None else RMSNorm(size, norm_eps, options.kernels)
         self.weight = weight((config.num_experts, size), jnp.float32)
         self.bias = param((config.num_experts,), jnp.float32) if config.router_bias else None
         self.correction_bias = param((config.num_experts,), jnp.float32) if config.correction_bias else None
+        self.expert_scale = param((config.num_experts,), jnp.float32) if config.expert_scale else None
         self.kernels = options.kernels
 
     def __call__(self, x: Float[Array, "T E"]) -> tuple[Float[Array, "T X"], Float[Array, "X"] | None]:
+        x = x if self.norm is None else self.norm(x.astype(jnp.float32))
         logits = self.kernels.linear(x, self.weight.get_value())
         correction = None if self.correction_bias is None else self.correction_bias[...]
         return logits if self.bias is None else logits + self.bias[...], correction
 
+    def scaled(self, weights: Float[Array, "T k"], experts: Int[Array, "T k"]) -> Float[Array, "T k"]:
+        """The experts' weights, with the factor of each."""
+        return weights if self.expert_scale is None else weights * self.expert_scale[...][experts]
+
+
+class DenseBesideMoE(nnx.Module):
+    """A dense MLP and experts side by side (Gemma 4): `norm(dense(norm(x))) + norm(experts(norm(x)))`."""
+
+    def __init__(
+        self, size: int, hidden: int, config: MoEConfig, activation: str, norm_eps: float, options: BuildOptions
+    ):
+        self.dense = GatedMLP(size, hidden, activation, options)
+        self.dense_post_norm = RMSNorm(size, norm_eps, options.kernels)
+        self.moe_norm = RMSNorm(size, norm_eps, options.kernels)
+        self.moe = MoE(size, config, activation, options, norm_eps)
+        self.moe_post_norm = RMSNorm(size, norm_eps, options.kernels)
+
+    def __call__(
+        self,
+        x: Float[Array, "T E"],
+        meta: StepMetadata,
+        *,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
+    ) -> Float[Array, "T E"]:
+        """Both blocks of `x`, added to `residual` if there is one; `norm` is the dense one's."""
+        dense = self.dense_post_norm(self.dense(x, meta, norm=norm))
+        out = dense + self.moe_post_norm(self.moe(x, meta, norm=self.moe_norm.traced))
+        return out if residual is None else residual + out
+
 
 class Experts(nnx.Module):
-    """The gated MLPs of all experts, on rows sorted by expert."""
+    """The MLPs of all experts, gated or not, on rows sorted by expert."""
 
     def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
         pieces = 1 if options.expert_parallel else options.tp
         segment = Segment(config.hidden, pieces)
-        layout = Layout((segment, segment), pieces, axis=1)
+        layout = Layout((segment, segment) if config.gated else (segment,), pieces, axis=1)
         whole = options.expert_parallel
-        self.gate_up = ExpertLinear(
+        first = ExpertLinear(
             (config.num_experts, layout.rows, size),
             (TENSOR, None, None) if whole else (None, TENSOR, None),
             options,
             layout,
             bias=config.expert_bias,
         )
+        self.gate_up = first if config.gated else None
+        self.up = None if config.gated else first
         self.down = ExpertLinear(
             (config.num_experts, size, config.hidden),
             (TENSOR, None, None) if whole else (None, None, TENSOR),
@@ -252,26 +319,35 @@ class Experts(nnx.Module):
         first: jax.Array | int, meta: StepMetadata,
     ) -> Mixture | None:  # fmt: skip
         """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
-        biases = self.gate_up.own_bias, self.down.own_bias
+        biases = self._first.own_bias, self.down.own_bias
         return self.kernels.experts(
             x,
             logits,
             bias,
-            self.gate_up.weight.get_value(),
+            self._first.weight.get_value(),
             self.down.weight.get_value(),
             routing=routing,
             first=first,
             here=self.here,
             activation=ACTIVATIONS[self.activation],
-            gate=self.swiglu,
+            gate=self.swiglu if self.up is None else ACTIVATIONS[self.activation],
             biases=biases if routing.expert_bias else None,
             meta=meta,
         )
 
     def __call__(self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"]) -> Float[Array, "N E"]:
-        gate_up = self.gate_up(rows, group_sizes)
-        hidden = gated(gate_up, self.activation) if self.swiglu is None else self.swiglu(gate_up)
+        hidden = self._first(rows, group_sizes)
+        if self.up is not None:
+            hidden = ACTIVATIONS[self.activation](hidden)
+        else:
+            hidden = gated(hidden, self.activation) if self.swiglu is None else self.swiglu(hidden)
         return self.down(hidden, group_sizes)
+
+    @property
+    def _first(self) -> ExpertLinear:
+        first = self.gate_up if self.up is None else self.up
+        assert first is not None
+        return first
 
 
 class ExpertLinear(nnx.Module):

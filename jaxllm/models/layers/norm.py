@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from jaxllm.models.layers.params import param
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Kernels, Norm, RootMeanSquare
-from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
-from jaxllm.sharding.layout import Layout, Segment
+from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank, tensor_size
+from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
 
@@ -33,6 +33,23 @@ class RMSNorm(nnx.Module):
     def traced(self) -> Norm:
         """The norm with its weight as it is now: what kernels take."""
         return RootMeanSquare(self.weight[...], self.eps, self.kernels.normalise)
+
+
+class UnitRMSNorm(nnx.Module):
+    """`RootMeanSquare` without a weight."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels):
+        self.size = size
+        self.eps = eps
+        self.kernels = kernels
+
+    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
+        return self.traced(x)
+
+    @property
+    def traced(self) -> Norm:
+        """The norm: what kernels take."""
+        return RootMeanSquare(jnp.ones(self.size, jnp.float32), self.eps, self.kernels.normalise)
 
 
 class WholeRMSNorm(nnx.Module):
@@ -57,6 +74,32 @@ class WholeRMSNorm(nnx.Module):
         return y.astype(x.dtype).reshape(x.shape)
 
 
+class GroupRMSNorm(nnx.Module):
+    """A root mean square over the channels of each group; channels are divided over the tensor axis.
+
+    With more devices than groups each has a part of one, and adds its squares to those of the others that do.
+    """
+
+    def __init__(self, size: int, groups: int, eps: float, options: BuildOptions):
+        self.weight = param((size,), jnp.float32, (TENSOR,), split_rows(size, options.tp))
+        self.groups = groups
+        self.eps = eps
+        self.kernels = options.kernels
+
+    def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
+        weight, devices = self.weight[...], tensor_size()
+        if self.groups % devices == 0:
+            groups = self.groups // devices
+            shape = (groups, x.shape[-1] // groups)
+            out = self.kernels.normalise(x.reshape(-1, *shape), weight.reshape(shape), None, self.eps, False)
+            return out.reshape(x.shape)
+        y = x.astype(jnp.float32)
+        own = jnp.arange(self.groups) == tensor_rank() * self.groups // devices
+        squares = sum_over_tensor(jnp.where(own, jnp.sum(y * y, axis=-1, keepdims=True), 0))
+        mean = jnp.sum(jnp.where(own, squares, 0), axis=-1, keepdims=True) * self.groups / (devices * y.shape[-1])
+        return (y * lax.rsqrt(mean + self.eps) * weight).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Mean and variance over the last axis (Ba et al. 2016, arXiv:1607.06450), in float32."""
 
@@ -74,6 +117,13 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
         bias = None if self.bias is None else self.bias[...]
         return self.kernels.normalise(x, self.weight[...], bias, self.eps, True)
+
+
+def norm_of_kind(kind: str, size: int, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
+    """The norm that a config's `norm` names: "rms", "layer" or "layer_unbiased"."""
+    if kind == "rms":
+        return RMSNorm(size, eps, kernels)
+    return LayerNorm(size, eps, kernels, bias=kind == "layer")
 
 
 class HeadLayerNorms(nnx.Module):

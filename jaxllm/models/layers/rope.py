@@ -20,8 +20,10 @@ class RopeConfig:
         dim: channels of each head that are rotated, the first ones; the others stay as they are.
         interleaved: pairs are neighbours (0, 1), (2, 3), …; otherwise they lie `dim / 2` apart.
         kind: "default", "linear" (all frequencies divided by `factor`), "dynamic" (the base grows with the length),
-            "llama3" (long wavelengths divided by `factor`), "yarn" (Peng et al. 2023, arXiv:2309.00071) or
-            "longrope" (Ding et al. 2024, arXiv:2402.13753: one divisor a frequency, another set for long sequences).
+            "llama3" (long wavelengths divided by `factor`), "yarn" (Peng et al. 2023, arXiv:2309.00071),
+            "longrope" (Ding et al. 2024, arXiv:2402.13753: one divisor a frequency, another set for long sequences) or
+            "proportional" (all frequencies divided by `factor`, and only the first `pairs` rotate).
+        pairs: of "proportional", how many pairs of channels rotate.
         original_length: the context the model was first trained on, in tokens.
         attention_factor: on cosine and sine alike, so squared on the logits.
         divisors: what each frequency is divided by, where a GGUF file spells llama3 scaling out.
@@ -39,6 +41,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    pairs: int = 0
     short_divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     divisors: tuple[float, ...] | None = None
@@ -55,16 +58,20 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> np.ndarray:
     Those of "dynamic" are the ones of sequences within the original length.
     """
     freqs = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         freqs = freqs / rope.factor
     elif rope.kind == "llama3":
         rotations = rope.original_length * freqs / (2 * math.pi)
-        kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        freqs = _blend(freqs / rope.factor, freqs, np.clip(kept, 0.0, 1.0))
+        band = rope.high_freq_factor - rope.low_freq_factor
+        kept = rotations - rope.low_freq_factor
+        kept = np.clip(kept / band, 0.0, 1.0) if band else np.where(kept >= 0, 1.0, 0.0)
+        freqs = _blend(freqs / rope.factor, freqs, kept)
     elif rope.kind == "yarn":
         freqs = _blend(freqs / rope.factor, freqs, _yarn_kept(rope))
     elif rope.kind == "longrope":
         freqs = freqs / np.asarray(rope.long_divisors if long else rope.short_divisors)
+    if rope.kind == "proportional":
+        freqs[rope.pairs :] = 0
     if rope.divisors is not None:
         freqs = freqs / np.asarray(rope.divisors)
     return freqs.astype(np.float32)

@@ -16,6 +16,7 @@ limit, and the padded rows of the dot are free. Partials add `splits * H * D * 8
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +26,17 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.tile import MASKED, AttentionSpec, attend, cdiv, first_key, load_queries, start_softmax
+from jaxllm.pallas_kernels.gpu.tile import (
+    MASKED,
+    AttentionSpec,
+    PerHead,
+    attend,
+    cdiv,
+    first_key,
+    load_per_head,
+    load_queries,
+    start_softmax,
+)
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 
@@ -48,7 +59,7 @@ def decode_attention(
     pages: Pages,
     meta: StepMetadata,
     spec: AttentionSpec,
-    sinks: Float[Array, "H"] | None,
+    per_head: PerHead,
     *,
     interpret: bool = False,
 ) -> Float[Array, "R H Dv"]:
@@ -57,7 +68,7 @@ def decode_attention(
     splits = most_splits(meta.page_table.shape[1] * spec.page_size, spec)
     statistic = jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32)
     partials = pl.pallas_call(
-        functools.partial(_decode_kernel, spec=spec, rows=rows, splits=splits),
+        functools.partial(_decode_kernel, spec=spec, per_head=per_head.names, rows=rows, splits=splits),
         out_shape=(jax.ShapeDtypeStruct((rows * splits * heads, spec.value_dim), jnp.float32), statistic, statistic),
         grid=(spec.head_tiles, min(rows * splits, cdiv(TARGET_PROGRAMS, spec.head_tiles))),
         interpret=interpret,
@@ -69,7 +80,7 @@ def decode_attention(
         meta.page_table,
         q.reshape(rows * heads, head_dim),
         *(buffer.reshape(-1, buffer.shape[-1]) for buffer in pages),
-        *(() if sinks is None else (sinks,)),
+        *per_head.arrays,
     )
     out = pl.pallas_call(
         functools.partial(_combine_kernel, spec=spec, splits=splits),
@@ -84,7 +95,7 @@ def decode_attention(
 
 def _blocks(context_len: Array, spec: AttentionSpec) -> tuple[Array, Array]:
     """The first block of keys that a sequence's query sees, and how many there are."""
-    first = lax.div(first_key(jnp.maximum(context_len - 1, 0), spec.window), spec.block_k)
+    first = lax.div(first_key(jnp.maximum(context_len - 1, 0), spec), spec.block_k)
     return first, cdiv(context_len, spec.block_k) - first
 
 
@@ -100,11 +111,12 @@ def _decode_kernel(
     q_ref: Any,
     *refs: Any,
     spec: AttentionSpec,
+    per_head: Sequence[str],
     rows: int,
     splits: int,
 ) -> None:
     *inputs, acc_ref, m_ref, l_ref = refs
-    page_refs, sinks_refs = inputs[: spec.buffers], inputs[spec.buffers :]
+    page_refs, head_refs = inputs[: spec.buffers], inputs[spec.buffers :]
     head_tile, program = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(pl.next_power_of_2(rows))
     contexts = triton_load(context_len_ref.at[row], mask=(row < rows) & (row < num_decodes_ref[0]), other=0)
@@ -126,8 +138,8 @@ def _decode_kernel(
         begin = first + split * share
         position = context_len - 1
 
-        sinks = triton_load(sinks_refs[0].at[head], mask=live_head, other=0) if sinks_refs else None
-        state = start_softmax(tile_rows, spec, sinks)
+        own = load_per_head(per_head, head_refs, head, live_head)
+        state = start_softmax(tile_rows, spec, own.sinks)
         # A sink counts once, in the first split.
         state = state._replace(l=jnp.where(split == 0, state.l, 0.0))
         state = attend(
@@ -136,10 +148,11 @@ def _decode_kernel(
             kv_head,
             lambda index, mask: triton_load(page_table_ref.at[seq, index], mask=mask, other=0),
             page_refs,
-            (first_key(position, spec.window), context_len),
+            (first_key(position, spec), context_len),
             (begin, jnp.minimum(begin + share, first + blocks)),
             state,
             spec,
+            own.slopes,
         )
         out_row = (seq * splits + split) * spec.heads + head
         mask = live_head[:, None] & (dims < spec.value_dim)[None, :]

@@ -14,6 +14,7 @@ programs and leaves a large GPU partly idle.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,16 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, attend, cdiv, first_key, load_queries, start_softmax
+from jaxllm.pallas_kernels.gpu.tile import (
+    AttentionSpec,
+    PerHead,
+    attend,
+    cdiv,
+    first_key,
+    load_per_head,
+    load_queries,
+    start_softmax,
+)
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 
@@ -78,7 +88,7 @@ def prefill_attention(
     pages: Pages,
     meta: StepMetadata,
     spec: AttentionSpec,
-    sinks: Float[Array, "H"] | None,
+    per_head: PerHead,
     *,
     interpret: bool = False,
 ) -> Float[Array, "T H Dv"]:
@@ -90,7 +100,7 @@ def prefill_attention(
     tile_rows = choose_tile_rows(tokens, spec)
     tiles = prefill_tiles(meta, tokens, tile_rows // spec.tile_heads)
     out = pl.pallas_call(
-        functools.partial(_prefill_kernel, spec=spec, tile_rows=tile_rows),
+        functools.partial(_prefill_kernel, spec=spec, per_head=per_head.names, tile_rows=tile_rows),
         out_shape=jax.ShapeDtypeStruct((tokens * heads, spec.value_dim), q.dtype),
         grid=(tiles.shape[0], spec.head_tiles),
         interpret=interpret,
@@ -101,7 +111,7 @@ def prefill_attention(
         meta.page_table,
         q.reshape(tokens * heads, head_dim),
         *(buffer.reshape(-1, buffer.shape[-1]) for buffer in pages),
-        *(() if sinks is None else (sinks,)),
+        *per_head.arrays,
     )
     return out.reshape(tokens, heads, spec.value_dim)
 
@@ -112,10 +122,11 @@ def _prefill_kernel(
     q_ref: Any,
     *refs: Any,
     spec: AttentionSpec,
+    per_head: Sequence[str],
     tile_rows: int,
 ) -> None:
     *inputs, out_ref = refs
-    page_refs, sinks_refs = inputs[: spec.buffers], inputs[spec.buffers :]
+    page_refs, head_refs = inputs[: spec.buffers], inputs[spec.buffers :]
     tile, head_tile = pl.program_id(0), pl.program_id(1)
     seq, first_token, count, first_position = (tiles_ref[tile, column] for column in range(4))
 
@@ -128,8 +139,8 @@ def _prefill_kernel(
         live = (token < count) & known
         q_row = (first_token + token) * spec.heads + head
 
-        sinks = triton_load(sinks_refs[0].at[head], mask=live, other=0) if sinks_refs else None
-        key_start = first_key(first_position, spec.window)
+        own = load_per_head(per_head, head_refs, head, live)
+        key_start = first_key(first_position, spec)
         key_stop = first_position + count
         state = attend(
             load_queries(q_ref, q_row, live, spec),
@@ -139,8 +150,9 @@ def _prefill_kernel(
             page_refs,
             (key_start, key_stop),
             (lax.div(key_start, spec.block_k), cdiv(key_stop, spec.block_k)),
-            start_softmax(tile_rows, spec, sinks),
+            start_softmax(tile_rows, spec, own.sinks),
             spec,
+            own.slopes,
         )
         mask = live[:, None] & (dims < spec.value_dim)[None, :]
         triton_store(out_ref.at[q_row[:, None], dims[None, :]], state.normalized().astype(spec.dtype), mask=mask)

@@ -76,6 +76,8 @@ class AttentionSpec:
     latent_dim: int | None = None
     quantized: bool = False
     """Pages hold codes and, behind them, the bytes of their scale; see `pages.py`."""
+    chunked: bool = False
+    """A query sees keys from the last multiple of `window` on."""
 
     @property
     def group(self) -> int:
@@ -116,7 +118,10 @@ class AttentionSpec:
     @property
     def decode_warps(self) -> int:
         """More of them where a block of keys and what becomes of its codes would not fit into registers."""
-        return 8 if self.parts[0].padded > 256 >> self.quantized else 4
+        size = self.parts[0].padded << self.quantized
+        if size > 512 and self.latent_dim is None:
+            return 16
+        return 8 if size > 256 else 4
 
     @property
     def block_k(self) -> int:
@@ -128,6 +133,32 @@ class AttentionSpec:
             budget = KV_BLOCK_BYTES // 2 if self.quantized or self.parts[0].padded > 128 else KV_BLOCK_BYTES
         fitting = budget // (size * (1 + self.quantized))  # codes and what they become are in registers at once
         return min(MAX_BLOCK_K >> self.quantized, max(16, 1 << (max(fitting, 1).bit_length() - 1)))
+
+
+class PerHead(NamedTuple):
+    """Numbers of each query head, where an attention has them: arrays `[H]`, or in a kernel what its tile has."""
+
+    sinks: Any = None
+    slopes: Any = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return tuple(name for name, numbers in self._asdict().items() if numbers is not None)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """What a kernel is given of them."""
+        return tuple(numbers for numbers in self if numbers is not None)
+
+
+NOTHING_PER_HEAD = PerHead()
+
+
+def load_per_head(names: Sequence[str], refs: Sequence[Any], heads: Array, live: Array) -> PerHead:
+    """A tile's rows of what `names` says that there is; zero where there is no head."""
+    loaded = (triton_load(ref.at[heads], mask=live, other=0) for ref in refs)
+    return PerHead(**dict(zip(names, loaded, strict=True)))
 
 
 class OnlineSoftmax(NamedTuple):
@@ -149,9 +180,13 @@ def start_softmax(rows: int, spec: AttentionSpec, sinks: Float[Array, "M"] | Non
     return OnlineSoftmax(acc, sinks.astype(jnp.float32) * LOG2E, jnp.ones((rows,), jnp.float32))
 
 
-def first_key(position: Array, window: int | None) -> Array:
+def first_key(position: Array, spec: AttentionSpec) -> Array:
     """The first position that the query at `position` sees."""
-    return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
+    if spec.window is None:
+        return jnp.zeros_like(position)
+    if spec.chunked:
+        return lax.div(position, spec.window) * spec.window
+    return jnp.maximum(position - spec.window + 1, 0)
 
 
 def load_queries(q_ref: Any, rows: Array, live: Array, spec: AttentionSpec) -> tuple[Array, ...]:
@@ -175,6 +210,7 @@ def attend(
     block_range: tuple[Array, Array],
     state: OnlineSoftmax,
     spec: AttentionSpec,
+    slopes: Float[Array, "M"] | None = None,
 ) -> OnlineSoftmax:
     """Folds keys `key_range` (start, stop) of the blocks `block_range` (first, end) into the softmax of a query tile.
 
@@ -197,8 +233,15 @@ def attend(
             logits = logits * (spec.scale * LOG2E)
         else:
             logits = jnp.tanh(logits * (spec.scale / spec.softcap)) * (spec.softcap * LOG2E)
+        if slopes is not None:
+            # From the block's first key on, and to there: a matrix of distances would take an A100 too many registers.
+            slope = slopes * LOG2E
+            to_block = slope * (block * spec.block_k - positions).astype(jnp.float32)
+            logits = logits + slope[:, None] * jnp.arange(spec.block_k, dtype=jnp.float32)[None, :] + to_block[:, None]
         visible = live[None, :] & (keys[None, :] <= positions[:, None])
-        if spec.window is not None:
+        if spec.chunked:
+            visible &= keys[None, :] >= first_key(positions, spec)[:, None]
+        elif spec.window is not None:
             visible &= keys[None, :] > positions[:, None] - spec.window
         logits = jnp.where(visible, logits, MASKED)
 

@@ -1,0 +1,112 @@
+"""What lives on the devices between steps: of what shapes, and how it lies on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.engine.device.slots import Slots, slot_shapes
+from jaxllm.models.caches import Cache
+from jaxllm.models.layers.steering import SteeringState
+from jaxllm.sharding.mesh import Axes
+from jaxllm.weights.loader import ParamSpec
+
+
+class DeviceState(NamedTuple):
+    """What lives on the devices between steps; all of it is donated to the step that changes it."""
+
+    caches: tuple[Cache, ...]
+    """What each layer keeps of earlier tokens, in pages or by slot."""
+    slots: Slots
+    hidden: Any
+    """[max_num_batched_tokens, E]: the backbone's last output."""
+    adapters: tuple[Any, ...] = ()
+    """Tables of the adapters that are on the devices, in the model's order."""
+
+
+class StateShapes:
+    """The shapes and shardings of an engine's state, from which it is made."""
+
+    def __init__(
+        self, mesh: Mesh | AbstractMesh, sizes: StepSizes, hidden_dtype: Any, tables: Sequence[ParamSpec] = ()
+    ):
+        """`tables` are those of adapters, where there are any."""
+        self._mesh = mesh
+        self._sizes = sizes
+        self._hidden_dtype = hidden_dtype
+        self._tables = tables
+
+    def abstract(self) -> DeviceState:
+        """All that every engine has."""
+        s = self._sizes
+        caches = tuple(tuple(self.sharded(b.shape, b.dtype, b.axes) for b in layer) for layer in s.buffers)
+        shapes = slot_shapes(
+            s.num_slots, s.max_model_len, s.pages_per_seq, s.vocab_size, s.adapter_places, s.remembered
+        )
+        slots = Slots(*(self.replicated(a.shape, a.dtype) for a in shapes))
+        adapters = tuple(self.sharded(t.shape, t.dtype, t.axes) for t in self._tables)
+        return DeviceState(caches, slots, self.hidden(s.max_num_batched_tokens), adapters)
+
+    def abstract_steering(self) -> SteeringState:
+        """What steers requests, once some request is steered."""
+        rows, layers = self._sizes.num_slots + 1, len(self._sizes.caches)
+        ranges: Any = self.ints(rows, 2)
+        return SteeringState(self.hidden(rows, layers), ranges)
+
+    def new(self) -> DeviceState:
+        """The state of an engine that has no requests, on the devices."""
+        state = self.abstract()
+
+        def make() -> DeviceState:
+            zeros = self._sizes.cache_layout.page_layout.zeros
+            large = jax.tree.map(
+                lambda a: zeros(a.sharding.shard_shape(a.shape), a.dtype), (state.caches, state.adapters)
+            )
+            rest = jax.tree.map(
+                lambda a: jnp.zeros(a.sharding.shard_shape(a.shape), a.dtype), state._replace(caches=(), adapters=())
+            )
+            return rest._replace(caches=large[0], adapters=large[1])
+
+        return self.jit(make, (), state_specs(state), donate=())()
+
+    def new_steering(self) -> SteeringState:
+        """What steers nobody yet, on the devices."""
+        state = self.abstract_steering()
+
+        def make() -> SteeringState:
+            return SteeringState(*(jnp.zeros(part.shape, part.dtype) for part in state))
+
+        found: SteeringState = self.jit(make, (), P(), donate=())()
+        return found
+
+    def hidden(self, *rows: int) -> Any:
+        """Hidden states, so many."""
+        return self.replicated((*rows, self._sizes.hidden_size), self._hidden_dtype)
+
+    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """int32 numbers that every device has all of."""
+        return self.replicated(shape, jnp.int32)
+
+    def replicated(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array that every device has all of."""
+        return self.sharded(shape, dtype, ())
+
+    def sharded(self, shape: tuple[int, ...], dtype: Any, axes: Axes) -> Any:
+        """An array whose axes the mesh divides by `axes`."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P(*axes)))
+
+    def jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:
+        """`step` on every device of the mesh at once, jitted; `inputs` and `outputs` say how its arrays lie on it."""
+        mapped = jax.shard_map(step, mesh=self._mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.jit(mapped, donate_argnums=donate)
+
+
+def state_specs(state: Any) -> Any:
+    """How each array of a part of the state lies on the mesh."""
+    return jax.tree.map(lambda a: a.sharding.spec, state)

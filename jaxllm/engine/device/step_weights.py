@@ -1,0 +1,73 @@
+"""What a step runs the model with: its weights as they travel, and what else the step's key names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.sharding.mesh import named_sharding, put
+from jaxllm.weights.loader import ParamSpec, Value
+
+
+class StepWeights(NamedTuple):
+    """What a step runs the model with: the parts that its key names."""
+
+    weights: Any
+    adapters: Any = None
+    """Tables, of a step that is adapted."""
+    steering: Any = None
+
+
+class WeightPacking:
+    """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
+
+    The packed tuple is that vector, then every other array of the parameters in its own order. Where kernels take norms
+    (`joins` is False), each vector travels by itself: a part of a larger one would be copied out for them.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], joins: bool = True):
+        self._leaves = [leaf for spec in specs for leaf in spec.leaves()]
+        self._small = [
+            i
+            for i, (a, axes) in enumerate(self._leaves)
+            if joins and a.ndim == 1 and not any(axes) and a.dtype == np.float32
+        ]
+        small = set(self._small)
+        self._large = [i for i in range(len(self._leaves)) if i not in small]
+        self._offsets = np.cumsum([0, *(self._leaves[i][0].shape[0] for i in self._small)]).tolist()
+
+    def abstract(self, mesh: Mesh | AbstractMesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of the packed tuple."""
+        vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
+        large = (self._leaves[i] for i in self._large)
+        return (
+            vector,
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*axes))) for a, axes in large),
+        )
+
+    def pack(self, parameters: Sequence[Value], mesh: Mesh) -> tuple[jax.Array, ...]:
+        """The model's parameters on `mesh` -> the packed tuple."""
+        arrays = jax.tree.leaves(parameters)
+        vectors = [arrays[i] for i in self._small]
+        small = jnp.concatenate(vectors) if vectors else put(np.zeros(0, np.float32), named_sharding(mesh, ()))
+        return (small, *(arrays[i] for i in self._large))
+
+    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
+        """The packed tuple -> every array of the parameters; inside a traced function."""
+        vector, large = packed[0], dict(zip(self._large, packed[1:], strict=True))
+        ends = zip(self._small, self._offsets, self._offsets[1:], strict=False)
+        small = {index: vector[start:end] for index, start, end in ends}
+        arrays = small | large
+        return [arrays[index] for index in range(len(self._leaves))]
+
+
+def with_parts(step: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """A step that takes the parts of `StepWeights` of these names one by one, the weights first."""
+    count = len(names)
+    return lambda *given: step(StepWeights(**dict(zip(names, given[:count], strict=True))), *given[count:])
