@@ -24,9 +24,11 @@ if TYPE_CHECKING:
         QueueFullError,
     )
     from jaxllm.llm import LLM, generate
+    from jaxllm.requests.adapters import LoRARequest
     from jaxllm.requests.outputs import RequestOutput
     from jaxllm.requests.pooling import PoolingParams
     from jaxllm.requests.sampling import SamplingParams
+    from jaxllm.requests.steering import Steer
     from jaxllm.requests.structured_outputs import StructuredOutputs
     from jaxllm.session.session import ResponsesSession
 
@@ -39,7 +41,9 @@ _HOMES = {
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.requests.sampling",
     "BeamSearchParams": "jaxllm.engine.front.beams",
+    "LoRARequest": "jaxllm.requests.adapters",
     "PoolingParams": "jaxllm.requests.pooling",
+    "Steer": "jaxllm.requests.steering",
     "StructuredOutputs": "jaxllm.requests.structured_outputs",
     "RequestOutput": "jaxllm.requests.outputs",
     "ResponsesSession": "jaxllm.session.session",
@@ -55,8 +59,9 @@ _HOMES = {
 
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
-    "EngineDeadError", "InvalidRequestError", "JaxLLMError", "ModelNotFoundError", "PoolingParams", "QueueFullError",
-    "RequestOutput", "ResponsesSession", "SamplingParams", "StructuredOutputs", "__version__", "generate",
+    "EngineDeadError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "ModelNotFoundError", "PoolingParams",
+    "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams", "Steer", "StructuredOutputs",
+    "__version__", "generate",
 ]  # fmt: skip
 
 

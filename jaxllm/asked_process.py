@@ -64,6 +64,8 @@ class AskedProcesses:
     def ask(self, *pieces: bytes, seconds: float) -> bytes:
         """The answer to a question that comes in pieces; it may take `seconds`, the start of a process included.
 
+        Where somebody kills the process meanwhile, as a system without memory does, another one is asked, once.
+
         Raises:
             TimedOut: it takes longer.
             Died: the process needs too much memory or crashes, or is ended by `close` meanwhile.
@@ -99,6 +101,8 @@ class AskedProcesses:
             timer.start()
             try:
                 answer, status = self._answer(question, pieces, seconds)
+                if status == -signal.SIGKILL and not question.is_stopped:  # whoever did it, it need not be the question
+                    answer, status = self._answer(question, pieces, seconds)
             finally:
                 timer.cancel()
                 with self._lock:
@@ -150,7 +154,7 @@ class _Question:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_stopped = False
+        self.is_stopped = False
         self.process: Process | None = None
         """None before it is given to one, and after that one has answered."""
         self.timed_out = False
@@ -158,12 +162,12 @@ class _Question:
     def begin(self, process: Process) -> None:
         with self._lock:
             self.process = process
-            if self._is_stopped:
+            if self.is_stopped:
                 process.kill()
 
     def stop(self) -> None:
         with self._lock:
-            self._is_stopped = True
+            self.is_stopped = True
             if self.process is not None:
                 self.process.kill()
 
@@ -175,7 +179,7 @@ class _Question:
         """The process is no longer asked; returns whether it has been stopped."""
         with self._lock:
             self.process = None
-            return self._is_stopped
+            return self.is_stopped
 
 
 def _exchange(process: Process, pieces: tuple[bytes, ...], seconds: float) -> bytes | None:
@@ -217,7 +221,10 @@ def answer_questions(
     holds.
     """
     if os.name == "posix":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner ends this
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # they reach all processes of a terminal or a service; the owner ends this
     _limit_memory(memory_bytes)
     try:
         while _is_asked_within(idle_seconds) and (question := _receive(sys.stdin.buffer)) is not None:

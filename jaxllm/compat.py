@@ -12,7 +12,10 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 
@@ -33,13 +36,17 @@ prepare_virtual_devices()
 import jaxllm.threads  # noqa: E402, F401  before jax, so that what it does at exit comes after what JAX does
 
 logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it tells of every platform that is not there
+logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)  # else it tells of every step of joining others
 
 import jax  # noqa: E402
 from jax._src import compiler, hardware_utils, xla_bridge  # noqa: E402
 from jax._src import config as jax_config  # noqa: E402
+from jax._src.clusters import ClusterEnv  # noqa: E402
 from jax.experimental import serialize_executable  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 from jaxlib import xla_client  # noqa: E402
+
+from jaxllm.errors import ConfigError  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -240,9 +247,72 @@ def nvidia_gpu_is_here() -> bool:
     return hardware_utils.has_visible_nvidia_gpu()
 
 
+def other_accelerators() -> bool:
+    """Whether JAX may find devices that are neither a CPU nor NVIDIA's: TPU chips, or those of another plugin."""
+    plugins = [plugin.name for plugin in entry_points(group="jax_plugins")]
+    return bool(hardware_utils.num_available_tpu_chips_and_device_id()[0]) or any(
+        "cuda" not in name for name in plugins
+    )
+
+
+def join_processes(
+    address: str, number: int, count: int, devices: list[int], *, heartbeat_seconds: int, meeting_seconds: int
+) -> None:
+    """Make this process the `number`th of `count` for JAX. Raises RuntimeError where the coordinator is not reached.
+
+    SIGTERM stays the program's own, which JAX's preemption service would take. The compile cache works in every process
+    and has the same keys in all: JAX would let the first alone write, and on a CPU tell the processes apart.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address,
+        count,
+        number,
+        local_device_ids=devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=meeting_seconds,
+        heartbeat_timeout_seconds=heartbeat_seconds,
+        shutdown_timeout_seconds=LEAVING_SECONDS,
+    )
+    alone = SimpleNamespace(process_id=0, client=None)
+    compiler.distributed = SimpleNamespace(global_state=alone)  # type: ignore[assignment]
+
+
+LEAVING_SECONDS = 3
+"""How long a process that leaves waits for the others to leave too."""
+
+
+def leave_processes() -> None:
+    """Leave the others, where this process has joined any, once they do so too; what JAX says of it is of no use."""
+    try:
+        jax.distributed.shutdown()
+    except RuntimeError as error:
+        logger.debug("JAX's coordinator was left out of order: %s", error)
+
+
+def cluster_place(name: str) -> tuple[str, int, int]:
+    """Where process 0 is, how many processes there are, and which this is, as JAX finds out with a package's help.
+
+    Raises:
+        ConfigError: the package is missing, or that cluster is not around this process.
+    """
+    package = {"mpi4py": "mpi4py", "k8s": "kubernetes"}[name]
+    if find_spec(package) is None:
+        raise ConfigError(f"cluster is {name!r}, which needs the package {package}: pip install {package}")
+    cluster = next(one for one in ClusterEnv._cluster_types if one.name == name)
+    if not cluster.is_env_present():
+        raise ConfigError(f"cluster is {name!r}, but this process was not started by it")
+    try:
+        address = cluster.get_coordinator_address(timeout_secs=60, override_coordinator_port=None)
+        return address, cluster.get_process_count(), cluster.get_process_id()
+    except (RuntimeError, KeyError, OSError) as error:
+        raise ConfigError(f"cluster is {name!r}, which does not say where this process is: {error}") from None
+
+
 _MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT_SHARE = 0.75
-_SPARE_SHARE = 0.05
+SPARE_SHARE = 0.05
 """For what XLA's allocator loses between buffers."""
 
 
@@ -252,7 +322,7 @@ def share_device_memory(share: float) -> None:
     XLA reads it when its backend starts; one that runs already keeps what it took.
     """
     if not any(name in os.environ for name in _MEMORY_SHARES) and not xla_bridge.backends_are_initialized():
-        os.environ[_MEMORY_SHARES[0]] = f"{min(share + _SPARE_SHARE, 1):.2f}"
+        os.environ[_MEMORY_SHARES[0]] = f"{min(share + SPARE_SHARE, 1):.2f}"
 
 
 def keep_to_cores(count: int) -> None:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
+from jaxllm.logs import LogFormat
+from jaxllm.setting_values import (
+    STRICT,
+    Bytes,
+    Isq,
+    IsqOrNone,
+    Object,
+    Seconds,
+    Sizes,
+    SomeOf,
+    check_served_name,
+    comma_separated,
+    parse_named_paths,
+    parse_object,
+    parse_pairs,
+    parse_prefix,
+)
+from jaxllm.speculative_config import SpeculativeConfig
+from jaxllm.wording import did_you_mean, wrong_setting
 
 CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache")
 DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
@@ -18,141 +35,11 @@ DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
 """The environment variable that forces an instruction set of the C++ kernels. It is no setting of a deployment."""
 
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_bytes(value: Any) -> Any:
-    """'2GiB', '500 MB' or 1073741824 -> bytes; anything else is left for pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
-    number = value.strip().lower().removesuffix("b")
-    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if number.endswith(unit)), "")
-    try:
-        return int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
-    except (ValueError, OverflowError):
-        raise ValueError("it must be a number of bytes, such as 4GiB or 500MB") from None
-
-
-def format_bytes(count: int) -> str:
-    """1536 -> '1.5 KiB'."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-
-
-Isq = Literal[
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
-]  # fmt: skip
-IsqOrNone = Literal[Isq, "none"]
-
-
-def parse_sizes(value: Any) -> Any:
-    """'8,64' -> [8, 64]; anything else is left for pydantic to judge."""
-    if isinstance(value, int):
-        return [value]
-    return value.split(",") if isinstance(value, str) else value
-
-
-Sizes = Annotated[frozenset[Annotated[int, Field(ge=1)]], BeforeValidator(parse_sizes)]
-
-
-def _some(value: str) -> str:
-    """An empty text is a mistake: a key that a variable was to hold, and without which anybody may call."""
-    if not comma_separated(value):
-        raise ValueError("it must have at least one entry; leave it out, or say null, for none")
-    return value
-
-
-SomeOf = Annotated[str, AfterValidator(_some)]
-"""Entries separated by commas."""
-
-
-def parse_pairs(value: Any) -> Any:
-    """'a=1,b=2' -> {'a': '1', 'b': '2'}; anything else is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
-    if not all(middle for _, middle, _ in pairs):
-        raise ValueError("it must be PATTERN=KIND, several separated by commas")
-    names = [name.strip() for name, _, _ in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{twice!r} is set twice")
-    return {name.strip(): kind.strip() for name, _, kind in pairs}
-
-
-def parse_object(value: Any) -> Any:
-    """'{"a": 1}' -> {'a': 1}; anything else is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise ValueError('it must be a JSON object, such as {"key": 1}') from None
-
-
-Object = Annotated[dict[str, Any], BeforeValidator(parse_object)]
-
-
-def parse_prefix(value: Any) -> Any:
-    """'/llm/' -> '/llm', and '' and '/' -> None; anything else is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    prefix = value.rstrip("/")
-    if prefix and not PREFIX.fullmatch(prefix):
-        raise ValueError("it must be a path of letters, digits and -._~, such as /llm")
-    return prefix or None
-
-
-PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
-"""What a proxy may put before the routes: it gets into pages, so it may hold nothing that means something there."""
-
-
-_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class SpeculativeConfig(BaseModel):
-    """How tokens are drafted that a step tries ahead, in vLLM's words."""
-
-    model_config = _STRICT
-
-    method: Literal["ngram"] = "ngram"
-    """ngram: what followed in the request's own text the last time that it said what it has just said."""
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=15)]
-    """How many tokens are tried ahead."""
-    prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] | None = None
-    """The shortest match that is good enough, in tokens; by default prompt_lookup_max."""
-    prompt_lookup_max: Annotated[int, Field(ge=1, le=16)] | None = None
-    """The longest match that is looked for, in tokens; by default prompt_lookup_min, and 5 without either."""
-
-    @property
-    def shortest(self) -> int:
-        """The shortest match, in tokens."""
-        return self.prompt_lookup_min or self.longest
-
-    @property
-    def longest(self) -> int:
-        """The longest match, in tokens."""
-        return self.prompt_lookup_max or self.prompt_lookup_min or 5
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.shortest > self.longest:
-            raise ValueError(
-                f"prompt_lookup_min is {self.shortest}: at most prompt_lookup_max, which is {self.longest}"
-            )
-        return self
-
 
 class EngineConfig(BaseModel):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     model: str = "smollm2-135m"
     """A built-in name (`jaxllm pull --list`), a directory, a .gguf file, or a Hugging Face hub id."""
@@ -204,6 +91,14 @@ class EngineConfig(BaseModel):
     """Sequences that decodes are padded to, as 8,32: fewer sizes compile sooner (default: powers of two)."""
     prefill_buckets: Sizes | None = None
     """Tokens that prefills are padded to, as 64,512: fewer sizes compile sooner (default: powers of two)."""
+    enable_lora: bool = False
+    """Let requests use adapters (LoRA): see docs/lora.md."""
+    max_loras: Annotated[int, Field(ge=1, le=256)] = 8
+    """How many adapters one step may use, which are on the devices together; others wait for their place."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """The greatest rank that an adapter may have; it sizes the adapters' places on the devices."""
+    max_cpu_loras: Annotated[int, Field(ge=1)] | None = None
+    """How many adapters are kept in host memory, to be on the devices again at once (default four times max_loras)."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 10_000
     """Longest waiting queue; a request beyond it is refused (HTTP 429)."""
 
@@ -222,8 +117,20 @@ class EngineConfig(BaseModel):
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many devices share each layer."""
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """How many engines of the model answer side by side, each in a process with devices or cores of its own."""
     enable_expert_parallel: bool = False
     """Give each device whole experts of a mixture-of-experts model, instead of a part of every expert."""
+    num_processes: Annotated[int, Field(ge=1)] | None = None
+    """How many processes, on one machine or several, run the model together: see docs/scale.md."""
+    process_id: Annotated[int, Field(ge=0)] | None = None
+    """Which of them this is: 0 answers requests, and the others follow it."""
+    coordinator_address: str | None = None
+    """Where the others reach process 0, as 10.0.0.1:8476."""
+    cluster: Literal["auto", "slurm", "ompi", "mpi4py", "k8s", "lws", "off"] = "auto"
+    """What says these three where they are not set; auto: serve takes them from Slurm, Open MPI or LeaderWorkerSet."""
+    cluster_secret: str | None = None
+    """What the processes know each other by (default: a file in the data folder that this user alone can read)."""
 
     attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"
     """Which paged attention runs: plain XLA, or the Pallas kernels for NVIDIA GPUs or for TPUs."""
@@ -238,12 +145,39 @@ class EngineConfig(BaseModel):
     engine_process: bool | None = None
     """Run the engine loop in a process of its own (default: yes for serve, no in notebooks)."""
 
+    @property
+    def in_group(self) -> bool:
+        """Whether several processes run the model together."""
+        return (self.num_processes or 1) > 1
+
+
+class LoRAModule(BaseModel):
+    """A LoRA adapter that a server has from the start, in vLLM's words."""
+
+    model_config = STRICT
+
+    name: Annotated[str, AfterValidator(check_served_name)]
+    """What requests call it, as their model."""
+    path: Annotated[str, Field(min_length=1)]
+    """A folder that PEFT saved, a GGUF adapter, or a hub id."""
+    base_model_name: str | None = None
+    """What listings call its model; by default the model's own name."""
+    scale: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """What its effect is multiplied by."""
+
+
+ADAPTER_LISTS = ("lora_modules", "adapters")
+"""What the adapters of a model are called: by its flag, and in a file of several models."""
+LoRAModules = Annotated[tuple[LoRAModule, ...], BeforeValidator(parse_named_paths)]
+
 
 class ModelConfig(EngineConfig):
-    """One served model: its engine, the names it goes by, its chat template, its parsers and its pooling."""
+    """One served model: its engine, the names it goes by, its adapters, its chat template, its parsers, its pooling."""
 
     served_model_name: SomeOf | None = None
     """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
+    lora_modules: LoRAModules | None = None
+    """Adapters (LoRA) to serve beside the model, as name=path,other=path, or JSON objects; it sets enable_lora."""
     chat_template: Path | None = None
     """A Jinja file that replaces the model's chat template."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
@@ -259,6 +193,20 @@ class ModelConfig(EngineConfig):
     score_method: Literal["auto", "yes_no", "cosine", "classifier"] = "auto"
     """How /score and /rerank compare: auto is Qwen3-Reranker's yes or no, a classification head, or cosine."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_enable_lora(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "enable_lora" not in given and any(map(given.get, ADAPTER_LISTS)):
+            return given | {"enable_lora": True}
+        return given
+
+    @model_validator(mode="after")
+    def _lora_is_enabled(self) -> Self:
+        for name in ADAPTER_LISTS:
+            if getattr(self, name, None) and not self.enable_lora:
+                raise ValueError(f"{name} is set, and enable_lora is false: adapters need it")
+        return self
+
     @property
     def names(self) -> list[str]:
         """What requests may call the model, and listings call it by the first."""
@@ -268,7 +216,7 @@ class ModelConfig(EngineConfig):
 class ServerConfig(BaseModel):
     """What belongs to the HTTP server, whatever models it serves."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -278,20 +226,42 @@ class ServerConfig(BaseModel):
     """A Unix domain socket to listen on, instead of host and port."""
     root_path: Annotated[str | None, BeforeValidator(parse_prefix)] = None
     """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
-    api_key: SomeOf | None = None
-    """Clients must send it as a bearer token; several are separated by commas."""
-    allowed_origins: str | None = None
-    """Origins that may call from a browser (CORS), separated by commas; * for all."""
-    allowed_hosts: str | None = None
-    """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
     web: bool = True
     """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""
     max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
     """Largest request body, as 16MiB; larger ones get 413."""
     sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0
     """Seconds of silence after which a stream sends a keep-alive comment."""
+    lameduck: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds after Ctrl-C or SIGTERM in which /ready is 503, for load balancers, and requests are still answered."""
     shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0
-    """Seconds that running requests get to finish after Ctrl-C or SIGTERM."""
+    """Seconds that running requests get to finish after Ctrl-C or SIGTERM, and after the lame-duck period."""
+
+    api_key: SomeOf | None = None
+    """Clients must send it as a bearer token; several are separated by commas."""
+    api_key_file: Path | None = None
+    """A YAML file of named keys, each with what it may do: see docs/keys.md. SIGHUP has it read again."""
+    rate_limit_store: str | None = None
+    """Where the keys' limits a minute are counted, as redis://HOST:PORT/0 (default: in this process, for it alone)."""
+    audit_log: Path | None = None
+    """A file that gets a line of JSON for each request: which key, from where, route, model, status, id; no text."""
+    ssl_certfile: Path | None = None
+    """Speak TLS with this certificate, followed by those that lead to a known one. SIGHUP has it read again."""
+    ssl_keyfile: Path | None = None
+    """The certificate's key (default: in the certificate's file)."""
+    ssl_ca_certs: Path | None = None
+    """Certificates that those of clients must lead to."""
+    ssl_cert_reqs: Literal[0, 1, 2] = 0
+    """Whether clients need a certificate of their own: 0 no, 1 it is checked where they send one, 2 yes."""
+    allowed_origins: str | None = None
+    """Origins that may call from a browser (CORS), separated by commas; * for all."""
+    allowed_hosts: str | None = None
+    """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether requests need an API key, also where a file of keys holds none yet."""
+        return self.api_key is not None or self.api_key_file is not None
 
     @model_validator(mode="after")
     def _one_address(self) -> Self:
@@ -311,10 +281,17 @@ class ServerConfig(BaseModel):
     """A YAML file of several models to serve, each with settings of its own: see docs/several-models.md."""
     model_directory: Path | None = None
     """A folder of models to serve: every .gguf file, and every folder with a config.json, under its own name."""
-    max_loaded_models: Annotated[int, Field(ge=1)] = 1
-    """How many of several models may be loaded at once; the one that was not used for longest makes room."""
+    max_loaded_models: Annotated[int, Field(ge=1)] | None = None
+    """How many of several models may be loaded at once (default 1; with model_memory as many as fit into that)."""
+    model_memory: Annotated[Bytes, Field(gt=0)] | None = None
+    """Bytes that several models may take together, as 24GiB: of each GPU, or of the host where they run on the CPU."""
     model_ttl: Annotated[float, Field(gt=0)] | None = None
     """Seconds without a request after which one of several models is unloaded (default: never)."""
+
+    @property
+    def most_loaded_models(self) -> int | None:
+        """How many of several models may be loaded at once; None is any number."""
+        return 1 if self.max_loaded_models is None and self.model_memory is None else self.max_loaded_models
 
     mcp_config: Path | None = None
     """A file of MCP tool servers to start with this one (default: none, also where ./mcp.json exists)."""
@@ -332,7 +309,9 @@ class ServerConfig(BaseModel):
     data_dir: Path = DATA_DIR
     """Where uploaded files, batches, stored responses and conversations are kept."""
     database_url: str | None = None
-    """SQLAlchemy URL of the database of stored objects (default jaxllm.db in data_dir), as postgresql+asyncpg://…"""
+    """SQLAlchemy URL of the database of stored objects (default jaxllm.db in data_dir), as postgresql://…"""
+    store_retention: Annotated[Seconds, Field(gt=0)] | None = None
+    """Stored responses, conversations, files and ended batches are deleted after this time, as 30d (default: never)."""
     max_file_size: Annotated[Bytes, Field(gt=0)] = 512 * 2**20
     """Largest file that may be uploaded to /v1/files, as 512MiB; larger ones get 413."""
     max_batch_concurrency: Annotated[int, Field(ge=1)] | None = None
@@ -340,8 +319,31 @@ class ServerConfig(BaseModel):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much is logged."""
-    enable_request_logging: bool = False
-    """Log one line a request."""
+    log_format: LogFormat = "text"
+    """text is for people; json writes one JSON object a line, of the engines' processes too, and a line a request."""
+    enable_request_logging: bool | None = None
+    """Log one line a request: times and tokens, no prompt (default: yes with log_format json, else no)."""
+    log_prompts: bool = False
+    """Put prompts and answers into the request lines of log_format json, and into traces: they may hold secrets."""
+
+    @property
+    def sends_telemetry(self) -> bool:
+        """Whether anything is sent to a collector of OpenTelemetry's."""
+        return self.otlp_traces_endpoint is not None or self.otlp_metrics_endpoint is not None
+
+    @property
+    def logs_requests(self) -> bool:
+        """Whether there is a line of the log for each request."""
+        return self.log_format == "json" if self.enable_request_logging is None else self.enable_request_logging
+
+    monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """A port of its own for metrics, probes and /debug/, which looks into the processes; 0 takes a free one."""
+    monitor_host: str = "127.0.0.1"
+    """Address of monitor_port, which asks for no key: whoever reaches it sees what the server does."""
+    otlp_traces_endpoint: str | None = None
+    """Send a trace of each request to this collector, by OTLP over HTTP, as http://localhost:4318/v1/traces."""
+    otlp_metrics_endpoint: str | None = None
+    """Send OpenTelemetry's metrics of requests there, once a minute, as http://localhost:4318/v1/metrics."""
     vllm_metrics: bool = False
     """Export metrics under vLLM's names as well, so that its dashboards work."""
 
@@ -368,16 +370,12 @@ def part_of(config: BaseModel, schema: type[Part]) -> Part:
     return schema.model_construct(**{name: getattr(config, name) for name in schema.model_fields})
 
 
-def comma_separated(value: str | None) -> list[str]:
-    """'a, b' -> ['a', 'b']"""
-    return [part for item in (value or "").split(",") if (part := item.strip())]
-
-
 SECTIONS = {
     "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
     "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
+    "api_key": "Access",
     "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
-    "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging",
+    "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging", "monitor_port": "Monitoring",
 }  # fmt: skip
 """Field -> the section of --help and of docs/configuration.md that it and those after it are in; in their order."""
 
@@ -398,17 +396,11 @@ def make_config(cls: type[EngineConfig], **fields: Any) -> Any:
         return cls(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "config"
+        if not first["loc"]:  # a rule about several fields at once
+            raise ConfigError(wrong_setting(first)) from None
+        name = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}") from None
         if first["type"] == "missing":
             raise ConfigError(f"{name} is missing") from None
-        raise ConfigError(f"{name} is {first['input']!r}: {first['msg'].lower()}") from None
-
-
-def did_you_mean(name: str, known: Any) -> str:
-    """'; did you mean …?' for the nearest known name, or nothing when none is near."""
-    import difflib
-
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{name} is {first['input']!r}: {wrong_setting(first)}") from None

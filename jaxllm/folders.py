@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,26 @@ def user_folder(variable: str, default: str) -> Path:
         return Path(default).expanduser() / "jaxllm"
     except RuntimeError:  # no HOME, and no entry in the password file
         return Path(tempfile.gettempdir()) / f"jaxllm-{os.getuid()}" / Path(default).name
+
+
+def in_home(path: str | os.PathLike[str]) -> Path:
+    """'~/x' -> '/home/me/x'. As in a shell, the ~ of somebody without a home directory stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
+def existing(text: str) -> Path | None:
+    """The file or folder of that name; None where there is none, or where the text is too long for a name.
+
+    Raises PermissionError where that cannot be seen.
+    """
+    path = in_home(text)
+    try:
+        path.stat()
+    except PermissionError:
+        raise
+    except (OSError, ValueError):
+        return None
+    return path
 
 
 def unwritable(folder: Path) -> str | None:
@@ -50,3 +71,19 @@ def cache_or_temporary(folder: Path, kept: str, remedy: str) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix="jaxllm-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return temporary
+
+
+def make_once(folder: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill `folder` unless it is there. It appears whole, whichever of several processes is the first."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+    try:
+        write(building)
+        building.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # another process was faster
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
+import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.front.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
-from jaxllm.engine.front.limits import check_pooling, check_request
-from jaxllm.engine.front.sequences import Collector, Prompt, failure, pooled_output, prompt_ids
+from jaxllm.engine.front.drive import drive
+from jaxllm.engine.front.limits import check_capture, check_pooling, check_request, refuse_text
+from jaxllm.engine.front.sequences import Collector, Prompt, is_many, pooled_output, prompt_ids, prompt_list
 from jaxllm.engine.front.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
+from jaxllm.folders import in_home
+from jaxllm.requests.adapters import AdapterUse, LoRA, LoRARequest, adapter_uses
+from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.steering import Steer, Steers, steers_of
+from jaxllm.research.inside import Inside
 from jaxllm.text.reasoned_answers import constrained_answer, told_to_think
 from jaxllm.text.reasoning import template_reasoning
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.adapters.saving import save_adapter
 
 Item = tuple[str | None, list[int], SamplingParams]
 """A request: its text where it has one, its token ids, its parameters."""
+LoRAs = LoRARequest | Sequence[LoRA | None] | None
+"""One adapter for all prompts, or for each prompt one, several or none."""
+
+_adapter_ids = itertools.count(-1, -1)
+"""Below those that callers choose."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM:
+class LLM(Inside):
     """A model ready to generate. Names and meanings are vLLM's; keyword arguments are the fields of EngineConfig.
 
     The engine runs in a thread of its own, so this works in scripts and in notebooks whose event loop is running. If it
@@ -42,6 +58,8 @@ class LLM:
         self.config: EngineConfig = make_config(EngineConfig, model=str(model), **fields)
         self._streams = open_streams(self.config)
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
+        self._adapter_folders: list[tempfile.TemporaryDirectory[str]] = []
+        """Of adapters that were given as arrays; they are removed with this object."""
         weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
 
     @property
@@ -54,6 +72,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        lora_request: LoRAs = None,
+        *,
+        capture: CaptureRequest | None = None,
+        positions: str | Sequence[int] = "all",
+        steer: Steers = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, batched; the outputs are in the order of the prompts.
 
@@ -61,27 +84,39 @@ class LLM:
             prompts: a text, a list of token ids, `{"prompt_token_ids": [...]}`, or a list of those.
             sampling_params: one for all, or one a prompt; by default the model's own.
             use_tqdm: show a progress bar with tokens a second.
+            lora_request: the adapter of all prompts, or for each prompt one, a list of several, or None.
+            capture: activations to give with each completion, in its `captures`: `{"residual": [3, 12]}`; see
+                `capture`.
+            positions: of which tokens, prompt and completion counted together: "all", "prompt", "generated", "last" (of
+                the prompt), or numbers. Tokens from the first of them on are not taken from the prefix cache.
+            steer: what is added to the residual stream of all prompts, or for each prompt one Steer, several, or None.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be honoured; nothing is run then.
             EngineDeadError: the engine has died, or runs in the process that this one was forked from.
         """
         self._streams.check_process()
-        items = _as_list(prompts)
+        items = prompt_list(prompts)
         params = self._params(sampling_params, len(items))
+        adapters = _adapters(lora_request, len(items))
         pairs = [prompt_ids(item, self.tokenizer) for item in items]
-        return self._run([(text, ids, p) for (text, ids), p in zip(pairs, params, strict=True)], use_tqdm)
+        requests = [(text, ids, p) for (text, ids), p in zip(pairs, params, strict=True)]
+        wanted = None if capture is None else read_capture(capture, positions, self.info.num_layers)
+        steers = steers_of(steer, len(items))
+        return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers)
 
     def chat(
         self,
         messages: list[dict] | list[list[dict]],
         sampling_params: Params = None,
         use_tqdm: bool = True,
+        lora_request: LoRAs = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        steer: Steers = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered through the model's chat template.
 
@@ -92,6 +127,7 @@ class LLM:
             InvalidRequestError: the model has no chat template, or it refuses the messages.
         """
         self._streams.check_process()
+        refuse_text(self.info.tasks)
         tokenizer = self.get_tokenizer()
         conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params(sampling_params, len(conversations))
@@ -110,7 +146,9 @@ class LLM:
             continued = continued if isinstance(continued, str) else ""
             asked = constrained_answer(p, reasoning, text, continued=continued, thinks=thinks)
             requests.append((text, tokenizer.encode_chat(text), asked))
-        return self._run(requests, use_tqdm)
+        count = len(requests)
+        adapters, steers = _adapters(lora_request, count), steers_of(steer, count)
+        return self._run(requests, use_tqdm, adapters=adapters, steers=steers)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.
@@ -119,7 +157,7 @@ class LLM:
             InvalidRequestError: a prompt cannot be honoured, or leaves no room for max_tokens; nothing is run then.
         """
         self._streams.check_process()
-        pairs = [prompt_ids(item, self.tokenizer) for item in _as_list(prompts)]
+        pairs = [prompt_ids(item, self.tokenizer) for item in prompt_list(prompts)]
         for _, ids in pairs:
             if len(ids) + params.max_tokens > self.info.max_model_len:
                 raise InvalidRequestError(
@@ -133,14 +171,20 @@ class LLM:
         shown = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens, logprobs=count)
         return self._run([(text, ids, shown) for text, ids in pairs], False, params)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, prompt_name: str | None = None
+    ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, pooled and scaled as the checkpoint asks; else the last token's, of unit length.
 
+        `prompt_name` is what sentence-transformers' files call the words that the model wants before each text, such as
+        "query"; without it those that the files make the default.
+
         Raises:
-            InvalidRequestError: a prompt cannot be honoured; nothing is run then.
+            InvalidRequestError: a prompt cannot be honoured, or has no text and a `prompt_name`; nothing is run then.
         """
         tasks = self.info.tasks
-        requests = self._pooling_requests(prompts, PoolingParams(kind=tasks.pooling))
+        items = [_preceded(item, tasks.prompt(prompt_name), prompt_name) for item in prompt_list(prompts)]
+        requests = self._pooling_requests(items, PoolingParams(kind=tasks.pooling))
         return [
             EmbeddingRequestOutput(
                 request.request_id,
@@ -152,14 +196,49 @@ class LLM:
         ]
 
     def pool(
-        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams | None = None, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        second_texts: Sequence[int] = (),
     ) -> list[PooledOutput]:
         """Values read off the hidden states of one prompt or many, as they are; in the order of the prompts.
+
+        Where prompts are pairs of texts, `second_texts` says of each at which token the second begins, for encoders
+        that tell them apart: `llm.get_tokenizer().encode_pair(query, document)` gives both.
 
         Raises:
             InvalidRequestError: a prompt or `pooling` cannot be honoured; nothing is run then.
         """
-        return self._pool(self._pooling_requests(prompts, pooling or PoolingParams()), use_tqdm)
+        return self._pool(self._pooling_requests(prompts, pooling or PoolingParams(), second_texts), use_tqdm)
+
+    def add_lora(
+        self,
+        name: str,
+        source: str | PathLike[str] | Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        scale: float = 1.0,
+    ) -> LoRARequest:
+        """An adapter that is read and checked now, to be given to `generate` and `chat` as their `lora_request`.
+
+        Args:
+            source: a folder that PEFT saved, a GGUF adapter, or arrays by the names that PEFT gives them.
+            config: of arrays, what PEFT's adapter_config.json would say, such as {"r": 8, "lora_alpha": 16}.
+            scale: how much of it is added.
+
+        Raises:
+            InvalidRequestError: it cannot be read, or not be used with this model.
+        """
+        if isinstance(source, Mapping):
+            folder = tempfile.TemporaryDirectory(prefix="jaxllm-adapter-")
+            self._adapter_folders.append(folder)
+            save_adapter(Path(folder.name), source, config or {})
+            source = folder.name
+        request = LoRARequest(name, next(_adapter_ids), in_home(source).absolute(), scale)
+        self._run([(None, [0], SamplingParams(max_tokens=1))], False, adapters=[(request.use,)])
+        return request
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -190,6 +269,7 @@ class LLM:
             ConfigError, ModelNotFoundError, CheckpointError: it could not start.
         """
         self._streams.restart()
+        self._open = None
 
     def __enter__(self) -> LLM:
         return self
@@ -207,15 +287,33 @@ class LLM:
             )
         return list(params)
 
-    def _run(self, items: list[Item], use_tqdm: bool, search: BeamSearchParams | None = None) -> list[RequestOutput]:
+    def _run(
+        self,
+        items: list[Item],
+        use_tqdm: bool,
+        search: BeamSearchParams | None = None,
+        adapters: Sequence[tuple[AdapterUse, ...]] = (),
+        capture: CaptureParams | None = None,
+        steers: Sequence[Sequence[Steer]] = (),
+    ) -> list[RequestOutput]:
         for _, ids, params in items:
             check_request(self.info, self.tokenizer, ids, params)
+            if capture is not None:
+                check_capture(self.info, ids, capture)
+        nobody: list[list[Steer]] = [[]] * len(items)
         requests = [
-            EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling_params=params)
-            for _, ids, params in items
+            EngineRequest(
+                request_id=uuid.uuid4().hex,
+                prompt_token_ids=ids,
+                sampling_params=params,
+                adapters=uses,
+                capture=capture,
+                steering=self._steering(own, len(ids)),
+            )
+            for (_, ids, params), uses, own in zip(items, adapters or [()] * len(items), steers or nobody, strict=True)
         ]
         collectors = [
-            Collector(request.request_id, text, ids, params, self.tokenizer)
+            Collector(request.request_id, text, ids, params, self.tokenizer, capture, self.info.hidden_size)
             for request, (text, ids, params) in zip(requests, items, strict=True)
         ]
         places = [(collector, choice) for collector in collectors for choice in range(len(collector.output.outputs))]
@@ -229,14 +327,19 @@ class LLM:
             stream = Stream(self._streams, requests)
         else:
             stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
-        _drive(stream, take, len(items), use_tqdm)
+        drive(stream, take, len(items), use_tqdm)
         return [collector.output for collector in collectors]
 
-    def _pooling_requests(self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams) -> list[EngineRequest]:
+    def _pooling_requests(
+        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams, second_texts: Sequence[int] = ()
+    ) -> list[EngineRequest]:
         self._streams.check_process()
-        all_ids = [prompt_ids(item, self.tokenizer)[1] for item in _as_list(prompts)]
-        check_pooling(self.info, all_ids, pooling)
-        return [EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, pooling=pooling) for ids in all_ids]
+        all_ids = [prompt_ids(item, self.tokenizer)[1] for item in prompt_list(prompts)]
+        check_pooling(self.info, all_ids, pooling, second_texts)
+        return [
+            EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, pooling=pooling, second_text=second)
+            for ids, second in zip(all_ids, second_texts or [0] * len(all_ids), strict=True)
+        ]
 
     def _pool(self, requests: list[EngineRequest], use_tqdm: bool) -> list[PooledOutput]:
         found: dict[int, PooledOutput] = {}
@@ -245,37 +348,31 @@ class LLM:
             found[sequence] = pooled_output(delta)
             return True
 
-        _drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
         return [found[at] for at in range(len(requests))]
 
 
-def _drive(stream: Stream, take: Callable[[int, TokenDelta], bool], total: int, use_tqdm: bool) -> None:
-    """Hand a stream's deltas to `take`, which says whether one completes its request, under a progress bar."""
-    from tqdm.auto import tqdm
-
-    generated = 0
-    with stream, tqdm(total=total, desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
-        for events in stream:
-            for sequence, delta in events:
-                if delta.error is not None:
-                    raise failure(delta)
-                generated += len(delta.token_ids)
-                if take(sequence, delta):
-                    if generated:
-                        bar.set_postfix_str(
-                            f"{generated / max(bar.format_dict['elapsed'], 1e-9):,.0f} tok/s", refresh=False
-                        )
-                    bar.update()
+def _adapters(given: LoRAs, count: int) -> list[tuple[AdapterUse, ...]]:
+    """The adapters of each of `count` prompts."""
+    if given is None or isinstance(given, LoRARequest):
+        return [adapter_uses(given)] * count
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"lora_request has {len(given)} entries for {count} prompts; give one, or one a prompt",
+            param="lora_request",
+        )
+    return [adapter_uses(entry) for entry in given]
 
 
-def _is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a list of prompts; a list of integers is one prompt."""
-    return not isinstance(prompts, (str, dict)) and not (prompts and all(isinstance(i, int) for i in prompts))
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """One prompt or many -> many."""
-    return list(prompts) if _is_many(prompts) else [prompts]
+def _preceded(prompt: Prompt, before: str, name: str | None) -> Prompt:
+    """A prompt with `before` in front of its text."""
+    if isinstance(prompt, str):
+        return before + prompt
+    if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str) and "prompt_token_ids" not in prompt:
+        return before + prompt["prompt"]
+    if name is not None:
+        raise InvalidRequestError("prompt_name goes with texts, not with token ids", param="prompt_name")
+    return prompt
 
 
 _engines: dict[tuple, LLM] = {}
@@ -299,4 +396,4 @@ def generate(
     llm = _engines[key]
     params = SamplingParams(**(llm.info.default_sampling.fields() | {"max_tokens": 128} | sampling))
     texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    return texts if _is_many(prompts) else texts[0]
+    return texts if is_many(prompts) else texts[0]

@@ -67,13 +67,30 @@ def cores(root: Path = _ROOT) -> Cores:
     one would leave a third of it unused. `root` is as in `memory`.
     """
     allowed, quota = allowed_cores(), _quota(root)
-    return quota if quota is not None and quota.usable < allowed else Cores(allowed)
+    if quota is None:
+        return Cores(allowed)
+    usable = max(1, math.ceil(quota.cores / _sharers))
+    return Cores(usable, quota.file) if usable < allowed else Cores(allowed)
+
+
+def share_quota(processes: int) -> None:
+    """From now on this process counts on its part of the quota alone, which it shares with others like it."""
+    global _sharers
+    _sharers = processes
+
+
+_sharers = 1
+
+
+class _Quota(NamedTuple):
+    cores: float
+    file: Path
 
 
 @cache
-def _quota(root: Path) -> Cores | None:
+def _quota(root: Path) -> _Quota | None:
     """The smallest quota, read once: the kernels ask for each matrix that is loaded."""
-    found: Cores | None = None
+    found: _Quota | None = None
     for group, version in _groups(root, "cpu"):
         if version == 2:
             file = group / "cpu.max"
@@ -82,8 +99,8 @@ def _quota(root: Path) -> Cores | None:
             file = group / "cpu.cfs_quota_us"
             quota, period = _text(file), _text(group / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal() and int(period):
-            count = max(1, math.ceil(int(quota) / int(period)))
-            found = Cores(count, file) if found is None or count < found.usable else found
+            share = int(quota) / int(period)
+            found = _Quota(share, file) if found is None or share < found.cores else found
     return found
 
 

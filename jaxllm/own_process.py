@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 
 if sys.platform == "win32":
@@ -26,15 +27,16 @@ def command(module: str, *arguments: str) -> list[str]:
 class PipedProcess:
     """Runs `main(pipe, *arguments)`, a function of a module; `pipe` is this end of the connection between the two.
 
-    It ends with `kill`, with this object and with the program. Any thread may call any method.
+    The process has the open files of `inherited` by the same numbers, but not on Windows. It ends with `kill`, with
+    this object and with the program. Any thread may call any method.
     """
 
-    def __init__(self, main: Callable[..., None], *arguments: object) -> None:
+    def __init__(self, main: Callable[..., None], *arguments: object, inherited: Sequence[int] = ()) -> None:
         if main.__module__ == "__main__":
             raise ValueError(f"{main.__qualname__} must be a function of a module: the program itself is not run again")
         self.pipe, theirs = Pipe()
         try:
-            self._process = _start(theirs)
+            self._process = _start(theirs, inherited)
         finally:
             theirs.close()
         weakref.finalize(self, _kill, self._process, os.getpid())
@@ -75,7 +77,9 @@ def kill_all() -> None:
 
 
 def enter(handle: int) -> None:
-    """The whole work of a PipedProcess."""
+    """The whole work of a PipedProcess. A terminal or a service manager signals all processes: its owner ends it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "win32":
         pipe = PipeConnection(handle)
     else:
@@ -87,7 +91,7 @@ def enter(handle: int) -> None:
     main(pipe, *arguments)
 
 
-def _start(theirs: Connection) -> subprocess.Popen[bytes]:
+def _start(theirs: Connection, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     """A process that has inherited the other end of a connection."""
     handle = theirs.fileno()
     line = _python(f"from jaxllm.own_process import enter; enter({handle})")
@@ -95,7 +99,7 @@ def _start(theirs: Connection) -> subprocess.Popen[bytes]:
         os.set_handle_inheritable(handle, True)
         inherited = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle]})
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, startupinfo=inherited)
-    return subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[handle])
+    return subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[handle, *inherited])
 
 
 def _python(code: str) -> list[str]:

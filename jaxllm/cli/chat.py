@@ -19,6 +19,7 @@ from jaxllm.cli.sampling import sampling_params, takes_sampling
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
+from jaxllm.folders import in_home
 
 ChatHistory = list[dict[str, str]]
 
@@ -272,7 +273,7 @@ class Chat:
 def _file(command: str, text: str) -> Path:
     if not text:
         raise ConfigError(f"{command} needs a file: {command} chat.json")
-    return Path(text).expanduser()
+    return in_home(text)
 
 
 def _value(text: str) -> Any:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
+from jaxllm.setting_values import format_bytes
 
 
 @takes_settings(EngineConfig)

@@ -8,7 +8,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.cli.table import print_table
+from jaxllm.config import EngineConfig
+from jaxllm.setting_values import format_bytes
 
 
 @takes_settings(EngineConfig, positional_model=False, only=("download_dir",))
@@ -28,12 +30,13 @@ def list_models(
     if json_output:
         print(json.dumps([model._asdict() for model in models], default=str))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("name", "size", "what")
-    table.add_column("where", overflow="fold")
-    for model in models:
-        where = str(model.path or f"not fetched: jaxllm pull {model.name}")
-        table.add_row(model.name, format_bytes(model.nbytes), model.about, where)
-    Console().print(table)
+    rows = [
+        (
+            model.name,
+            format_bytes(model.nbytes),
+            model.about,
+            str(model.path or f"not fetched: jaxllm pull {model.name}"),
+        )
+        for model in models
+    ]
+    print_table(("name", "size", "what", "where"), rows)

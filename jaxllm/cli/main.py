@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 from cyclopts.exceptions import UnusedCliTokensError
 
+from jaxllm import logs
 from jaxllm.cli.bench import bench
 from jaxllm.cli.chat import chat
 from jaxllm.cli.common_help import HELP_ALL, CommonFirst, has_rare, takes_help_all
@@ -15,6 +17,7 @@ from jaxllm.cli.compile import compile
 from jaxllm.cli.completion import completion_of
 from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
+from jaxllm.cli.keys import keys
 from jaxllm.cli.list import list_models
 from jaxllm.cli.models import models
 from jaxllm.cli.plan import plan
@@ -24,10 +27,14 @@ from jaxllm.cli.pull import pull
 from jaxllm.cli.rm import rm
 from jaxllm.cli.serve import serve
 from jaxllm.cli.show import show
+from jaxllm.cli.store import store
 from jaxllm.cli.streams import OUTPUT, prepare_streams
 from jaxllm.cli.vllm_flags import translated
-from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.cli.wrong_values import in_words
+from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.threads import note_exit_status
+
+logger = logging.getLogger(__name__)
 
 FAILED = 1
 USAGE_ERROR = 2
@@ -48,7 +55,9 @@ app = App(
     "shows rarer settings too.",
     version=version,
 )
-for command in (serve, generate, chat, pull, show, rm, ps, convert, compile, models, plan, bench, profile):
+for command in (
+    serve, generate, chat, pull, show, rm, ps, convert, compile, models, keys, plan, bench, profile, store,
+):  # fmt: skip
     app.command(command)
 app.command(completion_of(app))
 app.command(list_models, name="list")
@@ -68,8 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UnusedCliTokensError as error:
         _refuse(ConfigError(f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}; see --help"))
     except CycloptsError as error:
-        error.verbose = False
-        _refuse(error)
+        _refuse(ConfigError(in_words(error)))
+    except EngineDeadError as error:
+        _refuse(error, FAILED)
     except JaxLLMError as error:
         _refuse(error)
     except KeyboardInterrupt:
@@ -95,7 +105,11 @@ def run() -> None:
 
 
 def _refuse(error: Exception, status: int = USAGE_ERROR) -> None:
-    print(f"jaxllm: error: {' '.join(str(error).split())}", file=sys.stderr)
+    line = " ".join(str(error).split())
+    if logs.settings().format == "json":
+        logger.critical(line)
+    else:
+        print(f"jaxllm: error: {line}", file=sys.stderr)
     sys.exit(status)
 
 

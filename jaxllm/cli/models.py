@@ -1,14 +1,18 @@
-"""`jaxllm models`: which model families there are, or which models a server has."""
+"""`jaxllm models`: which model families there are, whether one has a given model, or which models a server has."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from jaxllm.cli.documentation import documented
+from jaxllm.cli.table import print_table
+from jaxllm.errors import ConfigError
+from jaxllm.folders import in_home
 
 FIELDS = ("name", "models", "architectures", "model_types", "layer_types", "gguf_architectures")
 """What a family says about itself; its other fields are functions."""
@@ -17,23 +21,43 @@ FIELDS = ("name", "models", "architectures", "model_types", "layer_types", "gguf
 @documented
 def models(
     *,
+    check: Path | None = None,
     server: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """List the model families: what they serve, their Hugging Face classes, and the formats they load from.
 
-    With --server list the models of a running server, and whether each is loaded.
+    With --check say of one model whether it is served; the exit code is 1 where it is not. With --server list the
+    models of a running server, and whether each is loaded.
 
     Args:
+        check: A config.json, a folder that holds one, or a GGUF file. What the model needs and no family has is named,
+            with the family that is nearest; weights are not read.
         server: The address of a running server, as http://127.0.0.1:8000.
         api_key: The key that the server asks for.
         json_output: Print a JSON array instead of a table.
     """
-    if server is None:
+    if check is not None and server is not None:
+        raise ConfigError(f"--check is {str(check)!r} and --server is {server!r}; accepted is one of them")
+    if check is not None:
+        _check(check, json_output)
+    elif server is None:
         _list_families(json_output)
     else:
         _list_served(asyncio.run(_served(server, api_key)), json_output)
+
+
+def _check(path: Path, json_output: bool) -> None:
+    from jaxllm.models.verdict import verdict
+
+    found = verdict(in_home(path))
+    if json_output:
+        print(json.dumps(found._asdict() | {"path": str(path), "family": found.family.name}))
+    else:
+        print(f"{path}: {found}")
+    if not found.served:
+        raise SystemExit(1)
 
 
 def _list_families(json_output: bool) -> None:
@@ -42,14 +66,11 @@ def _list_families(json_output: bool) -> None:
     if json_output:
         print(json.dumps([{name: getattr(family, name) for name in FIELDS} for family in FAMILIES]))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("family", "models", "Hugging Face class", "GGUF architecture")
-    for family in FAMILIES:
-        gguf = "\n".join(family.gguf_architectures) or "–"
-        table.add_row(family.name, family.models, "\n".join(family.architectures), gguf)
-    Console().print(table)
+    rows = [
+        (family.name, family.models, "\n".join(family.architectures), "\n".join(family.gguf_architectures) or "–")
+        for family in FAMILIES
+    ]
+    print_table(("family", "models", "Hugging Face class", "GGUF architecture"), rows)
 
 
 async def _served(url: str, api_key: str | None) -> list[dict[str, Any]]:
@@ -63,16 +84,13 @@ def _list_served(found: list[dict[str, Any]], json_output: bool) -> None:
     if json_output:
         print(json.dumps(found))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("name", "model", "status", "context")
+    rows = []
     for model in found:
-        context = model.get("max_model_len")
-        row = (model["id"], model.get("root", "–"), _status(model), "–" if context is None else f"{context:,}")
-        table.add_row(*map(escape, row))
-    Console().print(table)
+        context, parent = model.get("max_model_len"), model.get("parent")
+        root = model.get("root") or "–"
+        root = f"adapter of {parent}: {root}" if parent else root
+        rows.append((model["id"], root, _status(model), "–" if context is None else f"{context:,}"))
+    print_table(("name", "model", "status", "context"), rows)
 
 
 def _status(model: dict[str, Any]) -> str:

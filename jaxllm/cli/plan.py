@@ -8,8 +8,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import EngineConfig, format_bytes, parse_bytes
+from jaxllm.cli.table import print_table
+from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.setting_values import format_bytes, parse_bytes
 
 
 @takes_settings(EngineConfig)
@@ -36,22 +38,12 @@ def plan(
         more = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
         print(json.dumps(sizes | more, default=str))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "", title=f"Plan for {config.model}", show_header=False, title_justify="left")
-    for name, value in sizes.items():
-        table.add_row(name.replace("_", " "), readable(name, value))
-    console = Console()
-    console.print(table)
+    rows = [(name.replace("_", " "), readable(name, value)) for name, value in sizes.items()]
+    print_table(("", ""), rows, title=f"Plan for {config.model}")
     how = "stated" if stated else "measured"
     title = f"By --isq, at {bandwidth / 1e9:,.0f} GB/s ({how}); a decode of one sequence reads all weights once a token"
-    compared = Table(
-        "weights", "memory", "bits", "longest context", "tokens/s at most", title=title, title_justify="left"
-    )
-    for row in table_rows(schemes):
-        compared.add_row(*row)
-    console.print(compared)
+    headings = ("weights", "memory", "bits", "longest context", "tokens/s at most")
+    print_table(headings, table_rows(schemes), title=title)
 
 
 def _bytes_per_second(text: str) -> int:

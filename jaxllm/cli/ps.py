@@ -8,7 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from jaxllm.cli.documentation import documented
-from jaxllm.config import format_bytes
+from jaxllm.cli.table import print_table
+from jaxllm.setting_values import format_bytes
 
 
 @documented
@@ -24,10 +25,10 @@ def ps(*, json_output: Annotated[bool, Parameter(name="--json", negative=())] = 
     if json_output:
         print(json.dumps([server._asdict() for server in servers]))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("pid", "models", "address", "memory")
-    for server in servers:
-        table.add_row(str(server.pid), ", ".join(server.models), server.address, format_bytes(server.nbytes))
-    Console().print(table if servers else "no server runs")
+    if not servers:
+        print("no server runs")
+        return
+    rows = [
+        (str(server.pid), ", ".join(server.models), server.address, format_bytes(server.nbytes)) for server in servers
+    ]
+    print_table(("pid", "models", "address", "memory"), rows)

@@ -7,7 +7,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.cli.table import print_table
+from jaxllm.config import EngineConfig
+from jaxllm.setting_values import format_bytes
 
 
 @takes_settings(EngineConfig, only=("model", "tokenizer", "revision", "download_dir"))
@@ -32,13 +34,10 @@ def pull(
 
 
 def _list_built_in(config: EngineConfig) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from jaxllm.weights.source import list_builtin_models
 
-    table = Table("name", "what", "size", "licence")
-    table.add_column("downloaded to", overflow="fold")
-    for row in list_builtin_models(config.download_dir):
-        table.add_row(row.name, row.about, format_bytes(row.nbytes), row.license, str(row.path or "–"))
-    Console().print(table)
+    rows = [
+        (row.name, row.about, format_bytes(row.nbytes), row.license, str(row.path or "–"))
+        for row in list_builtin_models(config.download_dir)
+    ]
+    print_table(("name", "what", "size", "licence", "downloaded to"), rows)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from jaxllm.cli.agreement import agrees
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.setting_values import format_bytes
 
 
 @takes_settings(EngineConfig, only=("model", "download_dir"))
@@ -28,14 +29,8 @@ def rm(
     if "model" not in config.model_fields_set:
         raise ConfigError("rm needs the name of a model; `jaxllm list` shows them")
     model = find_local(config.model, config.download_dir)
-    if not yes and not _agrees(f"Remove {model.name} ({format_bytes(model.nbytes)}) from {model.path}? [y/N] "):
+    if not yes and not agrees("rm", f"Remove {model.name} ({format_bytes(model.nbytes)}) from {model.path}? [y/N] "):
         print("kept")
         return
     remove_local(config.model, config.download_dir)
     print(f"removed {model.name}")
-
-
-def _agrees(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise ConfigError("rm asks before it removes, and standard input is no terminal; say --yes")
-    return input(question).strip().lower() in ("y", "yes")

@@ -81,7 +81,7 @@ def sampling_flags() -> list[inspect.Parameter]:
 def _token_ids(_: type, logit_bias: dict[str, float] | None) -> None:
     if not all(token.isdigit() for token in logit_bias or ()):
         raise ValueError(
-            "It must map token ids to numbers, as in --logit-bias.42 -1.5 or --logit-bias '{\"42\": -1.5}'"
+            "it must map token ids to numbers, as in --logit-bias.42 -1.5 or --logit-bias '{\"42\": -1.5}'"
         )
 
 

@@ -19,14 +19,25 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.cli.documentation import documentation
 from jaxllm.cli.yaml_file import read_yaml
-from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, did_you_mean, parse_bytes, sections
+from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, sections
 from jaxllm.errors import ConfigError
+from jaxllm.folders import in_home
+from jaxllm.setting_values import parse_bytes
+from jaxllm.wording import did_you_mean, wrong_setting
 
 Config = TypeVar("Config", bound=EngineConfig)
 
 ENV_PREFIX = "JAXLLM_"
 
-_METAVARS = {str: "TEXT", int: "NUMBER", float: "NUMBER", Path: "PATH", frozenset: "NUMBERS", dict: "JSON"}
+_METAVARS = {
+    str: "TEXT",
+    int: "NUMBER",
+    float: "NUMBER",
+    Path: "PATH",
+    frozenset: "NUMBERS",
+    dict: "JSON",
+    tuple: "NAME=PATH",
+}
 """What a value is called in --help, by the type of its setting; objects are given as JSON."""
 
 COMMAND_GROUP = Group("Command", sort_key=0)
@@ -107,7 +118,7 @@ def read_settings(
         return schema(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        accepted = first["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
+        accepted = wrong_setting(first)
         if not first["loc"]:  # a rule about several fields at once
             raise ConfigError(accepted) from None
         name, *inside = map(str, first["loc"])
@@ -136,7 +147,7 @@ def _from_text(text: str, field: FieldInfo) -> Any:
     if text.lower() in ("null", "none") and type(None) in types:
         return None
     if Path in types:
-        return Path(text).expanduser()
+        return in_home(text)
     return next((choice for choice in _choices(field.annotation) if str(choice) == text), text)
 
 

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.config import EngineConfig, format_bytes
+from jaxllm.cli.table import print_table
+from jaxllm.config import EngineConfig
+from jaxllm.setting_values import format_bytes
 
 
 @takes_settings(EngineConfig, only=("model", "download_dir"))
@@ -28,13 +30,7 @@ def show(
     if json_output:
         print(json.dumps(facts, default=str))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "", show_header=False)
-    for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _readable(name, value))
-    Console().print(table)
+    print_table(("", ""), [(name.replace("_", " "), _readable(name, value)) for name, value in facts.items()])
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:

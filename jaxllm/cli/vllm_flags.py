@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -11,8 +12,11 @@ logger = logging.getLogger(__name__)
 
 RENAMED: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
+    "-dp": "--data-parallel-size",
     "-q": "--quantization",
     "-ep": "--enable-expert-parallel",
+    "--nnodes": "--num-processes",
+    "--node-rank": "--process-id",
     "--enable-log-requests": "--enable-request-logging",
     "--kv-cache-memory-bytes": "--kv-cache-memory",
 }
@@ -20,23 +24,24 @@ RENAMED: Mapping[str, str] = {
 
 ALWAYS_SO: Mapping[str, str] = {
     "--enable-auto-tool-choice": "the model always chooses where the request lets it; see --tool-call-parser",
+    "--headless": "of several processes only the first answers requests; see --process-id",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--async-scheduling": "the next step is always dispatched before the last one is read",
-    "--disable-log-requests": "requests are logged with --enable-request-logging only",
-    "--no-enable-log-requests": "requests are logged with --enable-request-logging only",
+    "--disable-log-requests": "requests are logged with --enable-request-logging or --log-format json only",
+    "--no-enable-log-requests": "requests are logged with --enable-request-logging or --log-format json only",
     "--disable-log-stats": "statistics are never logged; /metrics has them",
-    "--disable-uvicorn-access-log": "requests are logged with --enable-request-logging only",
+    "--disable-uvicorn-access-log": "requests are logged with --enable-request-logging or --log-format json only",
     "--enable-prompt-tokens-details": "usage always has cached_tokens",
     "--enable-request-id-headers": "responses always have X-Request-Id",
     "--enable-server-load-tracking": "/load always counts",
+    "--enable-sleep-mode": "/sleep always puts a model to sleep",
 }
 """Switches, and what is so without them."""
 
 _CODE = "it would run code that came with a model or from a file"
-_ONE_PROCESS = "a model runs on the devices of one process; see --tensor-parallel-size"
-_NO_LORA = "adapters are not served"
+_ONE_WAY = "the devices of a model share each layer; see --tensor-parallel-size"
+_STARTED = "mpirun, Slurm or Kubernetes start the processes: see docs/scale.md and --coordinator-address"
 _NO_MEDIA = "models are served for text only"
-_NO_TLS = "the server speaks HTTP; put a proxy that speaks TLS in front, see --root-path"
 _READ = "it is read from the checkpoint"
 _COMPILED = "steps are compiled by XLA; see --enforce-eager, --decode-buckets and --prefill-buckets"
 _ONE_GRAMMAR = "grammars are always llguidance's"
@@ -56,11 +61,11 @@ REFUSED: Mapping[str, str] = {
     "--cuda-graph-sizes": _COMPILED,
     "--compilation-config": _COMPILED,
     "-O": _COMPILED,
-    "--pipeline-parallel-size": _ONE_PROCESS,
-    "-pp": _ONE_PROCESS,
-    "--data-parallel-size": _ONE_PROCESS,
-    "-dp": _ONE_PROCESS,
-    "--distributed-executor-backend": _ONE_PROCESS,
+    "--pipeline-parallel-size": _ONE_WAY,
+    "-pp": _ONE_WAY,
+    "--distributed-executor-backend": _STARTED,
+    "--master-addr": _STARTED,
+    "--master-port": _STARTED,
     "--api-server-count": "one process answers all requests",
     "--disable-frontend-multiprocessing": "see --no-engine-process",
     "--device": "JAX chooses it; the environment variable JAX_PLATFORMS names another",
@@ -74,35 +79,38 @@ REFUSED: Mapping[str, str] = {
     "--override-pooler-config": "see --pooling",
     "--pooler-config": "see --pooling",
     "--calculate-kv-scales": "scales of KV pages are computed as they are written; see --kv-cache-dtype",
-    "--enable-lora": _NO_LORA,
-    "--lora-modules": _NO_LORA,
-    "--max-loras": _NO_LORA,
-    "--max-lora-rank": _NO_LORA,
+    "--fully-sharded-loras": "adapters are small, and whole on each device where their layer's inputs are",
+    "--lora-dtype": "adapters are kept in the model's type; see --dtype",
+    "--enable-tower-connector-lora": _NO_MEDIA,
     "--limit-mm-per-prompt": _NO_MEDIA,
     "--allowed-local-media-path": _NO_MEDIA,
     "--mm-processor-kwargs": _NO_MEDIA,
     "--interleave-mm-strings": _NO_MEDIA,
     "--kv-transfer-config": "KV pages stay in one engine",
-    "--enable-sleep-mode": "an engine cannot be put to sleep",
     "--scheduling-policy": "requests run by their field priority, and in their order where it is the same",
     "--guided-decoding-backend": _ONE_GRAMMAR,
     "--structured-outputs-config": _ONE_GRAMMAR,
     "--return-tokens-as-token-ids": "it is a field of requests",
     "--response-role": "answers are always the assistant's",
-    "--ssl-keyfile": _NO_TLS,
-    "--ssl-certfile": _NO_TLS,
-    "--ssl-ca-certs": _NO_TLS,
+    "--ssl-ciphers": "TLS 1.2 and 1.3 with the ciphers that Python recommends",
+    "--enable-ssl-refresh": "SIGHUP has the certificate read again",
+    "--collect-detailed-traces": "traces always have each phase; see --otlp-traces-endpoint",
     "--uvicorn-log-level": "see --log-level",
-    "--max-log-len": "prompts are never logged",
-    "--enable-log-outputs": "answers are never logged",
+    "--max-log-len": "prompts are logged whole or not at all; see --log-prompts",
+    "--enable-log-outputs": "see --log-prompts, which logs prompts and answers",
     "--disable-fastapi-docs": "/docs is always there; it tells nothing that the documentation does not",
 }
 """Flags that are not taken, and why."""
 
 
+LORA_MODULES = "--lora-modules"
+"""Takes several values in vLLM, one after the other."""
+
+
 def translated(arguments: Sequence[str]) -> list[str]:
     """A command line in our own words. Raises ConfigError for a flag that cannot be honoured."""
     found: list[str] = []
+    arguments = _with_modules_joined(arguments)
     for at, argument in enumerate(arguments):
         if argument == "--":
             return [*found, *arguments[at:]]
@@ -116,4 +124,22 @@ def translated(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"{name} is {value!r}; it takes no value")
         else:
             logger.warning("%s has no effect: %s", name, ALWAYS_SO[name])
+    return found
+
+
+def _with_modules_joined(arguments: Sequence[str]) -> list[str]:
+    """`--lora-modules a=x b=y` -> `--lora-modules ["a=x", "b=y"]`: all that follow and look like a module."""
+    found: list[str] = []
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        found.append(argument)
+        if argument == "--":
+            return found + left
+        if argument.replace("_", "-") != LORA_MODULES:
+            continue
+        modules = []
+        while left and not left[0].startswith("-") and ("=" in left[0] or left[0].startswith("{")):
+            modules.append(left.pop(0))
+        found += modules if len(modules) < 2 else [json.dumps(modules)]
     return found

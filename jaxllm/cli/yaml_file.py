@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.cli.vllm_flags import REFUSED
-from jaxllm.config import ServeConfig, did_you_mean
+from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.wording import did_you_mean
 from jaxllm.yaml_file import read_mapping
 
 

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxllm.config import did_you_mean
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.mcp.settings import LABEL, ServerSettings, Transport
+from jaxllm.wording import did_you_mean, wrong_setting
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +159,9 @@ def _entry(place: str, value: Any) -> Entry:
             raise ConfigError(
                 f"{place}: unknown field {one_line(name)!r}{did_you_mean(name, Entry.model_fields)}"
             ) from None
-        accepted = first["msg"].replace("Input should", "it must")
         secret = first["loc"][0] in ("env", "auth", "headers", "url")
         shown = "not what it must be" if secret else one_line(json.dumps(first["input"]), 80)
-        raise ConfigError(f"{place}: {one_line(name)} is {shown}: {accepted}") from None
+        raise ConfigError(f"{place}: {one_line(name)} is {shown}: {wrong_setting(first)}") from None
 
 
 def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str], folder: Path | None) -> ServerSettings:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
@@ -12,8 +13,10 @@ from fastapi.security import HTTPBearer
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 
-from jaxllm.config import ServerConfig, comma_separated
-from jaxllm.serving import health, llama_cpp, sagemaker, server_info
+from jaxllm.config import ServerConfig
+from jaxllm.serving import health, key_usage, llama_cpp, lora, sagemaker, server_info, sleeping
+from jaxllm.serving.access.audit import Audited
+from jaxllm.serving.access.usage_store import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.api_page.routes import make_router as make_api_page_router
 from jaxllm.serving.batches import files
@@ -24,6 +27,7 @@ from jaxllm.serving.http.errors import install_error_handlers
 from jaxllm.serving.http.openapi import install_openapi
 from jaxllm.serving.http.origins import OriginGuard
 from jaxllm.serving.http.prefix import ProxyPrefix
+from jaxllm.serving.http.records import Observer, Records
 from jaxllm.serving.http.request_id import RequestIds
 from jaxllm.serving.http.same_route import SameRoute
 from jaxllm.serving.http.streaming import ClientDisconnected
@@ -33,42 +37,60 @@ from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import embeddings, scoring
 from jaxllm.serving.pooling.pairs import score_method
 from jaxllm.serving.registry import Registry
+from jaxllm.serving.request_log import log_request
 from jaxllm.serving.responses import conversations
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database, sqlite_url
+from jaxllm.serving.store.retention import Retention
+from jaxllm.serving.stored import deleters
+from jaxllm.serving.telemetry import Telemetry
 from jaxllm.serving.web.routes import make_router as make_web_router
+from jaxllm.setting_values import comma_separated
 
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
     anthropic.router, embeddings.router, scoring.router, files.upload_router, files.router,
-    batches.router, mcp.router, llama_cpp.router, server_info.router, sagemaker.router,
+    batches.router, mcp.router, llama_cpp.router, server_info.router, sagemaker.router, sleeping.router,
+    key_usage.router, lora.router, lora.list_router,
 )  # fmt: skip
 
 
 def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     """The server's routes over running engines; the caller shuts down those that run when the server has ended.
 
-    Raises ConfigError when config.mcp_config cannot be used, or a model's score_method does not suit it.
+    Raises ConfigError when a file, a store or a collector that the settings name cannot be used, or a model's
+    score_method does not suit it.
     """
     for model in registry.loaded:
         score_method(model.config, model.engine.info.tasks)
     state = ServerState(config, registry)
+    telemetry = Telemetry(config) if config.sends_telemetry else None
     database = Database(config.database_url or sqlite_url(config.data_dir))
+    retention = Retention(database, deleters(database, config.data_dir), config.store_retention)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if database.exists:
+            await database.open()  # whatever keeps it from being used ends the server now
+        retention.start()
+        await state.limits.check()
+        app.state.usage.start()
         await app.state.batches.resume()
         await state.tool_servers.start()
         registry.loader.start()
         yield
         await app.state.batches.close()
         await app.state.responses.background.close()
+        await app.state.usage.close()
+        await retention.close()
         await database.close()
         await state.close()
         await registry.loader.close()
         await registry.check_released()
+        if telemetry is not None:
+            await asyncio.to_thread(telemetry.close)
 
     app = FastAPI(
         title="jaxllm",
@@ -82,7 +104,9 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
     app.state.metrics = collector_registry(registry, vllm_names=config.vllm_metrics)
-    shown_key = [Security(HTTPBearer(auto_error=False))] if state.api_keys else []
+    has_names = config.api_key_file is not None
+    app.state.usage = UsageStore(state.usage, database, keeps=has_names)
+    shown_key = [Security(HTTPBearer(auto_error=False))] if config.asks_for_key else []
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)
         app.include_router(router, include_in_schema=False)
@@ -92,7 +116,9 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     app.include_router(make_api_page_router())
     if config.web:
         app.include_router(make_web_router())
-    add_guards(app, config)
+    add_guards(app, config, () if telemetry is None else [telemetry])
+    if state.audit is not None:
+        app.add_middleware(Audited, log=state.audit)
     install_error_handlers(app)
     for gone in (ClientDisconnected, ClientDisconnect):  # before the answer, and before the body was complete
         app.add_exception_handler(gone, _nobody_listens)
@@ -100,8 +126,11 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
     return app
 
 
-def add_guards(app: Starlette, config: ServerConfig) -> None:
-    """What every request goes through before it reaches a route, the last one added first."""
+def add_guards(app: Starlette, config: ServerConfig, observers: Sequence[Observer] = ()) -> None:
+    """What every request goes through before it reaches a route, the last one added first.
+
+    `observers` are shown the record of each request when it has ended, and then the log is.
+    """
     app.add_middleware(ContentEncoding)
     app.add_middleware(SameRoute)
     origins = comma_separated(config.allowed_origins)
@@ -109,12 +138,14 @@ def add_guards(app: Starlette, config: ServerConfig) -> None:
         OriginGuard,
         allowed_origins=origins,
         allowed_hosts=comma_separated(config.allowed_hosts) or (["*"] if config.uds is not None else []),
-        has_key=bool(comma_separated(config.api_key)),
+        has_key=config.asks_for_key,
     )
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(ProxyPrefix, root_path=config.root_path)
-    app.add_middleware(RequestIds, logs=config.enable_request_logging)
+    app.add_middleware(RequestIds)
+    shown = [*observers, *([log_request] if config.logs_requests else [])]
+    app.add_middleware(Records, observers=shown, keeps_texts=config.log_prompts)
 
 
 async def _nobody_listens(request: Request, error: Exception) -> Response:

@@ -8,17 +8,18 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
-from jaxllm.config import ModelConfig, ServeConfig, comma_separated, did_you_mean, make_config, part_of
+from jaxllm.config import LoRAModules, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.errors import ConfigError
+from jaxllm.folders import in_home
+from jaxllm.serving.candle_vllm import is_candle_vllm, read_candle_vllm
+from jaxllm.setting_values import SERVED_NAME, comma_separated, is_served_name, split_if_text
 from jaxllm.weights.gguf_parts import gguf_models, whole_name
+from jaxllm.wording import did_you_mean
 from jaxllm.yaml_file import read_mapping
 
+PLACE = ("num_processes", "process_id", "coordinator_address", "cluster", "cluster_secret")
 MODELS = "models"
 """The key of a list of entries; without it the file's keys are the models' names."""
-
-
-def _split(value: Any) -> Any:
-    return comma_separated(value) if isinstance(value, str) else value
 
 
 class CatalogEntry(ModelConfig):
@@ -26,7 +27,7 @@ class CatalogEntry(ModelConfig):
 
     name: str
     """What requests and listings call it."""
-    aliases: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    aliases: Annotated[tuple[str, ...], BeforeValidator(split_if_text)] = ()
     """Other names that requests may use."""
     preload: bool = False
     """Load it before the server is ready."""
@@ -36,6 +37,8 @@ class CatalogEntry(ModelConfig):
     """Serve it without listing it."""
     ttl: Annotated[float, Field(gt=0)] | None = None
     """Seconds without a request after which it is unloaded; null is never. By default model_ttl."""
+    adapters: LoRAModules | None = None
+    """Its LoRA adapters: names with their paths, or a list of objects with name and path."""
 
     @property
     def names(self) -> list[str]:
@@ -45,7 +48,8 @@ class CatalogEntry(ModelConfig):
     def of_model(self) -> ModelConfig:
         """The model's own part, with its names and with a process for its engine."""
         own = part_of(self, ModelConfig)
-        return own.model_copy(update={"served_model_name": ",".join(self.names), "engine_process": True})
+        names = {"served_model_name": ",".join(self.names), "engine_process": True}
+        return own.model_copy(update=names | {"lora_modules": self.adapters})
 
 
 def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
@@ -55,13 +59,21 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
         ConfigError: a file cannot be read, an entry is wrong, two models share a name, or there is no model.
     """
     if config.models is None and config.model_directory is None:
-        for name in ("max_loaded_models", "model_ttl"):
+        for name in ("max_loaded_models", "model_memory", "model_ttl"):
             if name in config.model_fields_set:
                 raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")
         return []
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size is {config.data_parallel_size}: several engines are for a server of one model"
+        )
+    if config.in_group:
+        raise ConfigError(f"num_processes is {config.num_processes}: several processes are for a server of one model")
     if config.engine_process is False:
         raise ConfigError("engine_process is False: with several models each engine has a process of its own")
     given = {name: getattr(config, name) for name in ModelConfig.model_fields if name in config.model_fields_set}
+    if config.lora_modules:
+        raise ConfigError("lora_modules is for servers of one model; models in a file have theirs as adapters")
     model, names = given.pop("model", None), given.pop("served_model_name", None)
     if names is not None and model is None:
         raise ConfigError("served_model_name is the name of MODEL, which is missing; models have theirs in the file")
@@ -80,12 +92,15 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     if not found:
         place = config.models or config.model_directory
         raise ConfigError(f"there is no model to serve in {place}: give a MODEL, or put one there")
-    return _checked(found, config.max_loaded_models)
+    return _checked(found, config.most_loaded_models)
 
 
 def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
     """The entries of a file, each with where it is."""
     document = read_mapping(path, "--models", "names to models, or hold a list of models")
+    if is_candle_vllm(document):
+        yield from ((where, _entry(where, fields, defaults)) for where, fields in read_candle_vllm(path, document))
+        return
     entries = document.get(MODELS, document)
     if others := [key for key in document if key != MODELS and MODELS in document]:
         raise ConfigError(f"{path}: unknown key {others[0]!r} beside {MODELS!r}")
@@ -103,8 +118,12 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
             raise ConfigError(f"{where}: {twice.pop()} is set again; the key is the name")
         entry = named | fields
         for key in entry:
+            if key == "lora_modules":
+                raise ConfigError(f"{where}: lora_modules is called adapters here")
             if key == "served_model_name":
                 raise ConfigError(f"{where}: served_model_name is called name here, and aliases")
+            if key in PLACE:
+                raise ConfigError(f"{where}: {key} is for a server of one model")
             if key not in CatalogEntry.model_fields:
                 raise ConfigError(
                     f"{where}: unknown setting {key!r}{did_you_mean(str(key), CatalogEntry.model_fields)}"
@@ -133,9 +152,11 @@ def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -
         entry: CatalogEntry = make_config(CatalogEntry, **{**defaults, **_expanded(fields)})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if entry.data_parallel_size > 1:
+        raise ConfigError(f"{where}: data_parallel_size is {entry.data_parallel_size}; it is for servers of one model")
     for name in entry.names:
-        if not name or "," in name or name != name.strip():
-            raise ConfigError(f"{where}: {name!r} is no name: it must have no comma, and no space around it")
+        if not is_served_name(name):
+            raise ConfigError(f"{where}: {name!r} is no name: it must be {SERVED_NAME}")
     return entry
 
 
@@ -143,14 +164,12 @@ def _expanded(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The same with home directories in place of ~ where a setting is a path, the model's own too."""
     paths = {name for name, field in ModelConfig.model_fields.items() if Path in get_args(field.annotation)}
     return {
-        name: str(Path(value).expanduser())
-        if isinstance(value, str) and (name in paths or value[:2] == "~/")
-        else value
+        name: str(in_home(value)) if isinstance(value, str) and (name in paths or value[:2] == "~/") else value
         for name, value in fields.items()
     }
 
 
-def _checked(found: list[tuple[str, CatalogEntry]], max_loaded: int) -> list[CatalogEntry]:
+def _checked(found: list[tuple[str, CatalogEntry]], max_loaded: int | None) -> list[CatalogEntry]:
     places: dict[str, str] = {}
     for where, entry in found:
         for name in entry.names:
@@ -158,6 +177,8 @@ def _checked(found: list[tuple[str, CatalogEntry]], max_loaded: int) -> list[Cat
                 raise ConfigError(f"{where}: the name {name!r} is taken by {places[name]}")
             places[name] = where
     entries = [entry for _, entry in found]
+    if max_loaded is None:
+        return entries
     preloaded = sum(entry.preload for entry in entries)
     if preloaded > max_loaded:
         raise ConfigError(f"models to preload are {preloaded}; max_loaded_models is {max_loaded} and must be as many")

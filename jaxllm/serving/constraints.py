@@ -60,7 +60,7 @@ def _constraint(
 
     if choice != "auto" or answer is None:
         return _compiled_calls(lambda: calls(choice), tools)
-    if formats.channels:
+    if formats.channels or (formats.tools and formats.tools.layout.thought):
         raise _needs_choice(answer)
     compiled(answer)
 

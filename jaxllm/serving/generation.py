@@ -13,13 +13,19 @@ from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.engine.front.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
+from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.serving.access.meter import Reservation
+from jaxllm.serving.access.usage import Used
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.records import ModelCall, Record, current_record
+from jaxllm.serving.loadable import Lease
+from jaxllm.serving.phases import Clock, Phases
 from jaxllm.serving.request_metrics import SequenceTimer
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.served_model import stopped
 
 OPENING_SECONDS = 0.1
 """How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
@@ -36,6 +42,10 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0
+    """Tried ahead."""
+    taken_tokens: int = 0
+    """Those of them that were what the model chose."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -43,22 +53,9 @@ class Usage:
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             self.reasoning_tokens + other.reasoning_tokens,
+            self.drafted_tokens + other.drafted_tokens,
+            self.taken_tokens + other.taken_tokens,
         )
-
-
-@dataclass
-class Clock:
-    """When a request's first sequence began to run, and when its first and its last token so far came; seconds."""
-
-    scheduled: float | None = None
-    first: float | None = None
-    last: float | None = None
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        now = time.time()
-        self.scheduled = self.scheduled or delta.first_scheduled_time
-        if delta.token_ids:
-            self.first, self.last = self.first or now, now
 
 
 @dataclass
@@ -105,18 +102,23 @@ class Generation:
     """An async context: entering starts every sequence, leaving aborts those that have not finished.
 
     Choice index of sequence j of prompt i is i * n + j, n being those that are generated: best_of, where the request
-    sets it. Entering raises what the engine says at once: QueueFullError,
-    EngineDeadError, InvalidRequestError. With `prompt_only` the prompts are scored and the one generated token dropped.
-    With `goes_on` it belongs to a request that was accepted before, which is the one that ServedModel.running has.
+    sets it. Entering raises what the engine says at once: QueueFullError, EngineDeadError, InvalidRequestError; and 429
+    where it may use more tokens than its key has left. With `prompt_only` the prompts are scored and the one generated
+    token dropped. With `goes_on` it belongs to a request that was accepted before, which is the one that
+    ServedModel.running has.
+
+    The lease is the request's, who releases it. Raises InvalidRequestError for a priority that its tenant may not have,
+    and for adapters that are not there.
     """
 
     def __init__(
         self,
-        model: ServedModel,
+        lease: Lease,
         prompts: list[Prompt],
         request: GenerationSettings,
         prefix: str,
         *,
+        adapters: tuple[AdapterUse, ...] = (),
         prompt_only: bool = False,
         goes_on: bool = False,
     ):
@@ -126,21 +128,32 @@ class Generation:
         self.num_returned = request.n
         self.created = int(time.time())
         self._request = request
-        self._model = model
+        self._model = model = lease.model
+        self._adapters = lease.adapter_uses(request.lora)
+        self._priority = lease.tenant.priority(request.priority)
+        self._meter = lease.meter
+        self._reservation: Reservation | None = None
         self._prompt_only = prompt_only
         self._goes_on = goes_on
         self._unfinished = set(range(self.num_choices))
-        self.clock = Clock()
+        self._clock = Clock(time.time())
         self._timers = [
-            SequenceTimer(model.metrics, time.time(), len(prompt.token_ids), prompt.params.max_tokens)
+            SequenceTimer(model.metrics, self._clock.arrival, len(prompt.token_ids), prompt.params.max_tokens)
             for prompt in prompts
             for _ in range(self.n)
         ]
         self._stream: Stream | None = None
         self._opening: list[Gain] = []
         self._failure: Exception | None = None
+        self._ended_by = stopped()
+        """What an abort is told as."""
         self._completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
+        self._drafted_tokens = self._taken_tokens = 0
+        self._finish_reasons: dict[int, str] = {}
+        self._texts = [""] * self.num_choices
+        """Of the choices, where the request's record is to have them."""
+        self._record: Record | None = None
 
     @property
     def num_choices(self) -> int:
@@ -148,16 +161,20 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         self._model.check_accepting(goes_on=self._goes_on)
+        self._record = current_record()
         if not self._goes_on:
             self._model.running.add(self)
         try:
+            self._reservation = await self._meter.reserve(self._most_tokens)
             requests = [
                 EngineRequest(
                     request_id=self.id,
                     prompt_token_ids=prompt.token_ids,
                     sampling_params=prompt.params,
-                    priority=self._request.priority,
-                    cache_salt=self._request.cache_salt,
+                    priority=self._priority,
+                    cache_salt=self._meter.tenant.cache_salt(self._request.cache_salt),
+                    group=self._meter.tenant.group,
+                    adapters=self._adapters,
                 )
                 for prompt in self.prompts
             ]
@@ -178,15 +195,22 @@ class Generation:
 
     async def __aexit__(self, *_: object) -> None:
         self._model.running.discard(self)
-        if self._stream is None:
-            return  # it never began
+        reservation, self._reservation = self._reservation, None
+        if self._stream is None:  # it never began
+            await self._meter.settle(reservation, self._model.names[0], Used())
+            return
         self._stream.__exit__()
-        reason = "abort" if self._failure is None else "error"
+        reason = "abort" if self._failure in (None, self._ended_by) else "error"
         for index in self._unfinished:
             self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
         for start in range(0, self.num_choices, self.n):
             longest = max(timer.num_tokens for timer in self._timers[start : start + self.n])
             self._model.metrics.observe("request_max_num_generation_tokens", longest)
+        if self._record is not None:
+            self._record.calls.append(self._call(self._record.keeps_texts, reason))
+        generated = sum(timer.num_tokens for timer in self._timers)
+        used = Used(0, self._prompt_tokens, sum(self._cached_tokens.values()), generated)
+        await self._meter.settle(reservation, self._model.names[0], used)
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[Gain]]:
         """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
@@ -203,19 +227,34 @@ class Generation:
             if gains or self._failure is None:
                 yield self._counted(gains)
 
-    def abort(self) -> None:
-        """Stop now: every unfinished choice ends with finish_reason "abort", which its client sees."""
+    def abort(self, error: APIError) -> None:
+        """Stop now; what reads the answer gets the error after what has come of it."""
+        self._ended_by = error
         if self._stream is not None:
             self._stream.abort()
 
     def usage(self) -> Usage:
         """Tokens of all gains handed out so far; a prompt counts once whatever n is."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         return Usage(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=sum(self._cached_tokens.values()),
+            drafted_tokens=self._drafted_tokens,
+            taken_tokens=self._taken_tokens,
         )
+
+    def phases(self) -> Phases:
+        """Where its time has gone so far."""
+        return self._clock.phases(self.num_choices)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def _most_tokens(self) -> int:
+        """That the request may use."""
+        return self._prompt_tokens + self.n * sum(prompt.params.max_tokens or 0 for prompt in self.prompts)
 
     async def _next(self, timeout: float | None) -> list[Gain]:
         """What came, up to the first event that tells of a failure, which it leaves in `_failure`."""
@@ -229,23 +268,52 @@ class Generation:
             if delta.error is not None:
                 self._failure = _failure(delta)
                 return gains[:at]
-            self.clock.on_delta(delta)
+            if delta.finish_reason == "abort":
+                self._failure = self._ended_by
+                return gains[:at]
+            self._clock.on_delta(delta)
             if self._prompt_only:
                 delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
                 gains[at] = index, delta
             self._timers[index].on_delta(delta)
+            if self._record is not None and self._record.keeps_texts:
+                self._texts[index] += delta.text
             if delta.finish_reason is not None:
                 self._unfinished.discard(index)
+                self._finish_reasons[index] = delta.finish_reason
         return gains
+
+    def _call(self, keeps_texts: bool, reason: str) -> ModelCall:
+        """What the request's record says of this; `reason` is how those ended that have not finished."""
+        model, prompts = self._model, self.prompts
+        reads = keeps_texts and model.engine.tokenizer is not None
+        return ModelCall(
+            operation="generate",
+            model=model.names[0],
+            clock=self._clock,
+            num_answers=self.num_choices,
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            params=prompts[0].params,
+            completion_tokens=sum(timer.num_tokens for timer in self._timers),
+            cached_tokens=sum(self._cached_tokens.values()),
+            finish_reasons=[self._finish_reasons.get(index, reason) for index in range(self.num_choices)],
+            prompts=[model.tokenizer.decode(prompt.token_ids, False) for prompt in prompts] if reads else [],
+            answers=self._texts if keeps_texts else [],
+            ended=time.time(),
+        )
 
     def _counted(self, gains: list[Gain]) -> list[Gain]:
         for index, delta in gains:
             self._completion_tokens += len(delta.token_ids)
             self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
+            self._drafted_tokens += delta.num_drafted
+            self._taken_tokens += delta.num_taken
         return gains
 
 
-def _failure(delta: TokenDelta) -> APIError:
+def _failure(delta: TokenDelta) -> Exception:
+    if delta.is_dead:
+        return EngineDeadError(f"{delta.error}; another engine of the model would answer the same request")
     if delta.invalid:
         return APIError(400, f"{delta.error}", code="request_failed")
     return APIError(500, f"the request failed: {delta.error}", type="server_error", code="request_failed")

@@ -33,6 +33,8 @@ class GenerationSettings:
         priority: lower runs earlier.
         request_id: the caller's own, part of the answer's id.
         cache_salt: only requests with the same salt share cached prefixes.
+        prediction: what the answer may well be, or have in it.
+        lora: how strongly adapters are used, by their numbers; None where the caller says nothing of them.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +51,8 @@ class GenerationSettings:
     priority: int = 0
     request_id: str | None = None
     cache_salt: str | None = None
+    prediction: str = ""
+    lora: Mapping[int, float] | None = None
 
     def beam_search_params(self, max_tokens: int) -> BeamSearchParams | None:
         """The search that is asked for; None to sample."""

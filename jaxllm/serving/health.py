@@ -1,4 +1,4 @@
-"""/health, /ping, /ready, /livez, /version, /load and /metrics: for probes and dashboards, without a key."""
+"""/health, /ping, /ready, /readyz, /livez, /version, /load and /metrics: for probes and dashboards, without a key."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from fastapi.responses import PlainTextResponse
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from jaxllm.serving.access.usage_metrics import usage_by_key
 from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.route import bearer_key
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(tags=["status"])
@@ -24,6 +26,8 @@ class Health(msgspec.Struct, kw_only=True):
     """Degraded while some models answer and others have stopped."""
     stopped_models: list[str] | UnsetType = UNSET
     """Those, where there are any."""
+    step_ages: dict[str, float] | UnsetType = UNSET
+    """Model -> seconds since its engine's last step, of those that have requests to run."""
 
 
 class Alive(msgspec.Struct):
@@ -55,7 +59,11 @@ async def health(request: Request) -> Response:
     state: ServerState = request.app.state.server
     state.registry.check_alive()
     stopped = [model.name for model in state.registry.dead()]
-    return json_response(Health(status="degraded", stopped_models=stopped) if stopped else Health(status="ok"))
+    ages = {
+        model.names[0]: round(age, 3) for model in state.registry.loaded if (age := model.engine.step_age) is not None
+    }
+    shown = Health(status="degraded" if stopped else "ok", stopped_models=stopped or UNSET, step_ages=ages or UNSET)
+    return json_response(shown)
 
 
 @router.get("/ping", responses=returns(Health))
@@ -66,10 +74,13 @@ async def ping(request: Request) -> Response:
 
 
 @router.get("/ready", responses=returns(Ready))
+@router.get("/readyz", responses=returns(Ready))
 async def ready(request: Request) -> Response:
     """200 when requests to the models loaded at the start wait for no compile, 503 while starting or shutting down."""
     state: ServerState = request.app.state.server
     state.check_accepting()
+    if state.leaving:
+        raise unavailable("the server is about to stop", code="shutting_down")
     awaited = [model.served for model in state.registry if model.awaited and model.served is not None]
     if not all(model.engine.is_dead or model.engine.stats().ready for model in awaited):
         raise unavailable("the engine is still compiling", code="starting")
@@ -91,5 +102,10 @@ async def load(request: Request) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics."""
-    return Response(generate_latest(request.app.state.metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    """Prometheus metrics. What keys have used, whose names are nobody else's business, is shown to keys alone."""
+    state: ServerState = request.app.state.server
+    shown = generate_latest(request.app.state.metrics)
+    if sent := bearer_key(request):
+        reader = state.keys.check(sent)
+        shown += usage_by_key(state.usage, reader) if state.keys.have_names else b""
+    return Response(shown, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxllm.config import ServerConfig
 from jaxllm.errors import ConfigError
+from jaxllm.folders import in_home
 
 WAITING_CONNECTIONS = 2048
 """That the system keeps while the model loads, or the event loop is busy."""
@@ -24,7 +25,7 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         with bind(config.host, config.port) as listener:
             yield listener
         return
-    path = config.uds.expanduser()
+    path = in_home(config.uds)
     with bind_file(path) as listener:
         try:
             yield listener
@@ -32,17 +33,17 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def address(listener: socket.socket) -> str:
+def address(listener: socket.socket, scheme: str = "http") -> str:
     """How clients reach it, as http://127.0.0.1:8000 or unix:/run/jaxllm.sock."""
     name = listener.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
     host, port = name[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError naming the host or the port.
+def bind(host: str, port: int, prefix: str = "") -> socket.socket:
+    """A listening TCP socket. Raises ConfigError naming the host or the port, as settings whose names have the prefix.
 
     With SO_REUSEADDR alone Linux gives an address to all who bind it and to the first who listens: only that takes it.
     """
@@ -51,7 +52,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"host is {host!r}, which is no address of this machine: {error.strerror}") from None
+        raise ConfigError(f"{prefix}host is {host!r}, which is no address of this machine: {error.strerror}") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -59,15 +60,16 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(WAITING_CONNECTIONS)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(host, port, error) from None
+        raise _cannot_listen(host, port, prefix, error) from None
     return listener
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+def _cannot_listen(host: str, port: int, prefix: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"port {port} on {host} is in use; choose another with --port, or 0 for any free one")
+        flag = f"--{prefix}port".replace("_", "-")
+        return ConfigError(f"port {port} on {host} is in use; choose another with {flag}, or 0 for any free one")
     if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"host is {host!r}, which is no address of this machine")
+        return ConfigError(f"{prefix}host is {host!r}, which is no address of this machine")
     return ConfigError(f"cannot listen on {host} port {port}: {error.strerror}")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
+from jaxllm.serving.access.tenant import tenant_of
 from jaxllm.serving.conversation import Conversation, naming, renaming
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
@@ -83,19 +85,22 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
 
 
 @router.get("/props", responses=returns(Props))
-async def props(request: Request) -> Response:
-    """The first model, its context and its chat template, in llama.cpp's words."""
+async def props(
+    request: Request,
+    model: Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")] = None,
+) -> Response:
+    """A model that is loaded, its context and its chat template, in llama.cpp's words."""
     state: ServerState = request.app.state.server
-    model = state.registry.find_loaded(None)
-    info, tokenizer = model.engine.info, model.engine.tokenizer
+    found = state.registry.find_loaded(model, tenant_of(request))
+    info, tokenizer = found.engine.info, found.engine.tokenizer
     special = {} if tokenizer is None else tokenizer.special_tokens
-    template = model.chat_template or (None if tokenizer is None else tokenizer.chat_template)
+    template = found.chat_template or (None if tokenizer is None else tokenizer.chat_template)
     defaults = SamplingDefaultsShown(**asdict(info.default_sampling))
     shown = Props(
         default_generation_settings=GenerationSettingsShown(n_ctx=info.max_model_len, params=defaults),
         total_slots=info.max_num_seqs,
-        model_alias=model.names[0],
-        model_path=model.config.model,
+        model_alias=found.names[0],
+        model_path=found.config.model,
         modalities=Modalities(),
         chat_template=template,
         bos_token=special.get("bos_token"),

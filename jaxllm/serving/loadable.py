@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxllm.config import ModelConfig
 from jaxllm.engine.messages import EngineInfo, EngineStats
+from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.stats import added, counted
+from jaxllm.errors import CheckpointError, ConfigError, Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.machine import return_freed_memory
-from jaxllm.progress import watched_by
-from jaxllm.serving.past_stats import added, counted
+from jaxllm.progress import tell, watched_by
+from jaxllm.requests.adapters import AdapterUse
+from jaxllm.serving.access.meter import Meter
+from jaxllm.serving.access.tenant import Tenant
+from jaxllm.serving.adapter_check import check_adapter
+from jaxllm.serving.adapters import LoadedAdapter, ModelAdapters
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.request_metrics import RequestMetrics
 from jaxllm.serving.served_model import ServedModel
+from jaxllm.weights.source import resolve_adapter
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
 
-ModelState = Literal["unloaded", "loading", "loaded", "failed"]
-StartEngine = Callable[[ModelConfig, threading.Event], "AsyncLLM"]
-"""Starts a model's engine, and gives up where the event is set meanwhile."""
+ModelState = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
+StartEngine = Callable[[ModelConfig, threading.Event, MemoryRoom], "AsyncLLM"]
+"""Starts a model's engine once there is room for it, and gives up where the event is set meanwhile."""
+MakeRoom = Callable[[int | None], None]
+"""Called in the thread that loads with the bytes that an engine will take, or None where that is not known; returns
+when they are free. Raises what keeps the model from being loaded: APIError where others do."""
 
 
 class Stage(NamedTuple):
@@ -30,16 +45,28 @@ class Stage(NamedTuple):
     done: int = 0
     total: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.doing} ({self.done} of {self.total})" if self.total else self.doing
+
+
+def _room_for_all(nbytes: int | None) -> None:
+    """Nobody has to make room."""
+
 
 class LoadableModel:
     """A model that can be loaded and unloaded. What it was found to be and what it has counted outlives its engine.
 
     Attributes:
-        served: what runs its requests while it is loaded.
+        adapters: those that requests may choose.
+        served: what runs its requests while it is loaded; an engine that is asleep is woken first.
         stage: how far a load is, while there is one.
-        error: why the last load failed, if it did.
+        on_change: called, in any thread, when its state or its stage has changed.
+        error: why the last load failed, if it did, as clients are told it.
         awaited: whether the server is not ready before this model is: one that was loaded at the start.
         info, has_chat_template, metrics: of the last load; None before the first.
+        planned_bytes: what the last engine was planned to take of each device or of the host, where that is known.
+        keep_alive: seconds without a request after which it is unloaded: what the last request that said something of
+            it wanted, or else its own; infinity is never.
         leases: who holds it; while anybody does it is not unloaded.
         last_used: when a lease last began or ended, on the monotonic clock.
     """
@@ -53,23 +80,29 @@ class LoadableModel:
         pinned: bool = False,
         hidden: bool = False,
         ttl: float | None = None,
+        budget: int | None = None,
     ):
-        """For the last four see CatalogEntry."""
+        """For pinned to ttl see CatalogEntry; `budget` are the bytes that an engine may take."""
         self.config = config
         self.names = config.names
+        self.adapters = ModelAdapters(self.name, config.lora_modules or ())
         self.pinned = pinned
         self.hidden = hidden
-        self.ttl = ttl
+        self.keep_alive = self._ttl = math.inf if ttl is None else ttl
+        self._budget = budget
         self._start = start
         self._given_up = threading.Event()
         self.served: ServedModel | None = None
-        self.stage: Stage | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._stage: Stage | None = None
         self.error: str | None = None
         self.awaited = preload
         self.info: EngineInfo | None = None
         self.has_chat_template: bool | None = None
         self.metrics: RequestMetrics | None = None
+        self.planned_bytes: int | None = None
         self.leases: set[Lease] = set()
+        self._falls_asleep = False
         self.last_used = 0.0
         self._past = EngineStats()
 
@@ -77,7 +110,7 @@ class LoadableModel:
     def loaded(cls, served: ServedModel) -> LoadableModel:
         """A model that was loaded by its owner, who keeps its engine, and stays loaded."""
 
-        def start(config: ModelConfig, given_up: threading.Event) -> AsyncLLM:
+        def start(config: ModelConfig, given_up: threading.Event, room: MemoryRoom) -> AsyncLLM:
             raise AssertionError("a pinned model is not unloaded")
 
         model = cls(served.config, start, preload=True, pinned=True)
@@ -90,17 +123,53 @@ class LoadableModel:
         return self.names[0]
 
     @property
+    def stage(self) -> Stage | None:
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: Stage | None) -> None:
+        self._stage = stage
+        self.on_change()
+
+    @property
     def state(self) -> ModelState:
-        if self.served is not None:
+        if self.is_awake:
             return "loaded"
         if self.stage is not None:
             return "loading"
-        return "unloaded" if self.error is None else "failed"
+        if self.error is not None:
+            return "failed"
+        return "unloaded" if self.served is None else "sleeping"
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether it is loaded, and its engine there to run requests."""
+        return self.served is not None and not self._falls_asleep and not self.served.engine.is_asleep
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a request runs on it; others may wait until it is loaded or woken up."""
+        return any(not lease.waits for lease in self.leases)
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the memory that is planned with: of its devices, and asleep of a CPU's."""
+        if self.served is None:
+            return 0
+        if self.is_awake:
+            return self.planned_bytes or 0
+        engine = self.served.engine
+        return engine.kept_bytes if engine.info.platform == "cpu" else 0
 
     @property
     def is_idle(self) -> bool:
         """Whether it may be unloaded to make room."""
         return self.served is not None and not self.leases and not self.pinned
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether it is to be unloaded because nobody has asked for it for long enough."""
+        return self.is_idle and time.monotonic() - self.last_used >= self.keep_alive
 
     @property
     def is_dead(self) -> bool:
@@ -111,18 +180,20 @@ class LoadableModel:
         """The newest statistics; counters go on from one engine to the next."""
         return self._past if self.served is None else added(self._past, self.served.engine.stats())
 
-    def load(self) -> None:
-        """Start its engine; blocks until that can run requests. Raises whatever keeps it from starting."""
+    def load(self, make_room: MakeRoom = _room_for_all) -> None:
+        """Start its engine, or wake it up; blocks until that can run requests. Raises whatever keeps it from it."""
+
+        def ask(nbytes: int | None) -> None:
+            make_room(nbytes)
+            self.planned_bytes = nbytes
+
         try:
             with watched_by(self._note):
-                engine = self._start(self.config, self._given_up)
-            try:
-                served = ServedModel(self.config, engine, self.metrics)
-            except BaseException:
-                engine.shutdown()
-                raise
+                served = self._started(MemoryRoom(self._budget, ask))
+        except APIError:
+            raise  # there was no room for it: that is no failure of its own
         except BaseException as error:
-            self.error = str(error) or type(error).__name__
+            self.error = _told_to_clients(error)
             raise
         else:
             self.error = None
@@ -130,6 +201,22 @@ class LoadableModel:
             return_freed_memory()
         finally:
             self.stage = None
+
+    def sleep(self, level: int) -> None:
+        """Give back what its engine has of the devices; blocks until that is free. See AsyncLLM.sleep."""
+        assert self.served is not None and not self.is_in_use
+        self.served.engine.sleep(level)
+
+    @contextmanager
+    def falling_asleep(self) -> Iterator[None]:
+        """Requests that come now wait, until it has gone to sleep inside and they have woken it up."""
+        self._falls_asleep = True
+        self.on_change()
+        try:
+            yield
+        finally:
+            self._falls_asleep = False
+            self.on_change()
 
     def give_up(self) -> None:
         """End a load under way, which then raises EngineDeadError, and any later one."""
@@ -140,7 +227,33 @@ class LoadableModel:
         assert self.served is not None and not self.leases
         served, self._past = self.served, counted(self.stats())
         self.served, self.awaited = None, False
+        self.on_change()
         return served
+
+    def _started(self, room: MemoryRoom) -> ServedModel:
+        """It, with an engine that runs."""
+        if self.served is not None:
+            past = counted(self.stats())
+            self.served.engine.wake_up(self._given_up, room)
+            self._past = past
+            return self.served
+        engine = self._start(self.config, self._given_up, room)
+        try:
+            self._check_adapters(engine)
+            return ServedModel(self.config, engine, self.metrics)
+        except BaseException:
+            engine.shutdown()
+            raise
+
+    def _check_adapters(self, engine: AsyncLLM) -> None:
+        """Raises ConfigError for an adapter that is not there, or that the engine cannot use."""
+        for adapter in self.adapters:
+            tell(f"Loading adapter {adapter.name}", 0, 0)
+            try:
+                found = self.adapters.found_at(adapter, str(resolve_adapter(adapter.path)))
+                asyncio.run(check_adapter(engine, found))
+            except (ModelNotFoundError, InvalidRequestError) as error:
+                raise ConfigError(f"lora_modules: {error}") from None
 
     def _note(self, doing: str, done: int, total: int) -> None:
         self.stage = Stage(doing, done, total)
@@ -149,20 +262,50 @@ class LoadableModel:
         self.info, self.metrics = served.engine.info, served.metrics
         self.has_chat_template = served.has_chat_template
         self.last_used = time.monotonic()
+        self.keep_alive = self._ttl
         self.served = served
+
+
+def _told_to_clients(error: BaseException) -> str:
+    """Why a model could not be loaded. The error itself has paths in it, and is for the log alone."""
+    match error:
+        case CheckpointError():
+            reason = "its files are damaged, or not of a kind that is served"
+        case ConfigError():
+            reason = "its settings cannot be honoured with this model on this machine"
+        case _:
+            reason = "its engine did not start"
+    return f"{reason}; the server's log has the details"
 
 
 class Lease:
     """One request's hold on its model, which stays in place until the request has sent its last byte.
 
-    `name` is what the client calls the model. A context manager that releases the model at its end.
+    `name` is what the client calls the model, or one of its adapters; the `meter` says in whose name the request comes,
+    and counts what it uses. A context manager that releases the model at its end. It `waits` until the model is loaded.
     """
 
-    def __init__(self, name: str, of: LoadableModel):
+    def __init__(
+        self,
+        name: str,
+        of: LoadableModel,
+        meter: Meter,
+        *,
+        waits: bool = False,
+        adapter: LoadedAdapter | None = None,
+    ):
         self.name = name
+        self.meter = meter
+        self.waits = waits
         self._of = of
+        self._adapter = adapter
         of.leases.add(self)
         of.last_used = time.monotonic()
+
+    @property
+    def tenant(self) -> Tenant:
+        """In whose name the request comes."""
+        return self.meter.tenant
 
     @property
     def model(self) -> ServedModel:
@@ -172,7 +315,18 @@ class Lease:
 
     def again(self) -> Lease:
         """A second lease of the model, for work that goes on after the request has ended."""
-        return Lease(self.name, self._of)
+        return Lease(self.name, self._of, self.meter, adapter=self._adapter)
+
+    def adapter_uses(self, scales: Mapping[int, float] | None = None) -> tuple[AdapterUse, ...]:
+        """The adapters that the request uses: the one that it names as its model, or those of its field `lora`.
+
+        Raises InvalidRequestError where it does both, or one in `scales` is unknown.
+        """
+        if self._adapter is None:
+            return self._of.adapters.uses(scales)
+        if scales is not None:
+            raise InvalidRequestError([Field("lora"), f" is set, but model {self.name!r} is an adapter already"])
+        return (self._adapter.use(self._adapter.scale),)
 
     def release(self) -> None:
         """Give the model back; does nothing from the second call on."""

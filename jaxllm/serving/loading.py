@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,8 +57,15 @@ class Entrance:
         self._config = config
         self._start = start
         self._on_ready = on_ready
-        self._app: Any = None
+        self._app: FastAPI | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """That the server runs on, once it does."""
         self._waiting_room = self._make_waiting_room()
+
+    @property
+    def app(self) -> FastAPI | None:
+        """The server's routes, once there are models."""
+        return self._app
 
     @property
     def state(self) -> ServerState | None:
@@ -69,7 +77,13 @@ class Entrance:
         await here(scope, receive, send)
 
     def _make_waiting_room(self) -> Starlette:
-        probes = {"/livez": self._live, "/ready": self._progress, "/health": self._progress, "/ping": self._progress}
+        probes = {
+            "/livez": self._live,
+            "/ready": self._progress,
+            "/readyz": self._progress,
+            "/health": self._progress,
+            "/ping": self._progress,
+        }
         routes: list[Any] = [Route(path, answer) for path, answer in probes.items()]
         routes.append(Route("/version", self._version))
         if self._config.web:
@@ -81,6 +95,7 @@ class Entrance:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             loading = asyncio.create_task(self._load(stack))
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from math import ceil
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -126,6 +127,7 @@ class ModelMetrics:
         yield from self._labelled(CounterMetricFamily, LABELLED_COUNTERS, stats)
         yield self._accepted(stats)
         yield self._steps(stats)
+        yield self._sleep_state()
         yield self._cache_config()
         if self._model.metrics is not None:
             yield from self._model.metrics.collect()
@@ -152,12 +154,23 @@ class ModelMetrics:
         metric.add_metric([self._model_name], buckets, stats.step_tokens)
         return metric
 
+    def _sleep_state(self) -> Metric:
+        text = "1 for the state that the engine is in: awake, or asleep with its weights in memory or without them."
+        metric = GaugeMetricFamily("engine_sleep_state", text, labels=["model_name", "sleep_state"])
+        served = self._model.served
+        now = None if served is None else served.engine.sleep_level
+        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            metric.add_metric([self._model_name, state], float(level == now))
+        return metric
+
     def _cache_config(self) -> Metric:
         info, config = self._model.info, self._model.config
         assert info is not None
         labels = {
             "block_size": info.page_size,
             "num_gpu_blocks": info.num_pages,
+            "kv_cache_size_tokens": info.num_pages * info.page_size,
+            "kv_cache_max_concurrency": round(info.num_pages / ceil(info.max_model_len / max(info.page_size, 1)), 2),
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "kv_cache_memory_bytes": config.kv_cache_memory,

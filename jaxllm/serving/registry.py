@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request
 
-from jaxllm.config import ServeConfig, did_you_mean
+from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.serving.access.meter import Meter
+from jaxllm.serving.access.rate_limits import refused
+from jaxllm.serving.access.tenant import OTHERS, Tenant, tenant_of
+from jaxllm.serving.changes import Changes
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.http.route import hold
+from jaxllm.serving.http.early_stream import telling
+from jaxllm.serving.http.route import ANSWER_HEADERS, early_stream, hold, note
+from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.keep_alive import FOREVER
 from jaxllm.serving.loadable import Lease, LoadableModel
 from jaxllm.serving.model_loader import ModelLoader
 from jaxllm.serving.served_model import ServedModel
+from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.async_llm import AsyncLLM
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
 RELEASE_SECONDS = 5.0
 """How long requests that were cancelled when the server stopped may take to give their models back."""
 MAX_NAMES_SHOWN = 20
+MAX_NEAR = 3
+"""Names like an unknown one that are told."""
 MAX_COMPARED = 200
 """Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
 
@@ -32,29 +42,65 @@ class Registry:
     """Every model of a server. Iterating gives each once, the default first.
 
     With `any_name` the default model also answers requests for names that no model has. At most `max_loaded` models
-    are loaded at a time; by default as many as there are.
+    are loaded at a time, which take at most `memory` bytes; by default all that there are.
 
     Raises ConfigError when two models have a name in common, or there is none.
     """
 
-    def __init__(self, models: Iterable[LoadableModel], *, any_name: bool = False, max_loaded: int | None = None):
+    def __init__(
+        self,
+        models: Iterable[LoadableModel],
+        *,
+        any_name: bool = False,
+        max_loaded: int | None = None,
+        memory: int | None = None,
+    ):
         self._by_name: dict[str, LoadableModel] = {}
         self._any_name = any_name
         for model in models:
             for name in model.names:
                 if self._by_name.setdefault(name, model) is not model:
                     raise ConfigError(f"served_model_name is {name!r} for two models; each needs names of its own")
+        owners = dict(self._by_name)
+        for model in dict.fromkeys(self._by_name.values()):
+            for adapter in model.adapters:
+                if owners.setdefault(adapter.name, model) is not model or adapter.name in self._by_name:
+                    raise ConfigError(
+                        f"lora_modules has the name {adapter.name!r}, which another model or adapter has already"
+                    )
         if not self._by_name:
             raise ConfigError("model is missing: a server needs at least one")
-        self.loader = ModelLoader(list(self), max_loaded or len(self._by_name))
+        self.loader = ModelLoader(list(self), max_loaded, memory)
+        self.draining = False
+        """Whether the server is stopping."""
+        self.changes = Changes()
+        """Of the models, and of `draining`."""
+        for model in self:
+            model.on_change = self.changes.ring
 
     def __iter__(self) -> Iterator[LoadableModel]:
         return iter(dict.fromkeys(self._by_name.values()))
 
     @property
     def names(self) -> list[str]:
-        """All names that are listed, those of the default model first."""
-        return [name for name, model in self._by_name.items() if not model.hidden]
+        """All names that are listed: of models, those of the default one first, and then of their adapters."""
+        shown = [model for model in self if not model.hidden]
+        names = [name for name, model in self._by_name.items() if not model.hidden]
+        return names + [adapter.name for model in shown for adapter in model.adapters]
+
+    def names_for(self, tenant: Tenant) -> list[str]:
+        """Those of them that a tenant may use."""
+        named = ((name, self._named(name)) for name in self.names)
+        return [name for name, model in named if model is not None and self._may_use(tenant, model, name)]
+
+    def _may_use(self, tenant: Tenant, model: LoadableModel, name: str) -> bool:
+        """Who may use a model may use its adapters; others may where they are given an adapter's own name."""
+        return tenant.may_use([*model.names, name] if model.adapters.get(name) else model.names)
+
+    def default_name_for(self, tenant: Tenant) -> str | None:
+        """What a request asks for that names no model: the default one, or the first that its tenant may use."""
+        first = (name for name, model in self._by_name.items() if tenant.may_use(model.names))
+        return next(first, None)
 
     @property
     def default_name(self) -> str:
@@ -68,45 +114,78 @@ class Registry:
 
     def serves(self, name: str) -> bool:
         """Whether requests for a model of this name are answered."""
-        return name in self._by_name or self._any_name
+        return self._any_name or self.has_name(name)
 
-    def find(self, name: str | None) -> LoadableModel:
-        """The model of that name, or the default one, for whoever only looks at it: it is neither held nor loaded.
+    def has_name(self, name: str) -> bool:
+        """Whether a model, or an adapter of one, has this name."""
+        return self._named(name) is not None
 
-        Raises 404 for an unknown name.
+    def _named(self, name: str) -> LoadableModel | None:
+        """The model that has this name, or an adapter of it."""
+        return self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None)
+
+    def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
+        """The model of that name, or of that adapter, or the default one, for whoever only looks at it: it is neither
+        held nor loaded.
+
+        Raises 404 for an unknown name, which is also one that the tenant may not use.
         """
-        name = self.default_name if name is None else name
-        if not self.serves(name):
-            near = did_you_mean(name, self.names).removesuffix("?") if len(name) <= MAX_COMPARED else ""
-            shown = ", ".join(self.names[:MAX_NAMES_SHOWN]) + (", …" if len(self.names) > MAX_NAMES_SHOWN else "")
-            message = f"model {name!r} is not served here{near}; this server has {shown}"
-            raise APIError(404, message, param="model", code="model_not_found")
-        return self._by_name.get(name, self._by_name[self.default_name])
+        name = self.default_name_for(tenant) if name is None else name
+        if name is not None and self.serves(name):
+            model = self._named(name) or self._by_name[self.default_name]
+            if self._may_use(tenant, model, name):
+                return model
+        raise _unknown(name, self.names_for(tenant))
 
-    def find_loaded(self, name: str | None) -> ServedModel:
+    def find_loaded(self, name: str | None, tenant: Tenant = OTHERS) -> ServedModel:
         """The same, for who needs its tokenizer or its template. Raises 503 where the model is not loaded now."""
-        model = self.find(name)
+        model = self.find(name, tenant)
         if model.served is None:
             message = f"model {model.name!r} is {model.state}; a request for it, or POST /models/load, loads it"
             raise unavailable(message, code="model_not_loaded")
         return model.served
 
-    async def lease(self, name: str | None) -> Lease:
+    async def lease(self, name: str | None, keep_alive: float | None = None, meter: Meter | None = None) -> Lease:
         """Hold the model that a request asks for, or the default one, and load it where it is not loaded.
 
-        Raises 404 for an unknown name, and 503 as ModelLoader.load.
+        From then on it stays loaded for `keep_alive` seconds without a request, where that is given. The `meter` counts
+        the request for its tenant.
+
+        Raises 404 for an unknown name, 400 where a model that is never unloaded is to stay for a time, 429 where the
+        tenant has too many requests under way or has sent too many, and 503 as ModelLoader.load.
         """
-        model = self.find(name)
-        lease = Lease(self.default_name if name is None else name, model)
+        meter = meter or Meter()
+        tenant = meter.tenant
+        model = self.find(name, tenant)
+        if keep_alive is not None and model.pinned and keep_alive != FOREVER:
+            message = f"keep_alive is {keep_alive:g} s: model {model.name!r} is not unloaded; leave it out, or send -1"
+            raise APIError(400, message, param="keep_alive")
+        called = self.default_name_for(tenant) if name is None else name
+        assert called is not None, "a model without a name is not found"
+        adapter = None if called in self._by_name else model.adapters.get(called)
+        lease = Lease(called, model, meter, waits=True, adapter=adapter)
         try:
+            self._check_concurrency(tenant)
+            await meter.count_request(model.name)
             await self.loader.load(model)
         except BaseException:
             lease.release()
             raise
+        lease.waits = False
+        if keep_alive is not None:
+            model.keep_alive = keep_alive
         return lease
+
+    def _check_concurrency(self, tenant: Tenant) -> None:
+        """Raises 429 where a tenant holds models with more requests than it may have under way."""
+        most = tenant.max_concurrency
+        if most is not None and sum(lease.tenant.name == tenant.name for m in self for lease in m.leases) > most:
+            raise refused(f"this API key may have {most} requests under way at once", 1.0)
 
     def drain(self) -> None:
         """From now on no model is loaded, and no request begins."""
+        self.draining = True
+        self.changes.ring()
         self.loader.drain()
         for model in self.loaded:
             model.draining = True
@@ -130,15 +209,39 @@ class Registry:
         assert not held, f"leases that their requests never released, by model: {held}"
 
 
-async def leased(request: Request, name: str | None) -> Lease:
+async def leased(request: Request, name: str | None, *, keep_alive: float | None = None, stream: bool = False) -> Lease:
     """The model that a request asks for, held until the last byte of its answer; each request calls this once.
 
-    Raises 404 for an unknown name, and 503 where the model cannot be loaded now.
+    One that wants a `stream` is told in comments how far its model is, if that has to be loaded.
+
+    Raises as Registry.lease.
     """
     assert _TAKEN not in request.scope, "a request takes its model once"
     request.scope[_TAKEN] = True
-    registry: Registry = request.app.state.server.registry
-    return hold(request, await registry.lease(name))
+    state = request.app.state.server
+    registry: Registry = state.registry
+    meter = Meter(tenant_of(request), state.limits, state.usage, request.scope[ANSWER_HEADERS])
+    model = registry.find(name, meter.tenant)
+    note(request, model=model.name)
+
+    async def take() -> Lease:
+        return hold(request, await registry.lease(name, keep_alive, meter))
+
+    if not stream or model.is_awake:
+        return await take()
+    return await until_disconnect(
+        request.receive, telling(early_stream(request), take(), lambda: f"loading {model.name}: {model.stage}")
+    )
+
+
+def _unknown(name: str | None, names: list[str]) -> APIError:
+    """`names` are those that the caller may know."""
+    if name is None:
+        return APIError(404, "this API key may use no model of this server", param="model", code="model_not_found")
+    near = did_you_mean(name, names, MAX_NEAR).removesuffix("?") if len(name) <= MAX_COMPARED else ""
+    shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", …" if len(names) > MAX_NAMES_SHOWN else "")
+    message = f"model {name!r} is not served here{near}; this server has {shown}"
+    return APIError(404, message, param="model", code="model_not_found")
 
 
 def single_model(config: ServeConfig, engine: AsyncLLM) -> Registry:

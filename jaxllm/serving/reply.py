@@ -61,7 +61,7 @@ class Reply:
     ):
         self.name = lease.name
         model = lease.model
-        self.generation = Generation(model, [prompt.prompt], settings, prefix, goes_on=goes_on)
+        self.generation = Generation(lease, [prompt.prompt], settings, prefix, goes_on=goes_on)
         self.token_text = model.token_text
         self.token_bytes = model.token_bytes
         self.system_fingerprint = model.system_fingerprint

@@ -86,7 +86,7 @@ async def invoke(body: Invocation, request: Request) -> Response:
 
 async def _of_input(body: EmbeddingRequest, request: Request) -> Response:
     """Raises InvalidRequestError naming a field that is for vectors where the model tells classes apart."""
-    lease = await leased(request, body.model)
+    lease = await leased(request, body.model, keep_alive=body.keep_alive)
     if not lease.model.engine.info.tasks.labels:
         return await vectors_of(lease, body, request)
     known = ClassifyRequest.model_fields.keys()

@@ -11,7 +11,7 @@ from jaxllm.engine.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError, reason
 from jaxllm.serving.conversation import Rendering, naming
 from jaxllm.serving.fingerprint import system_fingerprint
-from jaxllm.serving.http.api_error import unavailable
+from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.parsing.grammar import special_tokens
 from jaxllm.serving.parsing.output_format import OutputFormats
@@ -32,8 +32,13 @@ MAX_KEPT_TEMPLATE = 64 * 1024
 class Running(Protocol):
     """A request under way."""
 
-    def abort(self) -> None:
-        """End it now; its client hears why."""
+    def abort(self, error: APIError) -> None:
+        """End it now; its client gets the error."""
+
+
+def stopped() -> APIError:
+    """What clients are told whose answers are not complete when the server ends."""
+    return unavailable("the server stopped before the answer was complete", code="shutting_down")
 
 
 class ServedModel:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from jaxllm.serving.access.tenant import tenant_of
 from jaxllm.serving.fingerprint import engine_settings
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
@@ -43,12 +44,13 @@ class ServerInfo(msgspec.Struct, kw_only=True):
 async def server_info(request: Request) -> Response:
     """The version, the engine's settings and what it made of them."""
     state: ServerState = request.app.state.server
-    model = state.registry.find(None)
+    tenant = tenant_of(request)
+    model = state.registry.find(None, tenant)
     info = model.info
     shown = ServerInfo(
         version=version("jaxllm"),
         system_fingerprint=None if model.served is None else model.served.system_fingerprint,
-        models=state.registry.names,
+        models=state.registry.names_for(tenant),
         settings=engine_settings(model.config),
         engine=EngineShown(**{name: getattr(info, name, None) for name in EngineShown.__struct_fields__}),
     )

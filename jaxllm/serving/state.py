@@ -10,13 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
-from jaxllm.config import ServerConfig, comma_separated
+from jaxllm.config import ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.machine import cores
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.requests.compiled_grammars import end_compiling
 from jaxllm.requests.grammar_process import MAX_PROCESSES
+from jaxllm.serving.access.audit import AuditLog
+from jaxllm.serving.access.keys import Keys
+from jaxllm.serving.access.rate_limits import RateLimits
+from jaxllm.serving.access.usage import Ledger
 from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.registry import Registry
@@ -35,15 +39,20 @@ R = TypeVar("R")
 class ServerState:
     """The server's settings, its models, and what outlives a request.
 
-    Raises ConfigError when config.mcp_config cannot be used.
+    Raises ConfigError when a file or a store that the settings name cannot be used.
     """
 
     def __init__(self, config: ServerConfig, registry: Registry):
         self.config = config
         self.registry = registry
+        self.leaving = False
+        """Whether the server is to stop soon: it answers, and asks to be sent nothing more."""
         self.draining = False
         """Whether the server is stopping."""
-        self.api_keys = [key.encode() for key in comma_separated(config.api_key)]
+        self.keys = Keys(config, [name for model in registry for name in model.names])
+        self.limits = RateLimits(config.rate_limit_store)
+        self.usage = Ledger()
+        self.audit = None if config.audit_log is None else AuditLog(config.audit_log)
         self.templates = TemplateProcesses()
         self.clients_templates = TemplateProcesses()
         """For templates that come with requests: those who wait for one hold up nobody else."""
@@ -68,7 +77,7 @@ class ServerState:
 
     def drain(self) -> None:
         """From now on no request begins."""
-        self.draining = True
+        self.leaving = self.draining = True
         self.registry.drain()
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,8 +96,17 @@ class ServerState:
     async def _call(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
 
-    async def reload_tool_servers(self) -> None:
-        """Read config.mcp_config again; a file that is wrong changes nothing but the log."""
+    async def reload(self) -> None:
+        """Read the files of keys and of tool servers again, and open the audit log again.
+
+        What is wrong changes nothing but the log.
+        """
+        self.keys.reload()
+        if self.audit is not None:
+            self.audit.reopen()
+        await self._reload_tool_servers()
+
+    async def _reload_tool_servers(self) -> None:
         try:
             path, settings = await self.offload(find_settings, self.config.mcp_config)
         except ConfigError as error:
@@ -104,4 +122,6 @@ class ServerState:
         self.bodies.close()
         for workers in (self._workers, self._readers, self._grammar_workers):
             workers.shutdown(wait=False, cancel_futures=True)
+        if self.audit is not None:
+            await asyncio.to_thread(self.audit.close)
         end_compiling()  # what runs on them now; the program's end would wait for it

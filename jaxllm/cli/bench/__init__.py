@@ -7,9 +7,13 @@ from cyclopts import App
 from jaxllm.cli.bench.latency import latency
 from jaxllm.cli.bench.perplexity import perplexity
 from jaxllm.cli.bench.serve import serve
+from jaxllm.cli.bench.speculation import speculation
 from jaxllm.cli.bench.startup import startup
 from jaxllm.cli.bench.throughput import throughput
 
-bench = App(name="bench", help="Measure throughput, latency, the server, start-up, and what quantized weights cost.")
-for command in (throughput, latency, serve, startup, perplexity):
+bench = App(
+    name="bench",
+    help="Measure throughput, latency, the server, start-up, and what drafts and quantized weights change.",
+)
+for command in (throughput, latency, serve, startup, speculation, perplexity):
     bench.command(command)

@@ -15,7 +15,7 @@ LOAD_GROUP = Group("Load", sort_key=0)
 def _writable(_: type, file: Path | None) -> None:
     """Refuse at the door a result file that could not be written after minutes of measuring."""
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        raise ValueError("Cannot be written to")
+        raise ValueError("it cannot be written to")
 
 
 Count = Annotated[int, Parameter(group=LOAD_GROUP, validator=Number(gte=1))]

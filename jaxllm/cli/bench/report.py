@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jaxllm.cli.table import print_table
 from jaxllm.config import EngineConfig
 
 MOST_COLUMNS = 5
@@ -41,22 +42,14 @@ def report(
 
 
 def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     flat = [flatten(result) for result in results]
     names = {name: name.replace("_", " ") for name in flat[0]}
     rows = [[title, *(_number(result.get(name)) for result in flat)] for name, title in names.items()]
     if wide := len(results) > MOST_COLUMNS:
         rows = [list(row) for row in zip(*rows, strict=True)]
-    table = Table(*(rows.pop(0) if wide else ()), title=f"{benchmark}: {model}", title_justify="left", show_header=wide)
-    if not wide:
-        table.add_column()
-        for _ in results:
-            table.add_column(justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    headings = rows.pop(0) if wide else [""] * (1 + len(results))
+    numbers = () if wide else range(1, 1 + len(results))
+    print_table(headings, rows, title=f"{benchmark}: {model}", numbers=numbers)
 
 
 def flatten(result: Mapping[str, Any]) -> dict[str, Any]:

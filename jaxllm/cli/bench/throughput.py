@@ -65,7 +65,10 @@ def throughput(
 def measure(
     llm: LLM, count: int, input_len: int, output_len: int, iterations: int, source: random.Random
 ) -> dict[str, Any]:
-    """One column: `count` prompts together, after one unmeasured round."""
+    """One column: `count` prompts together, after one unmeasured round.
+
+    Decoding is what a run takes longer than its prefill; None where it took no longer, which says nothing of it.
+    """
 
     def seconds(length: int) -> float:
         return timed_generate(llm, random_prompts(count, input_len, llm.info.vocab_size, source), length)
@@ -80,5 +83,5 @@ def measure(
         "total_tokens_per_s": count * (input_len + output_len) / total,
         "output_tokens_per_s": count * output_len / total,
         "prefill_tokens_per_s": count * input_len / prefill,
-        "decode_tokens_per_s": count * (output_len - 1) / (total - prefill),
+        "decode_tokens_per_s": count * (output_len - 1) / (total - prefill) if total > prefill else None,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,15 +19,22 @@ TargetFormat = Literal["orbax", "safetensors", "gguf"]
 
 @under_own_settings
 def convert_model(
-    config: EngineConfig, destination: Path, to: TargetFormat, on_progress: Progress | None = None
+    config: EngineConfig,
+    destination: Path,
+    to: TargetFormat,
+    on_progress: Progress | None = None,
+    merge_lora: Sequence[str] = (),
 ) -> None:
     """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
+
+    `merge_lora` are adapters that are merged into its weights first, see `merging`.
 
     Raises:
         ConfigError: the destination exists or cannot be written, or the format cannot hold what is asked for.
         ModelNotFoundError, CheckpointError: as `LLM` would.
     """
     from jaxllm.cli.convert.gguf import write_gguf
+    from jaxllm.cli.convert.merging import MergedAdapter, with_adapters
     from jaxllm.cli.convert.orbax import write_orbax
     from jaxllm.cli.convert.safetensors import write_safetensors
 
@@ -36,10 +43,11 @@ def convert_model(
         "safetensors": write_safetensors,
         "gguf": write_gguf,
     }
+    adapters = [MergedAdapter.parse(text) for text in merge_lora]
     source = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     with new_destination(destination, source) as target:
         checkpoint = open_model(config, source)
         try:
-            writers[to](config, checkpoint, target, on_progress)
+            writers[to](config, with_adapters(checkpoint, adapters), target, on_progress)
         finally:
             checkpoint.close()

@@ -31,8 +31,9 @@ def copy_tokenizer(config: EngineConfig, checkpoint: Checkpoint, target: Path) -
         folder = tokenizer_directory(found)
         for file in TOKENIZER_FILES:
             _copy(folder, file, target)
-        if found != folder and "eos_token_id" not in generation:  # of a GGUF's tokenizer
-            generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")) | generation
+        made = folder / "generation_config.json"
+        if found != folder and "eos_token_id" not in generation and made.exists():  # of a GGUF's tokenizer
+            generation = json.loads(made.read_text(encoding="utf-8")) | generation
     if generation:
         (target / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
 

@@ -16,9 +16,10 @@ from jaxllm.progress import Progress
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.schemes import BLOCKS
+from jaxllm.quantization.schemes import BLOCKS, RECODED, RECODED_OTHERS
 from jaxllm.quantization.stored import GGUF_FLOATS
 from jaxllm.quantization.weight import DenseKind, WeightKind
+from jaxllm.weights.adapters.merged import MergedCheckpoint
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.loader import find_sources
 
@@ -42,7 +43,9 @@ def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_pr
             "convert_hf_to_gguf.py makes one, which can be quantized here"
         )
     plan = plan_conversion(config, checkpoint)
-    types = _types(checkpoint, plan) if config.isq or config.isq_map or config.dequantize else {}
+    types = _merged_types(checkpoint)
+    if config.isq or config.isq_map or config.dequantize:
+        types |= _types(checkpoint, plan)
     weighed = with_importance(checkpoint, plan.spec, config.imatrix)
     writer = gguf.GGUFWriter(target, checkpoint.config["general.architecture"])
     try:
@@ -60,6 +63,17 @@ def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_pr
         writer.close()
 
 
+def _merged_types(checkpoint: Checkpoint) -> dict[str, str]:
+    """The GGML type of each tensor that an adapter was merged into: that which it had, if that can be written."""
+    if not isinstance(checkpoint, MergedCheckpoint):
+        return {}
+    had = {name: checkpoint.stored_type(name) for name in checkpoint.edited}
+    return {
+        name: kind if kind in FORMATS or kind in GGUF_FLOATS else BLOCKS[RECODED.get(kind, RECODED_OTHERS)].type
+        for name, kind in had.items()
+    }
+
+
 def _types(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, str]:
     """The GGML type of each tensor that changes."""
     found = {}
@@ -68,8 +82,14 @@ def _types(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, str]:
         kinds = spec.kinds if len(spec.kinds) != 1 else spec.kinds * len(sources)
         for source, kind in zip(sources, kinds, strict=False):
             for name in source.tensors:
-                found[name] = _type(name, checkpoint.tensors[name], kind)
+                found[name] = _type(name, _as_stored(checkpoint, name), kind)
     return found
+
+
+def _as_stored(checkpoint: Checkpoint, name: str) -> TensorInfo:
+    """What the file's header says of a tensor, also where an adapter was merged into it."""
+    info = checkpoint.tensors[name]
+    return info._replace(dtype=checkpoint.stored_type(name)) if isinstance(checkpoint, MergedCheckpoint) else info
 
 
 def _type(name: str, info: TensorInfo, kind: WeightKind) -> str:

@@ -52,7 +52,7 @@ def write_orbax(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_p
         source=config.model,
         family=plan.spec.family.name,
         decoder=msgspec.to_builtins(plan.spec.config),
-        tasks=msgspec.to_builtins(read_tasks(checkpoint)),
+        tasks=msgspec.to_builtins(read_tasks(checkpoint, plan.spec.config.encoder is not None)),
         eos_token_id=eos_token_ids(checkpoint),
         isq=config.isq,
         isq_map=dict(config.isq_map or {}),

@@ -26,6 +26,7 @@ from jaxllm.quantization.weight import Dense
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec, read_parameters
 from jaxllm.weights.names import NameMap, Source, Transform, expand, plus_one
+from jaxllm.weights.sentence_modules import sentence_modules
 
 SHARD_BYTES = 2 * 2**30
 """Of one file: what is in memory at a time."""
@@ -46,6 +47,10 @@ def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path
         )
     dtype = np.dtype(DTYPES[config.dtype])
     target.mkdir()
+    if any(module.kind == "Dense" for module in sentence_modules(checkpoint.path)):
+        raise ConfigError(
+            f"{checkpoint.path} has Dense modules, which `--to orbax` keeps and `--to safetensors` does not"
+        )
     if checkpoint.format == "safetensors":
         content, tensors = _same_names(checkpoint)
         total = len(checkpoint.tensors)
@@ -69,6 +74,8 @@ def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, A
     """From GGUF's names, or the engine's own."""
     plan = plan_conversion(config.model_copy(update={"dequantize": True}), checkpoint)
     family, decoder = plan.spec.family, plan.spec.config
+    if decoder.encoder is not None:
+        raise ConfigError(f"{checkpoint.path} is an encoder; `--to safetensors` writes language models")
     if decoder.num_labels:
         raise ConfigError(f"{checkpoint.path} is a classifier; `--to safetensors` writes language models")
     content = hf_config(family, decoder) | {"eos_token_id": eos_token_ids(checkpoint)}

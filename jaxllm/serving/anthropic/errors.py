@@ -26,7 +26,7 @@ def error_response(error: APIError) -> AnthropicErrorResponse:
     """The shape has no place for the field's name, so the message begins with it unless it says it anyway."""
     status, message, param = status_of(error), str(error), error.body["error"]["param"] or ""
     if param not in message:
-        message = f"{param}: {message}"
+        message = f"{param}: {error.reason}"
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return AnthropicErrorResponse(AnthropicError(type=kind, message=message))
 
@@ -37,6 +37,10 @@ class AnthropicRoute(JSONRoute):
     @staticmethod
     def sent_key(request: Request) -> str:
         return request.headers.get("x-api-key") or bearer_key(request)
+
+    @staticmethod
+    def error_event(body: bytes) -> bytes:
+        return b"event: error\ndata: " + body + b"\n\n"
 
     @staticmethod
     def error_response(error: APIError) -> Response:

@@ -23,7 +23,7 @@ from jaxllm.serving.anthropic.response import (
     ThinkingTokensDetails,
 )
 from jaxllm.serving.chunks import ChunkWriter
-from jaxllm.serving.http.api_error import APIError, unavailable
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.reply import Piece, Reply
 
@@ -97,8 +97,6 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         )
 
     def _ending(self, piece: Piece) -> MessageEnd:
-        if piece.finish_reason == "abort":
-            raise unavailable("the server stopped before the answer was complete", code="shutting_down")
         stop_sequence = piece.stop_reason if isinstance(piece.stop_reason, str) else None
         if piece.finish_reason == "tool_calls" and not self._builder.has_unfinished_call:
             return MessageEnd(stop_reason="tool_use", stop_sequence=None)

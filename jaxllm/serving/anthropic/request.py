@@ -18,6 +18,7 @@ from jaxllm.serving.anthropic.content import (
 )
 from jaxllm.serving.conversation import MAX_TOOLS, TOOL_NAME
 from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.keep_alive import KeepAliveFields
 from jaxllm.serving.shown import shown
 
 
@@ -190,7 +191,7 @@ class CountTokensRequest(RequestModel):
         return self.messages[-1].role == "assistant"
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, KeepAliveFields):
     max_tokens: int = Field(ge=1)
     """Upper bound on generated tokens, thinking included; what does not fit the context is cut off there."""
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, max_length=MAX_STOP_STRINGS)

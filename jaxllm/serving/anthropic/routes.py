@@ -31,7 +31,7 @@ router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Continue a conversation, as Anthropic's Messages API does."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
+    lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     with naming(FIELD_NAMES):
         reply = await begin_reply(state, lease, conversation(body), generation_settings(body), prefix="msg_")
     writer = MessageWriter(reply, body)

@@ -17,10 +17,12 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.config import ServerConfig
+from jaxllm.serving.access.tenant import Tenant
 from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResult
 from jaxllm.serving.batches.lines import Line
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import check_numbers
+from jaxllm.serving.http.route import TENANT
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.model_loader import AT_CAPACITY, FAILED
 from jaxllm.serving.state import ServerState
@@ -32,6 +34,7 @@ BATCH_PRIORITY = 1000
 
 QUEUE_FULL, UNAVAILABLE = 429, 503
 ALL_PLACES = sys.maxsize
+_HEADERS = {"Content-Type": "application/json"}
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -76,10 +79,7 @@ class Caller:
         self._app = app
         self._registry = state.registry
         self._places = {model: Places(partial(_num_places, model, state.config)) for model in state.registry}
-        self._headers = {"Content-Type": "application/json"}
-        if state.api_keys:
-            self._headers["Authorization"] = f"Bearer {state.api_keys[0].decode()}"
-        self._transport = httpx.ASGITransport(self._logged, raise_app_exceptions=False)
+        self._keys = state.keys
 
     def model_of(self, line: Line) -> LoadableModel:
         """The model that a line asks for; the default one where its endpoint will refuse what it asks for."""
@@ -90,20 +90,22 @@ class Caller:
         """Those of the line's model."""
         return self._places[self.model_of(line)]
 
-    async def call(self, endpoint: str, line: Line) -> LineResult:
+    async def call(self, endpoint: str, line: Line, owner: str | None) -> LineResult:
         """The endpoint's answer, whatever it is; while there is no room for it the line waits and tries again.
 
-        Raises Unavailable.
+        It runs in the name of its batch's `owner`. Raises Unavailable.
         """
         try:
+            tenant = self._keys.named(owner)
             check_numbers(line.body)
         except APIError as error:
             body = msgspec.Raw(msgspec.json.encode(error.body))
             return line_result(line, response=LineResponse(status_code=error.status, request_id=None, body=body))
-        content = msgspec.json.encode(_with_priority(line.body))
+        content = msgspec.json.encode(_with_priority(line.body, tenant.priority_ceiling or 0))
+        transport = httpx.ASGITransport(partial(self._in_name_of, tenant), raise_app_exceptions=False)
         for delay in itertools.chain(_RETRY_SECONDS, itertools.repeat(_RETRY_SECONDS[-1])):
-            request = httpx.Request("POST", f"http://localhost{endpoint}", headers=self._headers, content=content)
-            answer = await self._transport.handle_async_request(request)
+            request = httpx.Request("POST", f"http://localhost{endpoint}", headers=_HEADERS, content=content)
+            answer = await transport.handle_async_request(request)
             said = msgspec.json.decode(await answer.aread())
             code = _error_code(said) if answer.status_code == UNAVAILABLE else None
             if answer.status_code == UNAVAILABLE and code not in (AT_CAPACITY, FAILED):
@@ -117,10 +119,13 @@ class Caller:
             line, response=LineResponse(status_code=answer.status_code, request_id=request_id, body=body)
         )
 
-    async def _logged(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, with unforeseen errors in the log, where the HTTP server would have put them."""
+    async def _in_name_of(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, with unforeseen errors in the log, where the HTTP server would have put them.
+
+        It asks for no key: the server knows keys by their hashes only.
+        """
         try:
-            await self._app(scope, receive, send)
+            await self._app({**scope, TENANT: tenant, "client": None}, receive, send)
         except Exception:
             logger.exception("a line of a batch failed")
             raise
@@ -145,8 +150,8 @@ def line_result(line: Line, *, response: LineResponse | None = None, error: Line
     return LineResult(id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response, error=error)
 
 
-def _with_priority(body: dict[str, Any]) -> dict[str, Any]:
+def _with_priority(body: dict[str, Any], ceiling: int) -> dict[str, Any]:
     asked = body.get("priority")
     if asked is not None and not isinstance(asked, int):
         return body  # which the endpoint will refuse
-    return body | {"priority": max(asked or 0, BATCH_PRIORITY)}
+    return body | {"priority": max(asked or 0, ceiling, BATCH_PRIORITY)}

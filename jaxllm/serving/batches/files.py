@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from fastapi.responses import FileResponse
 
+from jaxllm.serving.access.tenant import tenant_of
 from jaxllm.serving.batches.file_types import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
@@ -59,7 +60,9 @@ async def upload_file(
         raise too_large(limit)
     batches: Batches = request.app.state.batches
     await batches.files.delete_expired()
-    saved = await batches.files.save(file.file, filename=file.filename or "", purpose=purpose, expires_after=seconds)
+    saved = await batches.files.save(
+        file.file, tenant_of(request).name, filename=file.filename or "", purpose=purpose, expires_after=seconds
+    )
     return json_response(saved)
 
 
@@ -67,22 +70,23 @@ async def upload_file(
 async def list_files(request: Request, query: Annotated[FileListQuery, Query()]) -> Response:
     """Files, the newest first unless asked otherwise."""
     batches: Batches = request.app.state.batches
-    return json_response(await batches.files.page(query))
+    return json_response(await batches.files.page(query, tenant_of(request).name))
 
 
 @router.get("/files/{file_id}", responses=returns(FileObject))
 async def retrieve_file(file_id: str, request: Request) -> Response:
     """What is known about a file."""
     batches: Batches = request.app.state.batches
-    return json_response(await batches.files.get(file_id))
+    return json_response(await batches.files.get(file_id, tenant_of(request).name))
 
 
 @router.get("/files/{file_id}/content", response_class=FileResponse, responses=returns(FileObject) | {200: _BYTES})
 async def download_file(file_id: str, request: Request) -> Response:
     """The bytes of a file, as they were uploaded; never shown inside a page by a browser."""
     batches: Batches = request.app.state.batches
-    file = await batches.files.get(file_id)
-    path = await batches.files.path(file_id)
+    owner = tenant_of(request).name
+    file = await batches.files.get(file_id, owner)
+    path = await batches.files.path(file_id, owner)
     return FileResponse(
         path,
         media_type="application/octet-stream",
@@ -96,5 +100,5 @@ async def download_file(file_id: str, request: Request) -> Response:
 async def delete_file(file_id: str, request: Request) -> Response:
     """Delete a file. A batch that was made from it goes on: it has kept its input."""
     batches: Batches = request.app.state.batches
-    await batches.files.delete(file_id)
+    await batches.files.delete(file_id, tenant_of(request).name)
     return json_response(FileDeleted(id=file_id))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pydantic_core
 
-from jaxllm.config import did_you_mean
 from jaxllm.serving.batches.batch_types import BatchError
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_structure
 from jaxllm.serving.shown import shown
+from jaxllm.wording import did_you_mean
 
 MAX_ERRORS = 100
 """Wrong lines that are listed; checking stops there."""

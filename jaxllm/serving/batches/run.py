@@ -86,7 +86,7 @@ class BatchRun:
 
     async def run(self) -> None:
         """From wherever the batch stands to its end. Raises Suspended."""
-        batch = await self._batches.get(self._id)
+        batch = await self._batches.row(self._id)
         if batch.status not in UNFINISHED:
             return
         try:
@@ -168,14 +168,14 @@ class BatchRun:
                     wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
                     places = self._caller.places(line)
                     await places.take(wanted)
-                    task = group.create_task(self._run_line(batch.endpoint, line))
+                    task = group.create_task(self._run_line(batch, line))
                     task.add_done_callback(partial(_give_back, places, wanted))
 
-    async def _run_line(self, endpoint: str, line: Line) -> None:
+    async def _run_line(self, batch: BatchRow, line: Line) -> None:
         model = self._started[line.custom_id] = self._caller.model_of(line)
         await _to_its_end(self._journal.start, line.custom_id)
         try:
-            result = await self._caller.call(endpoint, line)
+            result = await self._caller.call(batch.endpoint, line, batch.owner)
         except Unavailable:
             raise
         except Exception:
@@ -213,7 +213,7 @@ class BatchRun:
         async with self._recording:
             results, self._results = self._results, []
             if not results:
-                return await self._batches.get(self._id)
+                return await self._batches.row(self._id)
             await asyncio.to_thread(self._journal.append, results)
             for result in results:
                 self._done.add(result.custom_id)
@@ -222,13 +222,14 @@ class BatchRun:
 
     async def _end(self, status: str, errors: list[BatchError] | None = None) -> None:
         """Make files of the results and close the batch in one transaction, so that it may be tried again."""
-        batch = await self._batches.get(self._id)
+        batch = await self._batches.row(self._id)
         files: dict[str, FileRow] = {}
         for column, path in (("output_file_id", self._journal.output), ("error_file_id", self._journal.errors)):
             if path.exists():
                 files[column] = await self._stores.files.adopt(
                     f"file-{self._id.removeprefix('batch_')}-{path.stem}",
                     path,
+                    batch.owner,
                     filename=f"{self._id}_{path.name}",
                     purpose="batch_output",
                     expires_after=batch.output_expires_after,

@@ -10,10 +10,12 @@ from collections.abc import Collection
 from fastapi import FastAPI
 from filelock import Timeout
 
+from jaxllm.folders import in_home
+from jaxllm.serving.access.tenant import Tenant
 from jaxllm.serving.batches.batch_store import CANCELLABLE, BatchRow, BatchStore, new_batch_id
 from jaxllm.serving.batches.batch_types import BatchRequest
 from jaxllm.serving.batches.caller import Caller
-from jaxllm.serving.batches.file_store import FileStore
+from jaxllm.serving.batches.file_store import FileStore, files_of
 from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.loadable import LoadableModel
@@ -30,8 +32,8 @@ class Batches:
 
     def __init__(self, app: FastAPI, state: ServerState, database: Database):
         self._state = state
-        directory = state.config.data_dir.expanduser()
-        self.files = FileStore(database, directory / "files")
+        directory = in_home(state.config.data_dir)
+        self.files = FileStore(database, files_of(state.config.data_dir))
         self.store = BatchStore(database)
         self._stores = Stores(database, self.store, self.files, directory / "batches")
         self._caller = Caller(app, state)
@@ -52,12 +54,15 @@ class Batches:
             else:
                 logger.warning("batch %s waits for a server of %r", batch.id, batch.served_model)
 
-    async def create(self, request: BatchRequest) -> BatchRow:
-        """Raises APIError when the input file is missing or was uploaded for something else."""
+    async def create(self, request: BatchRequest, tenant: Tenant) -> BatchRow:
+        """Its lines run in the tenant's name.
+
+        Raises APIError when the input file is missing or was uploaded for something else.
+        """
         self._state.check_accepting()
         try:
-            file = await self.files.get(request.input_file_id)
-            path = await self.files.path(request.input_file_id)
+            file = await self.files.get(request.input_file_id, tenant.name)
+            path = await self.files.path(request.input_file_id, tenant.name)
         except APIError as error:
             raise APIError(400, str(error), param="input_file_id", code="invalid_input_file") from None
         if file.purpose != "batch":
@@ -65,13 +70,13 @@ class Batches:
             raise APIError(400, message, param="input_file_id", code="invalid_input_file")
         batch_id = new_batch_id()
         await asyncio.to_thread(self._stores.journal(batch_id).begin, path)
-        batch = await self.store.add(batch_id, request, self._state.registry.default_name)
+        batch = await self.store.add(batch_id, request, self._state.registry.default_name, tenant.name)
         self._start(batch.id)
         return batch
 
-    async def cancel(self, batch_id: str) -> BatchRow:
+    async def cancel(self, batch_id: str, owner: str | None) -> BatchRow:
         """Running lines stop soon after; those already answered stay in the output. Raises 404, or 400 when ended."""
-        await self.store.get(batch_id)
+        await self.store.get(batch_id, owner)
         batch = await self.store.change(batch_id, CANCELLABLE, status="cancelling", cancelling_at=int(time.time()))
         if batch.status not in ("cancelling", "cancelled"):
             message = f"the batch cannot be cancelled: its status is {batch.status!r}"

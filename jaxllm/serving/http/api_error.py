@@ -9,7 +9,11 @@ _SHOWN_PATH_LENGTH = 300
 
 
 class APIError(Exception):
-    """An error with everything its HTTP response needs."""
+    """An error with everything its HTTP response needs.
+
+    Attributes:
+        reason: the message without the place in the body that it may begin with.
+    """
 
     def __init__(
         self,
@@ -20,7 +24,11 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        place: str = "",
     ):
+        """The message begins with the `place`, which says where in the body something is wrong."""
+        self.reason = message
+        message = f"{place}: {message}" if place else message
         super().__init__(message)
         self.status = status
         self.headers = headers

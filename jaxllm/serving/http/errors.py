@@ -14,10 +14,16 @@ from starlette.exceptions import HTTPException
 
 from jaxllm.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
-from jaxllm.serving.http.wording import must
 from jaxllm.serving.shown import shown
+from jaxllm.wording import must
 
 logger = logging.getLogger(__name__)
+
+
+HANDLED = (
+    APIError, InvalidRequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException, Exception,
+)  # fmt: skip
+"""What `to_api_error` answers: frameworks want to have each named."""
 
 
 class Error(msgspec.Struct, kw_only=True):
@@ -49,8 +55,7 @@ def to_api_error(error: Exception) -> APIError:
         case RequestValidationError():
             return _validation_error(error)
         case HTTPException():
-            code = "method_not_allowed" if error.status_code == 405 else None
-            return APIError(error.status_code, str(error.detail), code=code, headers=_plain(error.headers))
+            return APIError(error.status_code, str(error.detail), headers=_plain(error.headers))
         case _:
             return APIError(500, "internal server error; the server's log has details", type="server_error")
 
@@ -59,13 +64,17 @@ def install_error_handlers(app: FastAPI) -> None:
     """Answer every exception that leaves a route with `to_api_error`, in the shape of the route's own API."""
 
     async def handle(request: Request, error: Exception) -> Response:
+        place = f"{request.method} {request.url.path}"
         if isinstance(error, HTTPException) and error.status_code == 404:
-            error = APIError(404, f"no route {request.method} {request.url.path}", code="not_found")
+            error = APIError(404, f"no route {place}", code="not_found")
+        elif isinstance(error, HTTPException) and error.status_code == 405:
+            headers = _plain(error.headers) or {}
+            message = f"no route {place}; this path takes {headers.get('Allow', 'other methods')}"
+            error = APIError(405, message, code="method_not_allowed", headers=headers)
         respond = getattr(request.scope.get("route"), "error_response", error_response)
         return respond(to_api_error(error))
 
-    handled = (APIError, InvalidRequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException)
-    for exception in (*handled, Exception):
+    for exception in HANDLED:
         app.add_exception_handler(exception, handle)
 
 
@@ -81,7 +90,9 @@ def _validation_error(error: RequestValidationError) -> APIError:
     first = max(items, key=lambda item: "param" in item.get("ctx", {}))
     if "param" in first.get("ctx", {}):  # raised by our own models, with a message that is already a sentence
         named = (*path, first["ctx"]["param"]) if first["ctx"]["param"] else path
-        return APIError(400, first["msg"], param=dotted(named) or None)
+        place = dotted(path)
+        place = "" if first["msg"].startswith(place) else place
+        return APIError(400, first["msg"], param=dotted(named) or None, place=place)
     name = dotted(path)
     if first["type"] == "missing":
         return APIError(400, f"{name} is required", param=name)

@@ -13,10 +13,10 @@ from fastapi.routing import APIRoute
 from sqlalchemy.exc import OperationalError
 from starlette.types import Message, Receive
 
-from jaxllm.config import did_you_mean
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.route import bearer_key, check_key
+from jaxllm.serving.http.route import bearer_key, let_in
 from jaxllm.serving.shown import shown
+from jaxllm.wording import did_you_mean
 
 FORM_OVERHEAD = 64 * 1024
 """Bytes that the form may need beside its file."""
@@ -37,7 +37,7 @@ class MultipartRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             state = request.app.state.server
-            check_key(bearer_key(request), state.api_keys)
+            let_in(request, bearer_key(request))
             limit = state.config.max_file_size
             content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if content_type != "multipart/form-data":

@@ -6,10 +6,10 @@ from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.config import PREFIX
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import error_response
 from jaxllm.serving.shown import shown
+from jaxllm.setting_values import PREFIX
 
 HEADER = "X-Forwarded-Prefix"
 

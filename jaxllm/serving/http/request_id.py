@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
-from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,22 +12,15 @@ from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import error_response
 from jaxllm.serving.shown import shown
 
-LOG = "jaxllm.requests"
-logger = logging.getLogger(LOG)
-
 HEADER = "X-Request-Id"
 _ID = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")
 
 
 class RequestIds:
-    """Every response has X-Request-Id: what its request had there, else what its route says, else a new one.
+    """Every response has X-Request-Id: what its request had there, else what its route says, else a new one."""
 
-    With `logs` a line of the log tells of each request, with its id and how it ended.
-    """
-
-    def __init__(self, app: ASGIApp, *, logs: bool):
+    def __init__(self, app: ASGIApp):
         self._app = app
-        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,8 +32,6 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = sent or headers.get(HEADER) or uuid.uuid4().hex
-                if self._logs:
-                    self._log(scope, message["status"], headers[HEADER])
             await send(message)
 
         app = self._app
@@ -50,9 +39,3 @@ class RequestIds:
             message = f"{HEADER} is {shown(sent)}; it must be from 1 to 256 printable ASCII characters"
             app, sent = error_response(APIError(400, message)), None
         await app(scope, receive, send_named)
-
-    @staticmethod
-    def _log(scope: Scope, status: int, request_id: str) -> None:
-        client = scope.get("client")
-        peer = f"{client[0]}:{client[1]}" if client else "-"
-        logger.info('%s "%s %s" %d, request %s', peer, scope["method"], quote(scope["path"]), status, request_id)

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidatorFunctionWrapHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from jaxllm.config import did_you_mean
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.http.packed import Integers
 from jaxllm.serving.shown import shown
+from jaxllm.wording import did_you_mean
 
 MAX_WARNINGS = 32
 MAX_NAME_LENGTH = 64
@@ -23,7 +23,7 @@ MAX_LABEL_LENGTH = 256
 Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*[!-~])?$")
 """A name of the caller's own, of printable ASCII: what a header may hold."""
 
-SAID_BY_PRESENCE = {"prediction", "web_search_options"}
+SAID_BY_PRESENCE = {"web_search_options"}
 """Fields of which an empty object asks for something."""
 
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_numbers, may_overflow, parse_object
 from jaxllm.serving.http.body_process import BodyProcess
+from jaxllm.serving.http.early_stream import EarlyStream
+from jaxllm.serving.http.records import current_record
 from jaxllm.serving.http.request_model import ignored_fields
 
 Held = TypeVar("Held")
 
+TENANT = "jaxllm.tenant"
+"""Where a request's scope has the name in which it comes."""
+
+ANSWER_HEADERS = "jaxllm.answer_headers"
+"""Where a request's scope has the headers that its answer gets, whatever that is."""
+
+NOTED = "jaxllm.noted"
+"""Where a request's scope has what the audit log is told of it."""
+
 _HOLDS = "jaxllm.holds"
+_STREAM = "jaxllm.stream"
 
 
 class ParsedRequest(Request):
@@ -45,9 +56,20 @@ class JSONRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What the request took by `hold` is released when its answer is sent, its client is gone or it has failed."""
+        if (record := current_record()) is not None:
+            record.note_route(self.path)
+        silence = scope["app"].state.server.config.sse_keep_alive
+        headers: dict[str, str] = {}
+        scope[ANSWER_HEADERS] = headers
+        stream = scope[_STREAM] = EarlyStream(_with_headers(send, headers), self.error_event, silence)
         with ExitStack() as held:
             scope[_HOLDS] = held
-            await super().handle(scope, receive, send)
+            await super().handle(scope, receive, stream.send)
+
+    @staticmethod
+    def error_event(body: bytes) -> bytes:
+        """How a stream that has begun tells of an error, of which `body` would have been the answer."""
+        return b"data: " + body + b"\n\ndata: [DONE]\n\n"
 
     @staticmethod
     def sent_key(request: Request) -> str:
@@ -58,7 +80,7 @@ class JSONRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             state = request.app.state.server
-            check_key(self.sent_key(request), state.api_keys)
+            let_in(request, self.sent_key(request))
             if self.body_field is None:
                 return await handler(request)
             pieces = await read_body(request, state.config.max_body_size)
@@ -82,6 +104,24 @@ class JSONRoute(APIRoute):
         return validated
 
 
+def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+    """Add headers that are known by the time that the answer begins."""
+
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start" and headers:
+            more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return send_more
+
+
+def early_stream(request: Request) -> EarlyStream:
+    """By which a request that waits can be told so, before its route has an answer."""
+    stream: EarlyStream = request.scope[_STREAM]
+    return stream
+
+
 def hold(request: Request, resource: AbstractContextManager[Held]) -> Held:
     """Enter a context that ends after the last byte of the request's answer."""
     held: ExitStack = request.scope[_HOLDS]
@@ -101,14 +141,19 @@ def bearer_key(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def check_key(sent: str, api_keys: list[bytes]) -> None:
-    if not api_keys:
-        return
-    matches = [secrets.compare_digest(sent.encode(), known) for known in api_keys]
-    if not any(matches):
-        problem = "the API key is wrong" if sent else "no API key; send it as 'Authorization: Bearer KEY'"
-        headers = {"WWW-Authenticate": "Bearer"}
-        raise APIError(401, problem, type="authentication_error", code="invalid_api_key", headers=headers)
+def let_in(request: Request, sent: str) -> None:
+    """Note in whose name a request comes, unless the server itself sends it and has said so. Raises APIError 401."""
+    note(request, route=request.scope["route"].path)
+    if TENANT not in request.scope:
+        request.scope[TENANT] = request.app.state.server.keys.check(sent)
+    note(request, key=request.scope[TENANT].name)
+    if (record := current_record()) is not None:
+        record.key_name = request.scope[TENANT].name
+
+
+def note(request: Request, **learnt: str | None) -> None:
+    """Tell the audit log, where there is one, something of a request."""
+    request.scope.get(NOTED, {}).update(learnt)
 
 
 async def read_body(request: Request, limit: int) -> list[bytes]:

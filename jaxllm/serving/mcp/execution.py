@@ -13,6 +13,7 @@ from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.conversation import Call, Conversation, Message
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.runs import ToolRun, ToolRuns
 from jaxllm.serving.parsing.events import Content, Event, Reasoning
@@ -64,7 +65,7 @@ class Execution:
         self._runs = ToolRuns(state.tool_servers, {tool.name for tool in conversation.tools}, max_calls)
         self._replies = [reply]
         self._running: Reply | None = None
-        self._aborted = False
+        self._ended_by: APIError | None = None
         self._model = lease.model
 
     async def __aenter__(self) -> Execution:
@@ -78,12 +79,12 @@ class Execution:
         await self._runs.close()
         await self._leave()
 
-    def abort(self) -> None:
-        """Stop now: the answer ends with finish_reason "abort"."""
-        self._aborted = True
+    def abort(self, error: APIError) -> None:
+        """Stop now; the client gets the error."""
+        self._ended_by = error
         self._runs.cancel()
         if self._running is not None:
-            self._running.generation.abort()
+            self._running.generation.abort(error)
 
     def usage(self) -> Usage:
         """Of all answers together."""
@@ -112,9 +113,11 @@ class Execution:
             yield [(0, run) for run in runs]
             async for run in self._runs.ended(timeout):
                 yield [] if run is None else [(0, run)]
+            if self._ended_by is not None:
+                raise self._ended_by
             left = self._tokens_left()
-            if self._aborted or left == 0:
-                ended = Ended("abort" if self._aborted else "length")
+            if left == 0:
+                ended = Ended("length")
                 break
             await self._next_answer(answer, runs, left)
             if answer.content:
@@ -169,8 +172,8 @@ class Execution:
     async def _enter(self, reply: Reply) -> None:
         await reply.generation.__aenter__()
         self._running = reply
-        if self._aborted:
-            reply.generation.abort()
+        if self._ended_by is not None:
+            reply.generation.abort(self._ended_by)
 
     async def _leave(self) -> None:
         reply, self._running = self._running, None

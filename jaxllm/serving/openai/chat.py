@@ -50,7 +50,7 @@ router = APIRouter(route_class=JSONRoute, tags=["chat"])
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Continue a conversation."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
+    lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
         conversation = body.conversation(await tools_for(state, lease.model, body))
@@ -72,7 +72,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         system_fingerprint=reply.system_fingerprint,
         choices=[_choice(reply, body, answer) for answer in answers],
         usage=usage_object(reply.usage()),
-        timings=timings(reply.generation) if body.timings_per_token else UNSET,
+        timings=timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
         prompt_logprobs=scored,
         prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
         conversation_id=body.conversation_id or UNSET,
@@ -85,7 +85,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The prompt that /chat/completions would give the model, as text and token ids; nothing is generated."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    model = (await leased(request, body.model, keep_alive=body.keep_alive)).model
     with naming(body.own_names()):
         rendered = await render(state, model, body.conversation(await tools_for(state, model, body)))
     return json_response(
@@ -200,7 +200,7 @@ class ChatWriter(ChunkWriter[TokenDelta]):
             choices=list(choices),
         )
         if self._body.timings_per_token:
-            chunk.timings = timings(self._generation)
+            chunk.timings = timings(self._reply.usage(), self._generation.phases())
         chunk.usage = chunk_usage(self._options, self._reply.usage)
         return chunk
 

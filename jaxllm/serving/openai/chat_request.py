@@ -12,7 +12,7 @@ from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest, TokenLimit
 from jaxllm.serving.openai.tools import ToolFields
 
@@ -42,9 +42,22 @@ class MCPOptions(RequestModel):
     """With execute: most tools that are run; the server has a limit of its own."""
 
 
+class Prediction(RequestModel):
+    """What the answer may well be, or have in it: a text that is to be edited, say."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+    """The text, whole or in parts."""
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {
-        "audio", "function_call", "functions", "mm_processor_kwargs", "prediction", "suffix", "verbosity",
+        "audio", "function_call", "functions", "mm_processor_kwargs", "suffix", "verbosity",
         "web_search_options",
     }  # fmt: skip
 
@@ -70,6 +83,9 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """False sends the reasoning of a stream in one chunk, once it has ended, as SGLang does."""
     modalities: list[Literal["text"]] | None = None
     """Only text."""
+    prediction: Prediction | None = None
+    """What the answer may well be: tokens are tried ahead from it where the server drafts from texts
+    (speculative_config, ngram or suffix). It changes how fast the answer comes, not the answer."""
     metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA)
     """Accepted, without effect: nothing is stored."""
     store: bool | None = None
@@ -162,6 +178,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=self.logprobs_count,
             prompt_logprobs=self.prompt_logprobs,
+            prediction="" if self.prediction is None else self.prediction.text,
         )
 
     def own_names(self) -> Callable[[Place], Place]:

@@ -42,7 +42,7 @@ router = APIRouter(route_class=JSONRoute, tags=["completions"])
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
+    lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     model = lease.model
     model.check_accepting()
     labels = body.take_labels(request.headers)
@@ -51,7 +51,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if field is not None:
         await state.offload_grammar(lambda: compiled(body.constraint(), Field(field)))
     prompts = await state.offload(completion_prompts, model, body, settings)
-    generation = Generation(model, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
+    generation = Generation(lease, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
     shaper = ChoiceShaper(body, generation, lease.name, model)
     if body.stream:
         writer = CompletionWriter(body, generation, shaper, state.config)
@@ -128,7 +128,9 @@ class ChoiceShaper:
             model=self._name,
             system_fingerprint=self._fingerprint,
             choices=choices,
-            timings=timings(self._generation) if self._body.timings_per_token else UNSET,
+            timings=timings(self._generation.usage(), self._generation.phases())
+            if self._body.timings_per_token
+            else UNSET,
         )
 
     def whole(self, choice: Choice) -> CompletionChoice:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
+from jaxllm.serving.access.tenant import Tenant, check_admin, tenant_of
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.http.streaming import EventStream
 from jaxllm.serving.loadable import LoadableModel, ModelState
+from jaxllm.serving.model_events import ModelEvent, model_events
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["models"])
@@ -38,7 +42,9 @@ class Model(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "jaxllm"
     root: str
-    parent: None = None
+    """The model as the server was told of it; of an adapter its folder or file."""
+    parent: str | None = None
+    """Of an adapter, the model that it belongs to."""
     status: ModelStatus
     max_model_len: int | None
     """Null, as the two below, until the model was loaded for the first time."""
@@ -66,22 +72,30 @@ class Accepted(msgspec.Struct):
 async def list_models(request: Request) -> Response:
     """The names this server answers to, and how far each model is; loads nothing."""
     state: ServerState = request.app.state.server
-    return json_response(ModelList(data=[_model(state, name) for name in state.registry.names]))
+    tenant = tenant_of(request)
+    return json_response(ModelList(data=[_model(state, name, tenant) for name in state.registry.names_for(tenant)]))
+
+
+@router.get("/models/sse", response_class=Response, responses=returns(events=(ModelEvent,)))
+async def follow_models(request: Request) -> Response:
+    """The state of every model, and from then on each change, as events of llama.cpp's router; loads nothing."""
+    state: ServerState = request.app.state.server
+    return EventStream(uuid.uuid4().hex, model_events(state.registry, tenant_of(request), state.config.sse_keep_alive))
 
 
 @router.get("/models/{model:path}", responses=returns(Model))
 async def retrieve_model(model: str, request: Request) -> Response:
     """One of those names; a name may contain slashes."""
     state: ServerState = request.app.state.server
-    return json_response(_model(state, model))
+    return json_response(_model(state, model, tenant_of(request)))
 
 
 @router.post("/models/load", responses=returns(Accepted))
 async def load_model(body: ModelRequest, request: Request) -> Response:
     """Begin to load a model, as llama.cpp's router does; GET /models says how far it is."""
     registry = request.app.state.server.registry
-    model: LoadableModel = registry.find(body.model)
-    if model.served is None:
+    model: LoadableModel = registry.find(body.model, tenant_of(request))
+    if not model.is_awake:
         registry.loader.begin(model)
     return json_response(Accepted())
 
@@ -89,18 +103,20 @@ async def load_model(body: ModelRequest, request: Request) -> Response:
 @router.post("/models/unload", responses=returns(Accepted))
 async def unload_model(body: ModelRequest, request: Request) -> Response:
     """Unload a model, and answer when its memory is free; 409 while a request holds it, or it is pinned."""
+    check_admin(request)
     registry = request.app.state.server.registry
-    await registry.loader.unload(registry.find(body.model))
+    await registry.loader.unload(registry.find(body.model, tenant_of(request)))
     return json_response(Accepted())
 
 
-def _model(state: ServerState, name: str) -> Model:
-    model = state.registry.find(name)
-    info = model.info
+def _model(state: ServerState, name: str, tenant: Tenant) -> Model:
+    model = state.registry.find(name, tenant)
+    info, adapter = model.info, model.adapters.get(name)
     return Model(
         id=name,
         created=state.created,
-        root=model.config.model,
+        root=model.config.model if adapter is None else adapter.path,
+        parent=None if adapter is None else adapter.parent,
         status=_status(model),
         max_model_len=None if info is None else info.max_model_len,
         has_chat_template=model.has_chat_template,

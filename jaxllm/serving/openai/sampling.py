@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -21,6 +21,7 @@ from jaxllm.requests.sampling import (
 )
 from jaxllm.serving.generation_settings import BeamSearch, GenerationSettings
 from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, RequestModel, refuse
+from jaxllm.serving.keep_alive import KeepAliveFields
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.serving.openai.usage import StreamOptions
 from jaxllm.serving.shown import shown
@@ -34,6 +35,11 @@ UNSUPPORTED_SAMPLING = frozenset({
 LABELS = {"conversation_id": "X-Conversation-Id", "resource_id": "X-Resource-Id"}
 
 NO_LIMIT = -1
+
+MAX_ADAPTERS = 256
+"""Of one request, or one setting of scales."""
+MAX_SCALE = 1e6
+"""Of an adapter: no more than what shows that a number was not meant."""
 
 _NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
@@ -114,6 +120,9 @@ class SamplingFields(RequestModel):
     """Lower runs earlier."""
     cache_salt: str | None = Field(default=None, min_length=1)
     """Only requests with the same salt share cached prefixes."""
+    timings_per_token: bool = False
+    """Tell in `timings` how long the request waited and its prompt and answer have taken; as llama.cpp. Each chunk of a
+    stream has it, of a response's stream the last event."""
 
     @model_validator(mode="after")
     def _one_thinking_budget(self) -> Self:
@@ -134,11 +143,27 @@ class SamplingFields(RequestModel):
         return {name: value for name, value in asked.items() if value is not None}
 
 
-class GenerationRequest(SamplingFields, StructuredFields):
+class AdapterScale(RequestModel):
+    """An adapter, and how strongly it is used."""
+
+    id: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    """Its number in GET /lora-adapters."""
+    scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 0.0
+    """What its effect is multiplied by; 1 is as it was trained, 0 leaves it out."""
+
+
+def adapter_scales(given: Sequence[AdapterScale]) -> dict[int, float]:
+    """Scales by number; of one that is there several times the last one, as in llama.cpp."""
+    return {one.id: one.scale for one in given}
+
+
+class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
     """The fields that chat and text completions share."""
 
     model: str | None = None
-    """A name that /v1/models lists; by default the first."""
+    """A name that /v1/models lists, of a model or an adapter; by default the first."""
+    lora: Annotated[list[AdapterScale] | None, _at_most(MAX_ADAPTERS)] = None
+    """Adapters to use, all others not at all, as llama.cpp's clients choose them; where model names none."""
     n: int = Field(default=1, ge=1, le=MAX_N)
     """Choices to return for each prompt."""
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
@@ -180,8 +205,6 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """SGLang's name of include_stop_str_in_output; true is refused where tokens that are no stop strings would stay."""
     return_hidden_states: Literal[False] = False
     """Only false: a generated answer comes without them. /pooling gives those of a text."""
-    timings_per_token: bool = False
-    """Tell with the answer, and with each chunk of a stream, how long prompt and answer have taken; as llama.cpp."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
     conversation_id: str | None = Label
@@ -282,6 +305,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
             priority=self.priority,
             request_id=self.request_id,
             cache_salt=self.cache_salt,
+            lora=None if self.lora is None else adapter_scales(self.lora),
             **own,
         )
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxllm.serving.generation import Generation
+from jaxllm.serving.generation import Usage
+from jaxllm.serving.phases import Phases
 
 
 class Timings(msgspec.Struct, kw_only=True):
     """`prompt` is about the prompt's tokens that no cache held, `predicted` about the answer's behind its first.
 
-    Times are in milliseconds, and null while nothing has been measured.
+    Times are in milliseconds, and null while nothing has been measured. `queue_ms` and `padding_n` are ours: how long
+    the request waited for its first step, and its share of the padding rows that its steps ran, known at its end, as
+    is how many tokens were tried ahead.
     """
 
+    queue_ms: float | None
     cache_n: int
     prompt_n: int
     prompt_ms: float | None
@@ -22,14 +26,18 @@ class Timings(msgspec.Struct, kw_only=True):
     predicted_ms: float | None
     predicted_per_token_ms: float | None
     predicted_per_second: float | None
+    padding_n: float | None
+    draft_n: int
+    draft_n_accepted: int
 
 
-def timings(generation: Generation) -> Timings:
-    """Of all choices of a request so far."""
-    usage, clock = generation.usage(), generation.clock
+def timings(usage: Usage, phases: Phases) -> Timings:
+    """Of all that a request has generated so far."""
     prompt, predicted = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
-    prompt_ms, predicted_ms = _ms(clock.scheduled, clock.first), _ms(clock.first, clock.last)
+    prompt_ms, predicted_ms = _ms(phases.prefill), _ms(phases.decode)
+    timed = predicted - phases.num_answers
     return Timings(
+        queue_ms=_ms(phases.queue),
         cache_n=usage.cached_tokens,
         prompt_n=prompt,
         prompt_ms=prompt_ms,
@@ -37,13 +45,16 @@ def timings(generation: Generation) -> Timings:
         prompt_per_second=_ratio(1000 * prompt, prompt_ms),
         predicted_n=predicted,
         predicted_ms=predicted_ms,
-        predicted_per_token_ms=_ratio(predicted_ms, predicted - generation.num_choices),
-        predicted_per_second=_ratio(1000 * (predicted - generation.num_choices), predicted_ms),
+        predicted_per_token_ms=_ratio(predicted_ms, timed),
+        predicted_per_second=_ratio(1000 * timed, predicted_ms),
+        padding_n=None if phases.padding is None else round(phases.padding, 2),
+        draft_n=usage.drafted_tokens,
+        draft_n_accepted=usage.taken_tokens,
     )
 
 
-def _ms(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else max(end - start, 0.0) * 1000
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _ratio(amount: float | None, per: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.serving.access.tenant import tenant_of
 from jaxllm.serving.conversation import naming, renaming
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
@@ -69,7 +70,7 @@ def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's special tokens and chat template, and the formats that answers are parsed for."""
     state: ServerState = request.app.state.server
-    model = state.registry.find_loaded(None)
+    model = state.registry.find_loaded(None, tenant_of(request))
     tokenizer = model.tokenizer
     template = model.chat_template or tokenizer.chat_template
     formats = model.formats(template or "")

@@ -64,9 +64,9 @@ class MessageReader(ABC):
             yield from self.body(Reasoning)
         while (yield from any_left(self.source)):
             self.source.kept.clear()
-            yield from self._message()
+            yield from self.message()
 
-    def _message(self) -> Scan[None]:
+    def message(self) -> Scan[None]:
         """A message, or text that has no header: content. Markers in the wrong place are content too."""
         source = self.source
         yield from skip_space(source)

@@ -334,11 +334,13 @@ def detect_formats(
     if channels and tool_call_parser == "auto":
         tools = next(known for known in TOOL_FORMATS if known.name == channels)
     if channels and reasoning_parser == "auto":
-        reasoning = next(known for known in REASONING_FORMATS if known.name == channels)
+        reasoning = next((known for known in REASONING_FORMATS if known.name == channels), None)
     if channels and {known.name for known in (tools, reasoning) if known} != {channels}:
+        has_reasoning = channels in {known.name for known in REASONING_FORMATS}
+        mended = f"both must be {channels}," if has_reasoning else "reasoning_parser must be"
         raise ConfigError(
             f"tool_call_parser is {tool_call_parser!r} and reasoning_parser is {reasoning_parser!r}; answers in the "
-            f"format {channels} are messages, so both must be {channels}, auto or none"
+            f"format {channels} are messages, so {mended} auto or none"
         )
     return OutputFormats(tools, reasoning)
 

@@ -25,6 +25,9 @@ from jaxllm.serving.parsing.values import followed, value_types
 _Value = Callable[[str, int, Any, dict[str, Any], bool], str]
 _MARKER = r"<\|[a-z]+\|>"
 """What may end a message, or begin another, in a thought that comes before calls."""
+_NUMBERS = {"{index}": ("INDEX", "/[0-9]{1,3}/"), "{id}": ("CALL_ID", "/[a-z0-9]{10}/")}
+"""How calls are numbered and named where the model does it: the rule, and what it allows."""
+_PLACE = re.compile(f"({'|'.join(map(re.escape, _NUMBERS))})")
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -141,11 +144,15 @@ class _Grammar:
         return alternatives
 
     def _head(self, name: str, skip: int) -> str:
-        before, numbered, behind = self._layout.call[skip:].replace("{name}", name).partition("{index}")
-        if not numbered:
-            return self._text(before)
-        self._rules["INDEX"] = "/[0-9]{1,3}/"
-        return f"{self._text(before)} INDEX {self._text(behind)}"
+        parts = []
+        for part in _PLACE.split(self._layout.call[skip:].replace("{name}", name)):
+            if part in _NUMBERS:
+                rule, pattern = _NUMBERS[part]
+                self._rules[rule] = pattern
+                parts.append(rule)
+            else:
+                parts.append(self._text(part))
+        return " ".join(filter(None, parts))
 
     def _arguments(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
         match self._layout.arguments:

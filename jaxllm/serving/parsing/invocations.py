@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxllm.serving.parsing.calls import closing, fenced_calls, tool_name
 from jaxllm.serving.parsing.source import (
     Scan,
@@ -26,19 +28,27 @@ _STATED: dict[str, set[str]] = {'string="true">': {"string"}, 'string="false">':
 
 
 def invoked_calls(
-    source: Source, writer: CallWriter, *, prefix: str, end: str, inside: bool = False, doubled: bool = False
+    source: Source,
+    writer: CallWriter,
+    *,
+    prefix: str,
+    end: str,
+    inside: bool = False,
+    doubled: bool = False,
+    after: Sequence[str] = (),
 ) -> Scan[None]:
     """<invoke name="NAME">, <parameter name="KEY">raw value</parameter> …, </invoke>, one call after the other; `end`.
 
     `prefix` begins the tags' names. `inside` is behind the first <invoke name=". A closing tag may be missing where
-    another tag says as much. `doubled` is tool_name's.
+    another tag, or the text's end, says as much. `after` are tags that come after all of this. `doubled` is
+    tool_name's.
     """
     opening = f'<{prefix}invoke name="'
     if not inside:
         yield from skip_space(source)
         yield from expect(source, opening)
     while True:
-        tag = yield from _invocation(source, writer, prefix, end, doubled)
+        tag = yield from _invocation(source, writer, prefix, end, after, doubled)
         yield from skip_space(source)
         if tag != opening and not ((yield from any_left(source)) and (yield from literal(source, opening))):
             break
@@ -50,6 +60,8 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
 
     `inside` is behind the first STEP_CALL. The call's type, function, and separators may be missing.
     """
+    more = (STEP_SEPARATOR, STEP_CALL)
+    after = (*more, STEP_CALLS_END)
     if not inside:
         yield from skip_space(source)
         yield from expect(source, STEP_CALL)
@@ -59,10 +71,9 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
             yield from expect(source, f"function{STEP_SEPARATOR}")
         yield from skip_space(source)
         yield from expect(source, '<steptml:invoke name="')
-        if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END)) != STEP_CALL_END:
+        if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END, after)) != STEP_CALL_END:
             yield from closing(source, writer, STEP_CALL_END)
         yield from skip_space(source)
-        more = (STEP_SEPARATOR, STEP_CALL)
         if not ((yield from any_left(source)) and (tag := (yield from next_of(source, more)))):
             break
         source.take(len(tag))
@@ -72,8 +83,10 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
     yield from closing(source, writer, STEP_CALLS_END)
 
 
-def _invocation(source: Source, writer: CallWriter, prefix: str, end: str, doubled: bool = False) -> Scan[str]:
-    """The call whose name comes next; the tag that ended it."""
+def _invocation(
+    source: Source, writer: CallWriter, prefix: str, end: str, after: Sequence[str], doubled: bool = False
+) -> Scan[str]:
+    """The call whose name comes next; the tag that ended it. `after` are tags that no call is ended by."""
     name = yield from tool_name(source, writer, doubled=doubled)
     writer.begin(name)
     if (yield from one_of(source, ('"/>', '">'))) == '"/>':
@@ -92,8 +105,10 @@ def _invocation(source: Source, writer: CallWriter, prefix: str, end: str, doubl
         close = f"</{prefix}parameter>"
         unknown = [other for other in unknown if other != key]
         stops = [f'{parameter}{other}"' for other in unknown]
-        stops += [f"{finished}{space}{tag}" for space in ("", "\n") for tag in (end, opening)]
-        stop = yield from raw_value(source, types, (close, *stops, *(f"\n{stop}" for stop in stops)), writer.write)
+        stops += [f"{finished}{space}{tag}" for space in ("", "\n") for tag in (end, opening, *after)]
+        stops += [f"\n{stop}" for stop in stops]
+        last = [f"{before}{finished}{behind}" for before in ("", "\n") for behind in ("", "\n")]
+        stop = yield from raw_value(source, types, (close, *stops), writer.write, last)
         if stop == close:
             yield from expect(source, close)
             writer.claim()

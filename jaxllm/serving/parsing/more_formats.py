@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from jaxllm.serving.parsing import solar
 from jaxllm.serving.parsing.calls import json_calls, named_objects, sectioned_calls
 from jaxllm.serving.parsing.elements import CALLS, CALLS_END, INVOKE, INVOKE_END, MARK, element_calls
 from jaxllm.serving.parsing.function_elements import (
@@ -16,6 +17,7 @@ from jaxllm.serving.parsing.function_elements import (
     PARAM_END,
     function_elements,
 )
+from jaxllm.serving.parsing.functionary import SEPARATOR
 from jaxllm.serving.parsing.invocations import (
     STEP_CALL,
     STEP_CALL_END,
@@ -30,7 +32,7 @@ from jaxllm.serving.parsing.notations import KeyedTags, keyed_calls
 from jaxllm.serving.parsing.output_format import CallSyntax, Layout, Tags, ToolFormat
 from jaxllm.serving.parsing.pythonic import listed_calls, python_lines
 from jaxllm.serving.parsing.xtml import ARGUMENT, ARGUMENT_END, CALL, CALL_END, SEP, TOOLS, TOOLS_END, xtml_calls
-from jaxllm.text.reasoning import MUSE, MUSE_TOKENS
+from jaxllm.text.reasoning import FUNCTIONARY, MUSE, MUSE_TOKENS
 
 _CALL = '{"name": "{name}", "arguments": '
 _PLAMO = {
@@ -113,6 +115,39 @@ MORE_FORMATS: tuple[ToolFormat, ...] = (
         ),
         ((ATEM_CALLS,),),
         MUSE_TOKENS,
+    ),
+    ToolFormat(
+        FUNCTIONARY, (), Layout("{name}\n", between=SEPARATOR), ((f"{SEPARATOR}all", f"{SEPARATOR}${{recipient}}"),)
+    ),
+    ToolFormat(
+        "solar_open",
+        (
+            CallSyntax(solar.identified_calls, solar.SECTION, ends_reasoning=True),
+            CallSyntax(partial(solar.identified_calls, inside=True), solar.CALL),
+        ),
+        Layout(
+            f"{solar.CALL}{{id}}{solar.NAME}{{name}}{solar.ARGUMENTS}",
+            solar.CALL_END,
+            start=solar.SECTION,
+            marked=solar.SECTION,
+            thought=("<|think|>", "<|end|><|begin|>assistant"),
+        ),
+        ((solar.CALL,),),
+        (solar.SECTION, solar.SECTION_END, solar.CALL, solar.NAME, solar.ARGUMENTS, solar.CALL_END),
+        solar.solar_id,
+    ),
+    ToolFormat(
+        "solar_open2",
+        (CallSyntax(solar.tagged_call, solar.CALL_2, ends_reasoning=True),),
+        Layout(
+            f"{solar.CALL_2}{{name}}\n",
+            solar.CALL_2_END,
+            between="\n",
+            marked=solar.CALL_2,
+            arguments=Tags((f"{solar.ARGUMENT}{{key}}{solar.VALUE}",), solar.ARGUMENT_END),
+        ),
+        ((solar.CALL_2,),),
+        (solar.CALL_2, solar.CALL_2_END, solar.ARGUMENT, solar.VALUE, solar.ARGUMENT_END),
     ),
     ToolFormat(
         "minicpm5",

@@ -52,4 +52,6 @@ class Muse(MessageReader):
         source = self.source
         yield from literal(source, ATEM_CALLS)
         yield from skip_space(source)
-        yield from invoked_calls(source, self.writer, prefix=ATEM, end=ATEM_CALLS_END, doubled=True)
+        yield from invoked_calls(
+            source, self.writer, prefix=ATEM, end=ATEM_CALLS_END, doubled=True, after=(*self.ENDS, *self.also_ends)
+        )

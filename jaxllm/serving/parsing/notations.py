@@ -89,11 +89,15 @@ def keyed_calls(
 
 
 def _keyed_arguments(source: Source, writer: CallWriter, name: str, tags: KeyedTags) -> Scan[None]:
-    """Keys and raw values between tags, up to and with </tool_call>. A value's type may be between the two."""
-    key_tag, value_tag = tags.open("arg_key"), tags.open("arg_value")
+    """Keys and raw values between tags, up to and with </tool_call>. A value's type may be between the two.
+
+    </arg_value> may be missing where the text ends with </tool_call>.
+    """
+    key_tag, value_tag, close = tags.open("arg_key"), tags.open("arg_value"), tags.close("tool_call")
     type_tag, end = tags.open("arg_type"), tags.close("arg_value")
+    last = [before + close + behind for before in ("", "\n") for behind in ("", "\n")]
     yield from skip_space(source)
-    while (yield from one_of(source, (key_tag, tags.close("tool_call")))) == key_tag:
+    while (yield from one_of(source, (key_tag, close))) == key_tag:
         key = (yield from text_until(source, tags.close("arg_key"))).strip()
         yield from skip_space(source)
         types = parameter_types(writer, name, key)
@@ -103,9 +107,9 @@ def _keyed_arguments(source: Source, writer: CallWriter, name: str, tags: KeyedT
             yield from skip_space(source)
             yield from expect(source, value_tag)
         writer.key(key)
-        yield from raw_value(source, types, (end,), writer.write)
-        yield from expect(source, end)
-        writer.claim()
+        if (yield from raw_value(source, types, (end,), writer.write, last)) == end:
+            yield from expect(source, end)
+            writer.claim()
         yield from skip_space(source)
     writer.end()
 

@@ -56,7 +56,8 @@ class Layout:
     """How the model writes calls, for grammars: start call end [between call end]… stop.
 
     Attributes:
-        call: what comes before the arguments, with {name} in it, and {index} where calls are numbered.
+        call: what comes before the arguments, with {name} in it, {index} where calls are numbered, and {id} where the
+            model names them itself.
         arguments: the notation of the arguments.
         marked: the beginning of start + call that only calls have; "" if text may look alike.
         thought: what opens and closes reasoning that may come before all this, where no text of its own sets it apart.
@@ -74,7 +75,8 @@ class Layout:
 
     def head(self, name: str, index: int = 0) -> str:
         """What comes before the arguments of a call."""
-        return self.call.replace("{index}", str(index)).replace("{name}", name)
+        written = self.call.replace("{index}", str(index)).replace("{id}", f"call{index:06}")
+        return written.replace("{name}", name)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from operator import attrgetter
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.channels import MessageReader
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.serving.parsing.functionary import Functionary
 from jaxllm.serving.parsing.harmony import Harmony
 from jaxllm.serving.parsing.muse import Muse
 from jaxllm.serving.parsing.output_format import CallSyntax, OutputFormats
@@ -20,7 +21,6 @@ from jaxllm.serving.parsing.source import (
     Source,
     UnfinishedError,
     any_left,
-    begun_marker,
     copy_until,
     expect,
     next_of,
@@ -28,9 +28,9 @@ from jaxllm.serving.parsing.source import (
     skip_space,
 )
 from jaxllm.serving.parsing.writer import CallWriter
-from jaxllm.text.reasoning import CITATION_END, HARMONY, MUSE, ReasoningFormat
+from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, ReasoningFormat
 
-_MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse}
+_MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse, FUNCTIONARY: Functionary}
 _CITED = re.compile(r"[0-9:,.\[\] ]+")
 
 
@@ -202,10 +202,10 @@ class OutputParser:
         found = self._begins.search(source)
         if found is None:
             held = possible_start(source, self._begins.markers)
-            if source.cut:
-                self._drop_begun(self._begins.markers)
             self._content(source.take(len(source.text) - source.at - held))
-            if not source.ended:
+            if source.ended:
+                source.text = source.text[: source.at]
+            else:
                 yield
             return
         start, mark, syntax = found
@@ -235,13 +235,6 @@ class OutputParser:
         elif self._wrapped:
             self._after_block = True
         source.kept.clear()
-
-    def _drop_begun(self, markers: Sequence[str]) -> None:
-        """Leave out the beginning of a marker at the text's end, unless a word or one character is all there is."""
-        source = self._source
-        count = begun_marker(source, markers)
-        if count > 1 and not source.text[-count:].isalnum():
-            source.text = source.text[:-count]
 
     def _calls(self, syntax: CallSyntax) -> Scan[None]:
         """What `syntax` reads; what it could not is text, and is looked through for calls unless it was before."""

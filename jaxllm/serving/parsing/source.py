@@ -148,20 +148,33 @@ def expect(source: Source, text: str) -> Scan[None]:
     yield from one_of(source, (text,))
 
 
-def copy_until(source: Source, stops: Sequence[str], emit: Emit) -> Scan[str]:
-    """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned."""
+def copy_until(source: Source, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
+    """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.
+
+    One of `last` is a stop where the text ends with it. The beginning of a stop that the answer's end has cut is left
+    out.
+    """
     pattern = re.compile("|".join(map(re.escape, stops)))
     while True:
         match = pattern.search(source.text, source.at)
-        end = match.start() if match else len(source.text) - possible_start(source, stops)
+        stop = match.group() if match else _ending(source, last)
+        held = len(stop) or possible_start(source, (*stops, *last))
+        end = match.start() if match else len(source.text) - held
         if end > source.at:
             emit(source.take(end - source.at))
-        if match:
-            return match.group()
+        if stop:
+            return stop
         if source.ended:
-            emit(source.take(len(source.text) - source.at))
+            source.take(len(source.text) - source.at)
             raise UnfinishedError
         yield
+
+
+def _ending(source: Source, texts: Sequence[str]) -> str:
+    """The longest of `texts` that an answer which was not cut ends with; "" if it goes on, or ends otherwise."""
+    if not source.ended or source.cut:
+        return ""
+    return max((text for text in texts if source.text.endswith(text, source.at)), key=len, default="")
 
 
 def text_until(source: Source, stop: str) -> Scan[str]:
@@ -173,16 +186,22 @@ def text_until(source: Source, stop: str) -> Scan[str]:
 
 
 def possible_start(source: Source, markers: Sequence[str]) -> int:
-    """How many characters at the end of the text may become a marker."""
-    return 0 if source.ended else begun_marker(source, markers)
+    """How many characters at the end of the text may become a marker, or would have become one had it not been cut.
+
+    Of a text that was cut, a word or one character is taken for its own.
+    """
+    count = begun_marker(source, markers)
+    if source.ended:
+        return count if source.cut and count > 1 and not source.text[-count:].isalnum() else 0
+    return count
 
 
 def begun_marker(source: Source, markers: Sequence[str]) -> int:
-    """How many characters at the end of the text are the beginning of a marker."""
+    """How many characters at the end of the text are the beginning of a marker, or all of it."""
     if not markers:
         return 0
     longest = max(map(len, markers))
-    tail = source.text[max(source.at, len(source.text) - longest + 1) :]
+    tail = source.text[max(source.at, len(source.text) - longest) :]
     first = {marker[0] for marker in markers}
     for skipped, char in enumerate(tail):
         if char in first and any(marker.startswith(tail[skipped:]) for marker in markers):

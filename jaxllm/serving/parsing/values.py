@@ -101,15 +101,20 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def raw_value(source: Source, types: set[str], stops: Sequence[str], write: Emit) -> Scan[str]:
-    """Text up to the first of `stops` as JSON, streamed where only a string is allowed; the stop, not consumed."""
+def raw_value(
+    source: Source, types: set[str], stops: Sequence[str], write: Emit, last: Sequence[str] = ()
+) -> Scan[str]:
+    """Text up to the first of `stops` as JSON, streamed where only a string is allowed; the stop, not consumed.
+
+    One of `last` is a stop at the end of the whole text.
+    """
     if types == {"string"}:
         write('"')
-        stop = yield from copy_until(source, stops, lambda text: write(quoted_text(text)))
+        stop = yield from copy_until(source, stops, lambda text: write(quoted_text(text)), last)
         write('"')
     else:
         pieces: list[str] = []
-        stop = yield from copy_until(source, stops, pieces.append)
+        stop = yield from copy_until(source, stops, pieces.append, last)
         write(json_from_raw("".join(pieces), types))
     return stop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 import msgspec
@@ -17,6 +18,10 @@ from jaxllm.serving.pooling.embedding_types import MAX_INPUTS, EmbeddingRequest
 from jaxllm.serving.pooling.scoring_types import APIVersion
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+
+
+PROMPT_NAMES = {"search_query": "query", "search_document": "document"}
+"""`input_type`, and the name that sentence-transformers has for the prompt."""
 
 
 class CohereInput(RequestModel):
@@ -34,7 +39,7 @@ class CohereEmbedRequest(RequestModel):
     inputs: list[CohereInput] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     """The same, each text as a list of parts."""
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
-    """Accepted, without effect: a text that a model wants something before has to come with it."""
+    """Puts the model's own prompt for queries or documents before a text, where its files have one; else no effect."""
     embedding_types: list[EmbeddingType] = Field(default=["float"], min_length=1, max_length=4)
     """How vectors are written: numbers, base64 of float32, or a bit a number, in bytes with a sign or without."""
     output_dimension: int | None = Field(default=None, ge=1)
@@ -63,8 +68,9 @@ class CohereEmbedRequest(RequestModel):
             return self.texts
         return ["\n".join(part.text for part in one.content) for one in self.inputs or ()]
 
-    def as_embeddings(self) -> EmbeddingRequest:
-        """The same in OpenAI's words."""
+    def as_embeddings(self, prompts: Collection[str] = ()) -> EmbeddingRequest:
+        """The same in OpenAI's words, for a model with prompts of these names."""
+        prompt = PROMPT_NAMES.get(self.input_type or "")
         kind = _OfTexts if self.texts is not None else _OfInputs
         return kind(
             model=self.model,
@@ -74,6 +80,7 @@ class CohereEmbedRequest(RequestModel):
             truncation_side="left" if self.truncate == "START" else "right",
             priority=self.priority,
             request_id=self.request_id,
+            prompt_name=prompt if prompt in prompts else None,
         )
 
 

@@ -35,8 +35,14 @@ def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
     """The server's setting, or what suits the model: its head's classes, the prompt it was trained with, or cosine.
 
     Raises:
-        ConfigError: the setting does not suit the model.
+        ConfigError: the setting does not suit the model, or that of pooling does not.
     """
+    if tasks.projects and config.pooling not in ("auto", tasks.pooling):
+        raise ConfigError(
+            f"pooling is {config.pooling!r}, but this model's Dense modules are made for {tasks.pooling!r}; use auto"
+        )
+    if tasks.encodes and config.score_method == "yes_no":
+        raise ConfigError("score_method is 'yes_no', but this model is an encoder, which scores no tokens; use auto")
     setting = config.score_method
     if setting == "auto":
         return "classifier" if tasks.labels else "yes_no" if tasks.judges_pairs else "cosine"
@@ -65,8 +71,9 @@ async def score_pairs(
     if method == "cosine":
         return await _cosines(state, model, request, pairs, body, run, names)
     params = PoolingParams(kind="logits", token_ids=_answers(model) if method == "yes_no" else ())
-    prompts = await state.offload(lambda: [_pair_prompt(model, pair, body, names) for pair in pairs])
-    logits = np.stack(await run.run(request, prompts, params)).astype(np.float64)
+    found = await state.offload(lambda: [_pair_prompt(model, pair, body, names) for pair in pairs])
+    prompts, second_texts = zip(*found, strict=True)
+    logits = np.stack(await run.run(request, prompts, params, second_texts)).astype(np.float64)
     return _relevance(logits, model.engine.info.tasks, raw=not body.use_activation).tolist()
 
 
@@ -101,7 +108,8 @@ async def _cosines(
 ) -> list[float]:
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     keep = kept_tokens(model, body)
-    prompts = await state.offload(lambda: [text_prompt(model, text, keep, names[text]) for text in texts])
+    before = model.engine.info.tasks.prompt(None)
+    prompts = await state.offload(lambda: [text_prompt(model, before + text, keep, names[text]) for text in texts])
     vectors = np.stack(await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     unit = dict(zip(texts, units, strict=True))
@@ -135,13 +143,18 @@ def _answers(model: ServedModel) -> tuple[int, int]:
     return ids[0][0], ids[1][0]
 
 
-def _pair_prompt(model: ServedModel, pair: Pair, body: ComparisonFields, names: dict[str, str]) -> list[int]:
-    """Token ids of one pair, its document cut where the whole is longer than truncate_prompt_tokens."""
+def _pair_prompt(
+    model: ServedModel, pair: Pair, body: ComparisonFields, names: dict[str, str]
+) -> tuple[list[int], int]:
+    """Token ids of one pair, its document cut where the whole is longer than truncate_prompt_tokens.
+
+    Also where the second text begins, as `Tokenizer.encode_pair` says.
+    """
     query, document = pair
     keep = kept_tokens(model, body)
     for text in pair:
         model.check_length(text, Field(names[text]), may_be_cut=True)
-    ids = _encode_pair(model, query, document, body)
+    ids, second = _encode_pair(model, query, document, body)
     length = len(model.tokenizer.encode(document, add_special_tokens=False)) if len(ids) > keep else 0
     while len(ids) > keep:
         length -= len(ids) - keep
@@ -150,15 +163,15 @@ def _pair_prompt(model: ServedModel, pair: Pair, body: ComparisonFields, names: 
                 f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, which leaves no room for a document",
                 "truncate_prompt_tokens",
             )
-        ids = _encode_pair(model, query, _first_tokens(model, document, length), body)
-    return check_length(model, ids, names[document])
+        ids, second = _encode_pair(model, query, _first_tokens(model, document, length), body)
+    return check_length(model, ids, names[document]), second
 
 
-def _encode_pair(model: ServedModel, query: str, document: str, body: ComparisonFields) -> list[int]:
+def _encode_pair(model: ServedModel, query: str, document: str, body: ComparisonFields) -> tuple[list[int], int]:
     if not _judges(model):
         return model.tokenizer.encode_pair(query, document)
     text = JUDGE_PROMPT.format(instruction=body.instruction or INSTRUCTION, query=query, document=document)
-    return model.tokenizer.encode(text, add_special_tokens=False)
+    return model.tokenizer.encode(text, add_special_tokens=False), 0
 
 
 def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields, names: dict[str, str]) -> list[Pair]:

@@ -44,9 +44,9 @@ cohere_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
 async def score(body: ScoreRequest, request: Request) -> Response:
     """How well each text goes with the query."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
+    lease = await leased(request, body.model, keep_alive=body.keep_alive)
     model = lease.model
-    run = PoolingRun(model, body, "score")
+    run = PoolingRun(lease, body, "score")
     scores = await score_pairs(state, model, request, body.pairs, body, run)
     result = ScoreList(
         id=run.id,
@@ -75,13 +75,15 @@ async def rerank_v2(body: DocumentRerankRequest, request: Request) -> Response:
 @router.post("/classify", responses=returns(ClassificationList))
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The class of each text, for models with a classification head."""
-    return await classes_of(await leased(request, body.model), body, request, raw=not body.use_activation)
+    return await classes_of(
+        await leased(request, body.model, keep_alive=body.keep_alive), body, request, raw=not body.use_activation
+    )
 
 
 async def classes_of(lease: Lease, body: InputFields, request: Request, *, raw: bool) -> Response:
     """What /classify answers, of a model that has been taken."""
     model = lease.model
-    run = PoolingRun(model, body, "classify")
+    run = PoolingRun(lease, body, "classify")
     probs = await class_scores(request.app.state.server, lease, request, body, run, raw=raw)
     labels = model.engine.info.tasks.labels
     result = ClassificationList(
@@ -101,9 +103,9 @@ async def _rank(
     body: DocumentRerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
 ) -> Response:
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
+    lease = await leased(request, body.model, keep_alive=body.keep_alive)
     model = lease.model
-    run = PoolingRun(model, body, "rerank")
+    run = PoolingRun(lease, body, "rerank")
     texts = body.candidates
     scores, best_first = await _ranked(state, model, request, body, run)
     result = Ranking(
@@ -125,8 +127,9 @@ async def _rank(
 
 async def _rank_texts(body: RerankRequest, request: Request) -> Response:
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
-    run = PoolingRun(model, body, "rerank")
+    lease = await leased(request, body.model, keep_alive=body.keep_alive)
+    model = lease.model
+    run = PoolingRun(lease, body, "rerank")
     scores, best_first = await _ranked(state, model, request, body, run)
     ranks = [
         TextRank(index=index, score=scores[index], text=body.candidates[index] if body.return_text else UNSET)

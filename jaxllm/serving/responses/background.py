@@ -9,9 +9,11 @@ from contextlib import AsyncExitStack, suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from jaxllm.serving.http.records import goes_on
 from jaxllm.serving.responses.objects import STOPPED, Response
 from jaxllm.serving.responses.response_store import LEASE_SECONDS, ResponseStore
 from jaxllm.serving.responses.run import ResponseRun
+from jaxllm.serving.served_model import stopped
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class BackgroundRuns:
         """Store the response and let it run. Raises what the engine says at once, such as QueueFullError."""
         async with AsyncExitStack() as stack:
             stack.enter_context(run.lease.again())
+            stack.enter_context(goes_on())
             await stack.enter_async_context(run)
             await run.begin_stored()
             active = BackgroundRun(run, stack.pop_all())
@@ -86,24 +89,26 @@ class BackgroundRuns:
             self._renewing = asyncio.create_task(self._renew())
         return active
 
-    def get(self, response_id: str) -> BackgroundRun | None:
-        return self._active.get(response_id)
+    def get(self, response_id: str, owner: str | None) -> BackgroundRun | None:
+        """One that runs here and is the owner's."""
+        active = self._active.get(response_id)
+        return None if active is None or active.run.lease.tenant.name != owner else active
 
     async def cancel(self, response_id: str) -> Response:
-        """Stop the response wherever it runs. Raises 404 for an unknown id."""
+        """Stop the response wherever it runs, whoever owns it. Raises 404 for an unknown id."""
         response = await self._store.end(response_id, "cancelled")
         await self._stop(response_id)
         return response
 
-    async def delete(self, response_id: str) -> None:
-        """Stop and forget the response. Raises 404 for an unknown id."""
-        await self._store.delete(response_id)
+    async def delete(self, response_id: str, owner: str | None) -> None:
+        """Stop and forget the response. Raises 404 for one that is not there, or not the owner's."""
+        await self._store.delete(response_id, owner)
         await self._stop(response_id)
 
     async def close(self) -> None:
         """End every run as failed and wait until that is stored."""
         for active in self._active.values():
-            active.run.abort()
+            active.run.abort(stopped())
         tasks = {active.task for active in self._active.values()}
         if tasks:
             await asyncio.wait(tasks, timeout=STOPPING_SECONDS)

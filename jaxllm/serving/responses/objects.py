@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.responses.items import CallStatus, Item, ItemStatus
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -173,6 +174,8 @@ class Response(msgspec.Struct, kw_only=True):
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None = None
+    timings: Timings | UnsetType = UNSET
+    """With timings_per_token: of all that the model has said, together."""
     user: str | None
     warnings: list[str] | UnsetType = UNSET
     """What the request sent in vain, on a server that accepts unknown fields."""

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.conversation import MAX_TOOLS
 from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.keep_alive import KeepAliveFields
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
 from jaxllm.serving.openai.tools import FunctionDefinition
@@ -215,7 +216,7 @@ class ResponseStreamOptions(RequestModel):
     """Only false: this server pads no events."""
 
 
-class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
+class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "n", "prompt",
         "prompt_cache_options", "response_format",

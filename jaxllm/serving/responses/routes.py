@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 from fastapi import APIRouter, Query, Request
 from fastapi import Response as HTTPResponse
 
+from jaxllm.serving.access.tenant import tenant_of
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
@@ -30,7 +31,9 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
     state: ServerState = request.app.state.server
     responses: Responses = request.app.state.responses
     keep_alive = state.config.sse_keep_alive
-    run = await responses.prepare(body, await leased(request, body.model))
+    run = await responses.prepare(
+        body, await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    )
     if body.background:
         begun = await responses.background.start(run)
         if body.stream:
@@ -48,7 +51,7 @@ async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTP
     """How many tokens the prompt of a response would have."""
     responses: Responses = request.app.state.responses
     lease = await leased(request, body.model)
-    return json_response(InputTokens(await responses.count_tokens(body, lease.model)))
+    return json_response(InputTokens(await responses.count_tokens(body, lease)))
 
 
 @router.get("/responses/{response_id}", responses=returns(Response, events=get_args(ResponseStreamEvent)))
@@ -65,14 +68,15 @@ async def retrieve_response(
     responses: Responses = request.app.state.responses
     if starting_after is not None and not stream:
         raise APIError(400, "starting_after needs stream to be true", param="starting_after")
-    active = responses.background.get(response_id)
+    owner = tenant_of(request).name
+    active = responses.background.get(response_id, owner)
     if not stream:
-        response = active.run.response if active is not None else await responses.store.get(response_id)
+        response = active.run.response if active is not None else await responses.store.get(response_id, owner)
         return json_response(response, request_id=response_id)
     after = -1 if starting_after is None else starting_after
     if active is not None and active.run.keeps_events:
         return EventStream(response_id, active.follow(after, state.config.sse_keep_alive))
-    events = None if active is not None else await responses.store.events(response_id)
+    events = None if active is not None else await responses.store.events(response_id, owner)
     if events is None:
         message = f"{response_id} has no stream; responses created with background and stream keep theirs"
         raise APIError(400, message, param="stream", code="no_stream")
@@ -83,7 +87,7 @@ async def retrieve_response(
 async def delete_response(response_id: str, request: Request) -> HTTPResponse:
     """Forget a stored response; one that runs in the background is stopped."""
     responses: Responses = request.app.state.responses
-    await responses.background.delete(response_id)
+    await responses.background.delete(response_id, tenant_of(request).name)
     return json_response(DeletedResponse(response_id))
 
 
@@ -91,7 +95,7 @@ async def delete_response(response_id: str, request: Request) -> HTTPResponse:
 async def cancel_response(response_id: str, request: Request) -> HTTPResponse:
     """Stop a background response; one that has ended stays as it is."""
     responses: Responses = request.app.state.responses
-    response = await responses.store.get(response_id)
+    response = await responses.store.get(response_id, tenant_of(request).name)
     if not response.background:
         message = f"{response_id} was not created with background; only such responses can be cancelled"
         raise APIError(400, message, param="response_id", code="not_background")
@@ -111,7 +115,7 @@ async def list_input_items(
 ) -> HTTPResponse:
     """What a response was given, with the items of the responses that it continues."""
     responses: Responses = request.app.state.responses
-    items = await responses.store.input_items(response_id)
+    items = await responses.store.input_items(response_id, tenant_of(request).name)
     return json_response(page(items, after=after, limit=limit, order=order))
 
 

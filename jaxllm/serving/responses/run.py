@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import to_api_error
 from jaxllm.serving.loadable import Lease
 from jaxllm.serving.responses.events import ResponseEvent, server_sent
@@ -56,13 +57,13 @@ class ResponseRun:
 
     async def begin_stored(self) -> None:
         """Keep the response before it has run, as one that will be asked for by its id."""
-        await self._store.begin(self.response, self._input_items)
+        await self._store.begin(self.response, self._input_items, self.lease.tenant.name)
 
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
         async for events in self._loop.events():
             _exhaust(events)
-        _exhaust(self._writer.finish(self._loop.usage()))
+        _exhaust(self._writer.finish(self._loop.usage(), self._loop.phases()))
         await self._save()
         return self.response
 
@@ -80,21 +81,23 @@ class ResponseRun:
                     sent = [server_sent(event) for event in events]
                     if sent or events == ():
                         yield self._note(sent)
-            sent = self._note([server_sent(event) for event in writer.finish(loop.usage())])
+            ended = writer.finish(loop.usage(), loop.phases())
+            sent = self._note([server_sent(event) for event in ended])
         except Exception as error:
             api_error = to_api_error(error)
             if api_error.status == 500:
                 logger.exception("%s failed while running", self.response.id)
-            sent = self._note([server_sent(event) for event in writer.fail(api_error, loop.usage())])
+            ended = writer.fail(api_error, loop.usage(), loop.phases())
+            sent = self._note([server_sent(event) for event in ended])
         if sent:
             yield sent
         last = [server_sent(writer.last())]
         await self._save(b"".join(self.sent + last) if self.keeps_events else None)
         yield self._note(last)
 
-    def abort(self) -> None:
-        """End now, as failed."""
-        self._loop.abort()
+    def abort(self, error: APIError) -> None:
+        """End now, as failed with the error."""
+        self._loop.abort(error)
 
     def _note(self, sent: list[bytes]) -> list[bytes]:
         if self.keeps_events:
@@ -104,7 +107,8 @@ class ResponseRun:
     async def _save(self, events: bytes | None = None) -> None:
         response = self.response
         if response.store or response.conversation:
-            await self._store.finish(response, self._input_items, begun=response.background, events=events)
+            owner = self.lease.tenant.name
+            await self._store.finish(response, self._input_items, owner, begun=response.background, events=events)
 
 
 def _exhaust(events: Iterable[ResponseEvent]) -> None:

@@ -49,13 +49,14 @@ class Responses:
     async def prepare(self, body: ResponseRequest, lease: Lease) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
         toolbox = await self._toolbox(body, lease.model)
-        context, own = await self._context(body)
+        context, own = await self._context(body, lease.tenant.name)
         approved = approved_calls(context, own, body.server_labels.values())
         replies = Replies(self._state, lease, body, context, own)
         writer = EventWriter(
             _response(body, replies),
             summarizes=body.summarizes,
             logprobs_count=body.logprobs_count,
+            shows_timings=body.timings_per_token,
             token_bytes=replies.model.token_bytes,
             find_tool=toolbox.find,
         )
@@ -70,10 +71,11 @@ class Responses:
         )
         return ResponseRun(loop, lease, writer, own, self.store, keeps_events=body.background and body.stream)
 
-    async def count_tokens(self, body: PromptFields, model: ServedModel) -> int:
+    async def count_tokens(self, body: PromptFields, lease: Lease) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
+        model = lease.model
         toolbox = await self._toolbox(body, model)
-        context, own = await self._context(body)
+        context, own = await self._context(body, lease.tenant.name)
         async with aclosing(toolbox):
             await toolbox.open()
             offer = make_offer(body, toolbox, forces=True, runs=True)
@@ -90,41 +92,41 @@ class Responses:
         wanted = {at: tool for at, tool in enumerate(body.tools) if isinstance(tool, McpTool)}
         return Toolbox(self._state, model, wanted, body.function_names)
 
-    async def _context(self, body: PromptFields) -> tuple[list[Item], list[Item]]:
+    async def _context(self, body: PromptFields, owner: str | None) -> tuple[list[Item], list[Item]]:
         """All that the response is given, and the part of it that the request itself brings."""
-        history = await self._history(body)
-        own = await self._own_items(body, history)
+        history = await self._history(body, owner)
+        own = await self._own_items(body, history, owner)
         if not history and not own:
             raise InvalidRequestError("input is empty, and so is what it continues", "input")
         return [*history, *own], own
 
-    async def _history(self, body: PromptFields) -> list[Item]:
+    async def _history(self, body: PromptFields, owner: str | None) -> list[Item]:
         if body.previous_response_id is not None:
             try:
-                return await self.store.history(body.previous_response_id)
+                return await self.store.history(body.previous_response_id, owner)
             except APIError as error:
                 if error.status != 404:
                     raise
                 message = f"previous_response_id is {body.previous_response_id!r}; no stored response has that id"
                 raise APIError(400, message, param="previous_response_id", code="previous_response_not_found") from None
         if body.conversation_id is not None:
-            return await self.conversations.items(body.conversation_id)
+            return await self.conversations.items(body.conversation_id, owner)
         return []
 
-    async def _own_items(self, body: PromptFields, history: Sequence[Item]) -> list[Item]:
+    async def _own_items(self, body: PromptFields, history: Sequence[Item], owner: str | None) -> list[Item]:
         if isinstance(body.input, str):
             return [MessageItem(role="user", content=body.input).item()]
         known = {item["id"]: item for item in history}
         items = []
         for at, sent in enumerate(body.input or ()):
-            item = await self._referred(sent, known, at) if isinstance(sent, ItemReference) else sent.item()
+            item = await self._referred(sent, known, at, owner) if isinstance(sent, ItemReference) else sent.item()
             known[item["id"]] = item
             items.append(item)
         return items
 
-    async def _referred(self, reference: ItemReference, known: dict[str, Item], at: int) -> Item:
-        found = known.get(reference.id) or await self.store.item(reference.id)
-        found = found or await self.conversations.item(reference.id)
+    async def _referred(self, reference: ItemReference, known: dict[str, Item], at: int, owner: str | None) -> Item:
+        found = known.get(reference.id) or await self.store.item(reference.id, owner)
+        found = found or await self.conversations.item(reference.id, owner)
         if found is None:
             message = f"input[{at}].id is {reference.id!r}; no stored item has that id"
             raise APIError(404, message, param=f"input[{at}].id", code="item_not_found")

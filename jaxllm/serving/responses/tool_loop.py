@@ -12,6 +12,8 @@ import msgspec
 from jaxllm.errors import ContextLengthError
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.phases import Phases
 from jaxllm.serving.reply import Reply
 from jaxllm.serving.responses.events import ResponseEvent
 from jaxllm.serving.responses.items import Item
@@ -56,10 +58,10 @@ class ToolLoop:
         self._goes_on = bool(approved)
         """Whether calls have run whose results the model has yet to see."""
         self._reply: Reply | None = None
-        self._past = Usage(0, 0)
+        self._past, self._past_phases = Usage(0, 0), Phases()
         """Of the replies that are over."""
         self._running: dict[asyncio.Task[ToolResult], OutputMcpCall] = {}
-        self._aborted = False
+        self._ended_by: APIError | None = None
 
     async def __aenter__(self) -> ToolLoop:
         try:
@@ -109,11 +111,11 @@ class ToolLoop:
                 async for events in self._run_calls(keep_alive):
                     yield events
 
-    def abort(self) -> None:
-        """End now, as failed."""
-        self._aborted = True
+    def abort(self, error: APIError) -> None:
+        """End now, as failed with the error."""
+        self._ended_by = error
         if self._reply is not None:
-            self._reply.generation.abort()
+            self._reply.generation.abort(error)
         for task in self._running:
             task.cancel()
 
@@ -121,13 +123,16 @@ class ToolLoop:
         """Of all replies so far."""
         return self._past if self._reply is None else self._past + self._reply.usage()
 
+    def phases(self) -> Phases:
+        """Where the time of all replies so far has gone."""
+        return self._past_phases if self._reply is None else self._past_phases + self._reply.generation.phases()
+
     async def _has_reply(self) -> bool:
         """Whether there is a reply to read, begun now if need be. A response without room for one ends as it is."""
         if self._reply is not None:
             return True
-        if self._goes_on and self._aborted:
-            self._writer.finish_reason = "abort"
-            return False
+        if self._goes_on and self._ended_by is not None:
+            raise self._ended_by
         if not self._goes_on or self._writer.asks_client:
             return False
         limit = self._body.max_output_tokens
@@ -148,19 +153,19 @@ class ToolLoop:
         reply = await self._replies.begin(offer, output, self._past.completion_tokens)
         await reply.generation.__aenter__()
         self._reply = reply
-        if self._aborted:
-            reply.generation.abort()
+        if self._ended_by is not None:
+            reply.generation.abort(self._ended_by)
 
     async def _end_reply(self) -> None:
         if self._reply is not None:
-            self._past = self.usage()
+            self._past, self._past_phases = self.usage(), self.phases()
             reply, self._reply = self._reply, None
             await reply.generation.__aexit__()
 
     async def _run_calls(self, keep_alive: float | None) -> AsyncIterator[Iterable[ResponseEvent]]:
         """Run the calls that wait for it, all at once where the request allows parallel calls."""
         waiting = deque(self._writer.calls)
-        while waiting and not self._aborted:
+        while waiting and self._ended_by is None:
             for call in [waiting.popleft() for _ in range(len(waiting) if self._body.parallel_tool_calls else 1)]:
                 if self._num_calls < self._most_calls:
                     self._num_calls += 1

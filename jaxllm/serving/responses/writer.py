@@ -9,6 +9,8 @@ from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.openai.logprobs import TokenBytes
+from jaxllm.serving.openai.timings import timings
+from jaxllm.serving.phases import Phases
 from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.answer_writer import AnswerWriter, OutputItems
 from jaxllm.serving.responses.events import (
@@ -57,10 +59,12 @@ class EventWriter:
         *,
         summarizes: bool,
         logprobs_count: int | None,
+        shows_timings: bool,
         token_bytes: TokenBytes,
         find_tool: Callable[[str], OfferedTool | None],
     ):
         self.response = response
+        self._shows_timings = shows_timings
         self.finish_reason: str | None = None
         """Of the last reply: "stop", "tool_calls", "length", or what else ended it."""
         self._items = OutputItems(response.output)
@@ -139,11 +143,11 @@ class EventWriter:
             yield self._numbered(McpCallFailed(**self._items.place(call)))
         yield self._numbered(self._items.end(call))
 
-    def finish(self, usage: Usage) -> Iterator[ResponseEvent]:
+    def finish(self, usage: Usage, phases: Phases) -> Iterator[ResponseEvent]:
         """Close what is open and settle the response; `last` tells of it."""
         yield from self._close()
         response = self.response
-        response.usage = _usage(usage)
+        self._account(usage, phases)
         if self.came_to_end:
             response.status, response.completed_at = "completed", int(time.time())
         elif self.finish_reason == "length":
@@ -151,18 +155,23 @@ class EventWriter:
         else:
             response.status, response.error = "failed", STOPPED
 
-    def fail(self, error: APIError, usage: Usage) -> Iterator[ResponseEvent]:
+    def fail(self, error: APIError, usage: Usage, phases: Phases) -> Iterator[ResponseEvent]:
         """Close what is open and settle the response as failed; `last` tells of it."""
         message, told = str(error), error.body["error"]
         self.finish_reason = "error"
         yield from self._close()
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.response.status, self.response.error = "failed", ResponseError(code, message)
-        self.response.usage = _usage(usage)
+        self._account(usage, phases)
         yield self._numbered(StreamError(code=told["code"], message=message, param=told["param"]))
 
     def last(self) -> ResponseEvent:
         return self._numbered(_TERMINAL[self.response.status](response=self.response))
+
+    def _account(self, usage: Usage, phases: Phases) -> None:
+        self.response.usage = _usage(usage)
+        if self._shows_timings:
+            self.response.timings = timings(usage, phases)
 
     def _close(self) -> Iterator[ResponseEvent]:
         yield from self.end_reply()

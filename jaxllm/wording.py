@@ -1,7 +1,8 @@
-"""What pydantic finds wrong with a value, in this server's words."""
+"""What pydantic finds wrong with a value, in our words."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,11 @@ ACCEPTED: Mapping[str, str] = {
     "float_type": "be a number", "float_parsing": "be a number", "finite_number": "be a finite number",
     "bool_type": "be true or false", "bool_parsing": "be true or false",
     "list_type": "be a list", "dict_type": "be an object", "model_type": "be an object",
+    "frozen_set_type": "be a list", "tuple_type": "be a list", "path_type": "be a path",
+    "datetime_type": "be a day or a time", "datetime_parsing": "be a day or a time",
+    "datetime_from_date_parsing": "be a day or a time",
+    "date_from_datetime_parsing": "be a day, as 2027-01-31", "date_parsing": "be a day, as 2027-01-31",
+    "date_type": "be a day, as 2027-01-31", "date_from_datetime_inexact": "be a day, as 2027-01-31",
     "model_attributes_type": "be an object",
     "literal_error": "be {expected}", "none_required": "be null",
     "greater_than_equal": "be {ge} or more", "less_than_equal": "be at most {le}",
@@ -26,7 +32,18 @@ ACCEPTED: Mapping[str, str] = {
 }  # fmt: skip
 """pydantic's type of an error -> what the value must do, with names out of the error's context."""
 
+_KEYS: Mapping[str, str] = {"missing": "it must be given", "extra_forbidden": "there is no such key"}
+"""What is wrong with a key of a setting that is an object."""
 OTHERWISE = "be as docs/api.md describes it"
+
+
+def wrong_setting(error: Mapping[str, Any]) -> str:
+    """What a setting would have to be: a whole sentence where a check of our own has refused it."""
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] in _KEYS:
+        return _KEYS[error["type"]]
+    return f"it must {_accepted(error, 'be as docs/configuration.md describes it')}"
 
 
 def must(errors: Iterable[Mapping[str, Any]]) -> str:
@@ -34,14 +51,14 @@ def must(errors: Iterable[Mapping[str, Any]]) -> str:
 
     Worked example: errors of the types `string_type` and `list_type` are "must be a string or a list".
     """
-    accepted = [_accepted(error) for error in errors]
+    accepted = [_accepted(error, OTHERWISE) for error in errors]
     first, *others = dict.fromkeys(accepted)
     return " or ".join([f"must {first}", *(other.removeprefix("be ") for other in others)])
 
 
-def _accepted(error: Mapping[str, Any]) -> str:
+def _accepted(error: Mapping[str, Any], otherwise: str) -> str:
     context = {name: _plain(value) for name, value in error.get("ctx", {}).items()}
-    return ACCEPTED.get(error["type"], OTHERWISE).format_map(context)
+    return ACCEPTED.get(error["type"], otherwise).format_map(context)
 
 
 def _plain(value: Any) -> Any:
@@ -49,3 +66,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
+
+
+def did_you_mean(name: str, known: Any, most: int = 1) -> str:
+    """'; did you mean 'a' or 'b'?' for the nearest known names, `most` at most, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=most, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

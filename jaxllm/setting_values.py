@@ -1,0 +1,188 @@
+"""How values of settings are written: sizes, lists, pairs and objects, as text and as YAML has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field
+
+STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+"""Of every group of settings: they do not change, and one that is not known is refused."""
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: Any) -> Any:
+    """'2GiB', '500 MB' or 1073741824 -> bytes; anything else is left for pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    number = value.strip().lower().removesuffix("b")
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if number.endswith(unit)), "")
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        raise ValueError("it must be a number of bytes, such as 4GiB or 500MB") from None
+
+
+def format_bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def parse_seconds(value: Any) -> Any:
+    """'30d', '12h', '90m' or 45 -> seconds; anything else is left for pydantic to refuse."""
+    if not isinstance(value, str):
+        return value
+    number = value.strip().lower()
+    unit = number[-1:] if number[-1:] in _SECONDS else ""
+    try:
+        return float(number.removesuffix(unit)) * _SECONDS.get(unit, 1)
+    except ValueError:
+        raise ValueError("it must be a time, such as 30d, 12h, 90m or a number of seconds") from None
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+Seconds = Annotated[float, BeforeValidator(parse_seconds), AllowInfNan(False)]
+
+
+Isq = Literal[
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
+]  # fmt: skip
+IsqOrNone = Literal[Isq, "none"]
+
+
+def parse_sizes(value: Any) -> Any:
+    """'8,64' -> [8, 64]; anything else is left for pydantic to judge."""
+    if isinstance(value, int):
+        return [value]
+    return value.split(",") if isinstance(value, str) else value
+
+
+Sizes = Annotated[frozenset[Annotated[int, Field(ge=1)]], BeforeValidator(parse_sizes)]
+
+
+def is_served_name(text: str) -> bool:
+    """Whether requests can name a model or an adapter so, and lists of names can be read."""
+    return bool(text) and text.isprintable() and "," not in text and text == text.strip()
+
+
+SERVED_NAME = "printable characters, without a comma and without spaces around them"
+"""What `is_served_name` accepts, in words."""
+
+
+def check_served_name(text: str) -> str:
+    """The text, where `is_served_name` accepts it. Raises ValueError."""
+    if not is_served_name(text):
+        raise ValueError(f"it must be {SERVED_NAME}")
+    return text
+
+
+def comma_separated(value: str | None) -> list[str]:
+    """'a, b' -> ['a', 'b']"""
+    return [part for item in (value or "").split(",") if (part := item.strip())]
+
+
+def split_if_text(value: Any) -> Any:
+    """'a, b' -> ['a', 'b']; anything else is left for pydantic to judge."""
+    return comma_separated(value) if isinstance(value, str) else value
+
+
+def _some(value: str) -> str:
+    """An empty text is a mistake: a key that a variable was to hold, and without which anybody may call."""
+    if not comma_separated(value):
+        raise ValueError("it must have at least one entry; leave it out, or say null, for none")
+    return value
+
+
+SomeOf = Annotated[str, AfterValidator(_some)]
+"""Entries separated by commas."""
+
+
+def parse_pairs(value: Any) -> Any:
+    """'a=1,b=2' -> {'a': '1', 'b': '2'}; anything else is left for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    if not all(middle for _, middle, _ in pairs):
+        raise ValueError("it must be PATTERN=KIND, several separated by commas")
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} is set twice")
+    return {name.strip(): kind.strip() for name, _, kind in pairs}
+
+
+def parse_object(value: Any) -> Any:
+    """'{"a": 1}' -> {'a': 1}; what is no text is left for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError('it must be a JSON object, such as {"key": 1}')
+    return found
+
+
+def parse_named_paths(value: Any) -> Any:
+    """'a=x,b=y', {'a': 'x'} or ['a=x'] -> [{'name': 'a', 'path': 'x'}, …]; objects stay as they are, JSON is read."""
+    if isinstance(value, str):
+        value = _json_or_parts(value)
+    if isinstance(value, dict):
+        value = [value] if "name" in value else [{"name": name, "path": path} for name, path in value.items()]
+    if not isinstance(value, list):
+        return value
+    found = [_named_path(item) for item in value]
+    names = [item["name"] for item in found if isinstance(item, dict) and "name" in item]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} is there twice; each needs a name of its own")
+    return found
+
+
+def _json_or_parts(text: str) -> Any:
+    if not text.lstrip().startswith(("[", "{")):
+        return comma_separated(text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError('it must be NAME=PATH, or JSON such as {"name": "sql", "path": "/adapters/sql"}') from None
+
+
+def _named_path(item: Any) -> Any:
+    if not isinstance(item, str):
+        return item
+    if item.lstrip().startswith("{"):
+        return parse_object(item)
+    name, equals, path = (part.strip() for part in item.partition("="))
+    if not (name and equals and path):
+        raise ValueError("it must be NAME=PATH, several separated by commas")
+    return {"name": name, "path": path}
+
+
+Object = Annotated[dict[str, Any], BeforeValidator(parse_object)]
+
+
+def parse_prefix(value: Any) -> Any:
+    """'/llm/' -> '/llm', and '' and '/' -> None; anything else is left for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    prefix = value.rstrip("/")
+    if prefix and not PREFIX.fullmatch(prefix):
+        raise ValueError("it must be a path of letters, digits and -._~, such as /llm")
+    return prefix or None
+
+
+PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
+"""What a proxy may put before the routes: it gets into pages, so it may hold nothing that means something there."""
