@@ -64,6 +64,7 @@ def measure(peer: Peer, gguf: Path, arguments: argparse.Namespace) -> dict[str, 
     """Seconds since the start of a process until it was ready, and until each work was done. Raises CannotRunError."""
     python, model = prepare(peer, gguf, arguments.cache)
     variables = dict(os.environ) if peer is JAXLLM else environment_variables(python.parent.parent)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has been compiled once and for all
     seconds: dict[str, float] = {}
     for work in WORKS:
         with tempfile.TemporaryDirectory() as empty:

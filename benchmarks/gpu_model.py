@@ -68,7 +68,7 @@ class Model:
         self.blueprint = make_blueprint(config, open_checkpoint(folder, "dummy"), platform)
         self.sizes, self.config = self.blueprint.sizes, self.blueprint.spec.config
         self.functions = StepFunctions(self.blueprint.model, self.blueprint.params, self.mesh, self.sizes)
-        abstract = self.functions.abstract_state()
+        abstract = self.functions.state.abstract()
         self.state = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract))()
         print(self.blueprint.plan.summary(), flush=True)
 

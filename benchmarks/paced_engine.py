@@ -57,7 +57,7 @@ class PacedCore:
         return EngineStats(num_running=len(self._requests), ready=True)
 
 
-def paced_engine(pipe: Connection, config: Any, log_level: int) -> None:
+def paced_engine(pipe: Connection, config: Any, log: Any, *_: object) -> None:
     """The process of the stand-in; the pace travels in config.seed."""
     from jaxllm.engine.front.engine_process import FrontDoor, Started, run_loop
     from jaxllm.engine.messages import EngineInfo

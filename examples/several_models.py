@@ -17,6 +17,12 @@ def show() -> None:
 
 show()
 for name in ("small", "gemma3"):
-    answer = client.completions.create(model=name, prompt="The capital of France is", max_tokens=5, temperature=0)
+    answer = client.completions.create(
+        model=name,
+        prompt="The capital of France is",
+        max_tokens=5,
+        temperature=0,
+        extra_body={"keep_alive": "10m"},  # it is unloaded after ten minutes without a request
+    )
     print(f"{name} says {answer.choices[0].text!r}")
     show()

@@ -62,6 +62,7 @@ PEERS = (
         takes_dtype=True,
     ),
     Peer(name="openvino-genai", runner="run_openvino.py", install=("pip install openvino-genai",)),
+    Peer(name="xllamacpp", runner="run_xllamacpp.py", install=("pip install xllamacpp",)),
     Peer(name="ik_llama.cpp", runner="run_ik_llama_cpp.py", install=("pip install ik-llama-cpp-python numpy",)),
     Peer(
         name="llama.cpp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +27,20 @@ class Engine:
         self._make_room(len(prompts), max(map(len, prompts)) + new_tokens)
         rows = [(token, at, stream) for stream, ids in enumerate(prompts) for at, token in enumerate(ids)]
         ends = np.cumsum([len(ids) for ids in prompts]) - 1
-        tokens = self._run(rows, ends.tolist())
+        tokens = best(self._run(rows, ends.tolist()))
         for step in range(1, new_tokens):
             rows = [(token, len(prompts[stream]) + step - 1, stream) for stream, token in enumerate(tokens)]
-            tokens = self._run(rows, list(range(len(rows))))
+            tokens = best(self._run(rows, list(range(len(rows)))))
         return [new_tokens] * len(prompts)
+
+    def distributions(self, ids: list[int], first: int) -> Iterator[np.ndarray]:
+        """Of the prompt up to `first` and then of a token at a time, as an answer is generated."""
+        self._make_room(1, len(ids))
+        rows = [(token, at, 0) for at, token in enumerate(ids[:first])]
+        for end in range(first, len(ids)):
+            [logits] = self._run(rows, [len(rows) - 1])
+            yield logits - np.logaddexp.reduce(logits)
+            rows = [(ids[end], end, 0)]
 
     def _make_room(self, streams: int, length: int) -> None:
         if self._shape != (streams, length):
@@ -45,8 +54,8 @@ class Engine:
             self._context, self._shape = api.llama_init_from_model(self._model, params), (streams, length)
         api.llama_kv_cache_clear(self._context)
 
-    def _run(self, rows: list[tuple[int, int, int]], asked: list[int]) -> list[int]:
-        """One batch of (token, position, stream); the most likely token behind each of the rows that are asked for."""
+    def _run(self, rows: list[tuple[int, int, int]], asked: list[int]) -> list[np.ndarray]:
+        """One batch of (token, position, stream); the logits after each of the rows that are asked for."""
         batch = api.llama_batch_init(len(rows), 0, 1)
         batch.n_tokens = len(rows)
         for row, (token, position, stream) in enumerate(rows):
@@ -59,8 +68,11 @@ class Engine:
         if status:
             raise SystemExit(f"llama_decode gave {status}")
         shape = (self._vocabulary,)
-        logits = [np.ctypeslib.as_array(api.llama_get_logits_ith(self._context, row), shape) for row in asked]
-        return [int(row.argmax()) for row in logits]
+        return [np.ctypeslib.as_array(api.llama_get_logits_ith(self._context, row), shape) for row in asked]
+
+
+def best(logits: list[np.ndarray]) -> list[int]:
+    return [int(row.argmax()) for row in logits]
 
 
 def has_vnni() -> bool:
@@ -72,5 +84,9 @@ def start(arguments: argparse.Namespace) -> workload.Generate:
     return Engine(arguments.model).generate
 
 
+def distributions(arguments: argparse.Namespace) -> workload.Distributions:
+    return Engine(arguments.model).distributions
+
+
 if __name__ == "__main__":
-    workload.run("ik_llama.cpp", start)
+    workload.run("ik_llama.cpp", start, distributions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import workload
 
@@ -33,5 +33,26 @@ def start(arguments: argparse.Namespace) -> workload.Generate:
     return generate
 
 
+def distributions(arguments: argparse.Namespace) -> workload.Distributions:
+    llm = LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        dequantize=arguments.expanded,
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=1,
+        max_logprobs=-1,
+        skip_tokenizer_init=True,
+    )
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=-1)
+
+    def after(ids: list[int], first: int) -> Iterator[list[float]]:
+        for end in range(first, len(ids)):
+            [output] = llm.generate([{"prompt_token_ids": ids[:end]}], params, use_tqdm=False)
+            [found] = output.outputs[0].logprobs
+            yield [found[token].logprob for token in range(len(found))]
+
+    return after
+
+
 if __name__ == "__main__":
-    workload.run("jaxllm", start)
+    workload.run("jaxllm", start, distributions)

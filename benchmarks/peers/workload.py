@@ -10,11 +10,17 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 Generate = Callable[[list[list[int]], int], Sequence[int]]
 """(prompts as token ids, tokens to generate for each) -> how many tokens each prompt got, when all are finished."""
+
+Distributions = Callable[[list[int], int], Iterable[Sequence[float]]]
+"""(token ids, first) -> the vocabulary's log-probabilities after ids[:first], then after ids[:first + 1], and so on."""
 
 SMALLEST_ID, LARGEST_ID = 1_000, 40_000  # ordinary tokens of the vocabulary
 
@@ -38,8 +44,14 @@ class Work:
         return f"{self.streams}x{self.prompt_tokens}+{self.new_tokens}"
 
 
-def run(engine: str, start: Callable[[argparse.Namespace], Generate]) -> None:
+def run(
+    engine: str,
+    start: Callable[[argparse.Namespace], Generate],
+    distributions: Callable[..., Distributions] | None = None,
+) -> None:
     """Start an engine, do each piece of work, and print one JSON line for it.
+
+    With --text nothing is timed: what `distributions` says of those tokens is written to a file.
 
     With --once nothing is warmed up or waited for: one line says that the engine is ready, others that a work is done.
 
@@ -47,6 +59,10 @@ def run(engine: str, start: Callable[[argparse.Namespace], Generate]) -> None:
     `prefill_tok_s = streams x prompt_tokens / t_1`, `decode_tok_s = streams x (new_tokens - 1) / (t_new_tokens - t_1)`.
     """
     arguments = parse_arguments()
+    if arguments.text is not None:
+        assert distributions is not None, f"{engine} gives no distributions"
+        write_distributions(distributions(arguments), arguments)
+        return
     generate = start(arguments)
     if arguments.once:
         print(json.dumps({"engine": engine, "what": "ready"}), flush=True)
@@ -71,13 +87,32 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="GGUF file or checkpoint directory, as the engine takes it")
     parser.add_argument("--dtype", default="bfloat16", help="compute type of the engines that have the choice")
-    parser.add_argument("--work", type=Work.parse, nargs="+", required=True, metavar="STREAMSxPROMPT+NEW")
+    parser.add_argument("--work", type=Work.parse, nargs="+", default=[], metavar="STREAMSxPROMPT+NEW")
     parser.add_argument("--once", action="store_true", help="do the work as soon as the engine is ready, and end")
     parser.add_argument("--compile-cache", help="where jaxllm keeps what it compiles (default: its own place)")
+    parser.add_argument(
+        "--text", type=Path, help="JSON: ids of tokens, the first that is predicted, and the vocabulary"
+    )
+    parser.add_argument("--output", type=Path, help="with --text: where the log-probabilities go, as float32")
+    parser.add_argument("--expanded", action="store_true", help="jaxllm expands the weights to --dtype")
     arguments = parser.parse_args()
+    if not arguments.work and arguments.text is None:
+        parser.error("say what to do: --work or --text")
+    if arguments.text is not None:
+        arguments.work = [Work(1, len(json.loads(arguments.text.read_text())["ids"]), 1)]
     arguments.max_num_seqs = max(work.streams for work in arguments.work)
     arguments.max_model_len = 64 + max(work.prompt_tokens + work.new_tokens for work in arguments.work)
     return arguments
+
+
+def write_distributions(distributions: Distributions, arguments: argparse.Namespace) -> None:
+    """One row of float32 after another."""
+    text: dict[str, Any] = json.loads(arguments.text.read_text())
+    with arguments.output.open("wb") as file:
+        for row in distributions(text["ids"], text["first"]):
+            if len(row) != text["vocabulary"]:
+                raise SystemExit(f"{len(row)} log-probabilities of a vocabulary of {text['vocabulary']}")
+            array("f", row).tofile(file)
 
 
 def random_prompts(work: Work) -> list[list[int]]:

@@ -24,6 +24,10 @@ def BeforeValidator(check: Any) -> None:
     """How text becomes a value."""
 
 
+def AllowInfNan(allowed: bool) -> None:
+    """Whether a number may be infinite or none, which is not checked here."""
+
+
 def AfterValidator(check: Any) -> None:
     """What a value must be, which is not checked here."""
 

@@ -2,18 +2,19 @@
 
 import { create } from "zustand";
 import { APIError } from "./api/http";
-import { listModels, listToolServers, loadingStage, samplingDefaults, type LoadingStage, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
+import { beginLoading, listModels, listToolServers, loadingStage, samplingDefaults, type LoadingStage, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
 
 interface State {
   models: Model[];
-  defaults: SamplingDefaults;
+  /** By the model's name, of those that have been seen loaded. */
+  defaults: Record<string, SamplingDefaults>;
   toolServers: ToolServer[];
   /** Null until it has been asked. False: it is asked again until it answers. */
   reachable: boolean | null;
   loading: LoadingStage | null;
 }
 
-const POLL_MILLISECONDS = 1000;
+const POLL_MILLISECONDS = 500;
 const FIRST_WAIT_MILLISECONDS = 500;
 const LONGEST_WAIT_MILLISECONDS = 5000;
 
@@ -21,8 +22,8 @@ export const useServer = create<State>()(() => ({ models: [], defaults: {}, tool
 
 export async function loadServer(): Promise<void> {
   try {
-    const [models, defaults, toolServers] = await Promise.all([listModels(), samplingDefaults(), listToolServers()]);
-    useServer.setState({ models, defaults, toolServers, reachable: true, loading: null });
+    const [, toolServers] = await Promise.all([refreshModels(), listToolServers()]);
+    useServer.setState({ toolServers, reachable: true, loading: null });
   } catch (error) {
     const loading = error instanceof APIError && error.status === 503 ? await loadingStage().catch(() => null) : null;
     useServer.setState({ loading, reachable: loading !== null || !isLost(error) });
@@ -71,17 +72,52 @@ async function untilLoaded(): Promise<void> {
   await loadServer();
 }
 
+/** Look again how far each model is, and what those recommend that are loaded. */
+export async function refreshModels(): Promise<void> {
+  const models = await listModels();
+  const unknown = models.filter(({ id, status }) => status.value === "loaded" && !(id in useServer.getState().defaults));
+  const found = await Promise.all(unknown.map(async ({ id }) => [id, await samplingDefaults(id).catch(unlessGone)] as const));
+  const known = found.filter((pair): pair is [string, SamplingDefaults] => pair[1] !== null);
+  useServer.setState(({ defaults }) => ({ models, defaults: { ...defaults, ...Object.fromEntries(known) } }));
+}
+
+/** A model may be unloaded while it is asked. */
+function unlessGone(error: unknown): null {
+  if (error instanceof APIError && error.status === 503) return null;
+  throw error;
+}
+
+/** Have a model loaded, by default the first, and wait until it is; nothing is done where it is there. Throws APIError. */
+export async function whenLoaded(name: string | null): Promise<void> {
+  const { models } = useServer.getState();
+  const model = name === null ? models[0] : models.find(({ id }) => id === name);
+  if (!model || model.status.value === "loaded") return;
+  await beginLoading(model.id);
+  for (;;) {
+    await refreshModels();
+    const status = modelOf(useServer.getState().models, model.id)?.status;
+    if (status?.value === "failed") throw new APIError(503, status.error ?? "");
+    if (status?.value !== "loading") return;
+    await pause(POLL_MILLISECONDS);
+  }
+}
+
 /** Look again how the tool servers are; what was known stays where the server does not answer. */
 export async function refreshToolServers(): Promise<void> {
   await listToolServers().then((toolServers) => useServer.setState({ toolServers }), () => {});
 }
 
+/** The model of that name, the first one by default. */
+export function modelOf(models: Model[], name: string | null): Model | undefined {
+  return models.find((model) => model.id === name) ?? models[0];
+}
+
 /** Whether a model, by default the first one, only continues text. */
 export function isBase(models: Model[], name: string | null): boolean {
-  return (models.find((model) => model.id === name) ?? models[0])?.has_chat_template === false;
+  return modelOf(models, name)?.has_chat_template === false;
 }
 
 /** The context of a model, of the first one by default. */
 export function contextOf(models: Model[], name: string | null): number | null {
-  return (models.find((model) => model.id === name) ?? models[0])?.max_model_len ?? null;
+  return modelOf(models, name)?.max_model_len ?? null;
 }

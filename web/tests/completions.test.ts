@@ -9,7 +9,8 @@ const generated = (text: string): Message => ({ ...newAnswer("m", 0), parts: [{ 
 
 describe("a base model", () => {
   it("is one without a chat template", () => {
-    const models = [{ id: "a", max_model_len: 9, has_chat_template: false, num_parameters: 0 }, { id: "b", max_model_len: 9, has_chat_template: true, num_parameters: 0 }];
+    const known = { max_model_len: 9, num_parameters: 0, status: { value: "loaded" as const } };
+    const models = [{ id: "a", has_chat_template: false, ...known }, { id: "b", has_chat_template: true, ...known }];
     expect([isBase(models, null), isBase(models, "a"), isBase(models, "b"), isBase([], null)]).toEqual([true, true, false, false]);
   });
 

@@ -2,8 +2,20 @@
 
 import { getJSON, postJSON, reach, request } from "./http";
 
+/** Whether a model is loaded; one that is not is loaded by the first request for it. */
+export interface ModelStatus {
+  value: "unloaded" | "loading" | "loaded" | "sleeping" | "failed";
+  /** What goes on while it loads, how many parts of that are done, and how many there are: 0 where they are not counted. */
+  doing?: string;
+  done?: number;
+  total?: number;
+  /** Why it could not be loaded. */
+  error?: string;
+}
+
 export interface Model {
   id: string;
+  status: ModelStatus;
   /** Null, as the two below, until the model was loaded for the first time. */
   max_model_len: number | null;
   /** False: a base model, which continues text and answers no chats. */
@@ -47,8 +59,15 @@ export async function listModels(): Promise<Model[]> {
   return (await getJSON<{ data: Model[] }>("v1/models")).data;
 }
 
-export async function samplingDefaults(): Promise<SamplingDefaults> {
-  return (await getJSON<{ default_generation_settings: { params: SamplingDefaults } }>("v1/props")).default_generation_settings.params;
+/** Begin to load a model; `listModels` tells how far it is. */
+export async function beginLoading(model: string): Promise<void> {
+  await postJSON("v1/models/load", { model });
+}
+
+/** Of a model that is loaded. */
+export async function samplingDefaults(model: string): Promise<SamplingDefaults> {
+  const path = `v1/props?model=${encodeURIComponent(model)}`;
+  return (await getJSON<{ default_generation_settings: { params: SamplingDefaults } }>(path)).default_generation_settings.params;
 }
 
 /** The MCP servers of this server's configuration. */

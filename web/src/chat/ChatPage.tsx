@@ -3,7 +3,7 @@ import { Alert, Button, Spin } from "antd";
 import { useEffect, useState } from "react";
 import { useT } from "../i18n";
 import { go } from "../router";
-import { useServer } from "../serverState";
+import { modelOf, useServer } from "../serverState";
 import { change, createConversation, loadConversation, useConversations } from "../store/conversations";
 import type { Conversation } from "../store/database";
 import { changeDraft, forgetDraft, useDraft } from "../store/drafts";
@@ -17,6 +17,7 @@ import { Composer } from "./Composer";
 import { ContextGauge } from "./ContextGauge";
 import { useDraftTokens } from "./draftTokens";
 import { MessageList } from "./MessageList";
+import { ModelLoading } from "./ModelLoading";
 import { ModelSelect } from "./ModelSelect";
 import { say, stop, useRuns } from "./run";
 import { Start } from "./Start";
@@ -35,6 +36,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
   const problem = useConversations((state) => state.problem);
   const reachable = useServer((state) => state.reachable);
   const loading = useServer((state) => state.loading);
+  const models = useServer((state) => state.models);
   const [asksSettings, setAsksSettings] = useState(false);
   const draft = useDraft(id);
   const { settings, setSettings } = useSettings(conversation);
@@ -63,6 +65,7 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
         <Button type="text" icon={<SettingOutlined aria-hidden />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
       </header>
       {loading !== null && <Alert banner type="info" title={t("loadingModel")} description={loading.total ? `${loading.doing}: ${loading.done} / ${loading.total}` : loading.doing} />}
+      <ModelLoading model={modelOf(models, settings.model)} />
       {reachable === false && <Alert banner type="error" title={`${t("unreachable")} ${t("askedAgain")}`} />}
       {problem !== null && <Alert banner type="warning" title={t("notKept", { why: problem })} />}
       {gone ? (

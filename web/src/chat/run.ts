@@ -7,7 +7,7 @@ import { APIError } from "../api/http";
 import { streamResponse } from "../api/responses";
 import { translate } from "../i18n";
 import type { Texts } from "../i18n/en";
-import { isBase, isLost, untilReachable, useServer } from "../serverState";
+import { isBase, isLost, untilReachable, useServer, whenLoaded } from "../serverState";
 import { usesTools } from "../settings/fields";
 import { change, changeMessage, changeTree, newId, useConversations } from "../store/conversations";
 import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type TextFile, type UserMessage } from "../store/messages";
@@ -114,6 +114,7 @@ async function run(id: string, messageId: string): Promise<void> {
   try {
     for (let failures = 0; ; ) {
       try {
+        await Promise.race([whenLoaded(conversation(id).settings.model), whenAborted(controller.signal)]);
         for await (const event of events(id, messageId, controller.signal)) {
           waiting.push([event, Date.now()]);
           failures = 0;

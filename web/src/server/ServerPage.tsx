@@ -3,6 +3,7 @@ import { Alert, Badge, Button, Card, Table } from "antd";
 import { useEffect, useState } from "react";
 import { serverInfo, type ServerInfo } from "../api/server";
 import { useT } from "../i18n";
+import { MODEL_STATES } from "../modelStates";
 import { useServer } from "../serverState";
 import { EVERY_MS, KEPT, rates, useLive, type Moment } from "./useLive";
 import { Sparkline } from "./Sparkline";
@@ -70,7 +71,7 @@ function Models() {
   return (
     <>
       <h2>{t("models")}</h2>
-      <ul className="plain">{models.map((model) => <li key={model.id}><strong>{model.id}</strong> <span className="muted">{model.max_model_len === null ? t("notLoaded") : t("contextLength", { n: model.max_model_len })}</span></li>)}</ul>
+      <ul className="plain">{models.map((model) => <li key={model.id}><strong>{model.id}</strong> <span className="muted">{[t(MODEL_STATES[model.status.value]), ...(model.max_model_len === null ? [] : [t("contextLength", { n: model.max_model_len })]), ...(model.status.error ? [model.status.error] : [])].join(", ")}</span></li>)}</ul>
       {servers.length > 0 && <h2>{t("toolServers")}</h2>}
       <ul className="plain">
         {servers.map((server) => (

@@ -1,7 +1,7 @@
 import { Alert, App, Button, Collapse, Drawer, Form, Input, InputNumber, Select } from "antd";
 import { useT } from "../i18n";
 import type { Texts } from "../i18n/en";
-import { useServer } from "../serverState";
+import { modelOf, useServer } from "../serverState";
 import { usePreferences } from "../store/preferences";
 import { DEFAULTS, FIELDS, lostWithTools, usesTools, type Field, type Settings, type Structure } from "./fields";
 import { FieldInput } from "./FieldInput";
@@ -77,11 +77,11 @@ function setCount(settings: Settings, group: Field["group"]): string {
 
 function FieldGroup({ group, settings, onChange }: { group: Field["group"]; settings: Settings; onChange: (settings: Settings) => void }) {
   const t = useT();
-  const defaults = useServer((state) => state.defaults);
+  const defaults = useServer((state) => state.defaults[modelOf(state.models, settings.model)?.id ?? ""]);
   return (
     <div className="fields">
       {FIELDS.filter((field) => field.group === group).map((field) => {
-        const byModel = defaults[field.name];
+        const byModel = defaults?.[field.name];
         return (
           <Form.Item key={field.name} label={<code>{field.name}</code>} htmlFor={`field-${field.name}`}>
             <FieldInput
