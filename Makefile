@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-versions test-web web check check-web check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-slow test-versions test-web web check check-web check-deploy check-gpu check-tpu docs format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -53,6 +53,10 @@ check-web: web ## Build the page, compare with what is committed, check its type
 	@test -z "$$(git status --porcelain jaxllm/serving/web/static)" \
 		|| { echo "jaxllm/serving/web/static is not what web/ builds; commit it:" >&2; git status --short jaxllm/serving/web/static >&2; exit 1; }
 	cd web && npm test
+
+check-deploy: $(VENV)/.installed-dev ## Check the files of deploy/ with the programs that read them
+	$(BIN)/python -c 'import check_jsonschema' 2>/dev/null || $(PIP) --editable '.[deploy-test]'
+	$(BIN)/python -m pytest tests/test_deploy.py $(ARGS)
 
 check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction of imports
 	$(BIN)/ruff check

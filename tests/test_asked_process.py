@@ -61,6 +61,20 @@ def test_one_that_dies_of_a_question_is_replaced(pool: AskedProcesses, told: byt
     assert pid(pool) != before
 
 
+def test_where_one_is_killed_another_is_asked(pool: AskedProcesses) -> None:
+    before = pid(pool)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(pool.ask, b"sleep 1", seconds=PLENTY)
+        time.sleep(0.3)
+        os.kill(before, signal.SIGKILL)
+        assert int(asked.result()) != before
+
+
+def test_a_question_that_has_each_process_killed_is_not_asked_for_ever(pool: AskedProcesses) -> None:
+    with pytest.raises(Died):
+        pool.ask(b"kill", seconds=PLENTY)
+
+
 def test_one_that_takes_too_long_is_replaced(pool: AskedProcesses) -> None:
     before = pid(pool)
     began = time.monotonic()
@@ -123,7 +137,7 @@ def test_closing_ends_them_and_a_later_question_starts_another(pool: AskedProces
     before = pid(pool)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pool.ask, b"sleep 60", seconds=PLENTY)
-        while waiting.running() and not pool._questions:
+        while not waiting.done() and not any(question.process for question in list(pool._questions)):
             time.sleep(0.01)
         processes = pool.processes
         os.kill(before, signal.SIGSTOP)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from jaxllm.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig, did_you_mean, make_config
+from jaxllm.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig, make_config
 from jaxllm.errors import ConfigError
+from jaxllm.wording import did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,22 @@ def test_what_is_no_size_is_refused_in_one_line(value):
 
 
 @pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("30d", 30 * 86_400), ("12h", 43_200), ("90m", 5_400), ("1.5 d", 129_600), ("45s", 45), ("45", 45), (45, 45)],
+)
+def test_times_are_read_as_they_are_written(value, seconds):
+    assert ServerConfig(store_retention=value).store_retention == seconds
+
+
+@pytest.mark.parametrize("value", ["", "d", "30 days", "soon", "nan", "inf", "1e999", "-1d", 0, "0d"])
+def test_what_is_no_time_is_refused_in_one_line(value):
+    with pytest.raises(ConfigError) as error:
+        make_config(ServerConfig, store_retention=value)
+    message = str(error.value)
+    assert message.startswith(f"store_retention is {value!r}: ") and "\n" not in message
+
+
+@pytest.mark.parametrize(
     ("name", "hint"),
     [
         ("max_model_length", "'max_model_len'"),
@@ -51,10 +69,10 @@ def test_an_unknown_setting_is_named_with_the_nearest(name, hint):
         ("dtype", "int8", "'float32', 'bfloat16' or 'float16'"),
         ("block_size", 10, "8, 16, 32, 64 or 128"),
         ("load_format", "pickle", "'gguf', 'orbax' or 'dummy'"),
-        ("tensor_parallel_size", 0, "greater than or equal to 1"),
-        ("max_num_seqs", 5000, "less than or equal to 4096"),
-        ("max_num_batched_tokens", 8, "greater than or equal to 16"),
-        ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
+        ("tensor_parallel_size", 0, "1 or more"),
+        ("max_num_seqs", 5000, "at most 4096"),
+        ("max_num_batched_tokens", 8, "16 or more"),
+        ("gpu_memory_utilization", 1.5, "at most 1"),
         ("max_model_len", "long", "integer"),
     ],
 )
@@ -96,3 +114,9 @@ def test_a_server_and_its_model_have_settings_of_their_own() -> None:
 @pytest.mark.parametrize(("setting", "names"), [(None, ["m"]), ("a", ["a"]), (" a, b,", ["a", "b"])])
 def test_names_of_a_model(setting: str | None, names: list[str]) -> None:
     assert ModelConfig(model="m", served_model_name=setting).names == names
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_no_example_opens_a_port_to_other_machines_without_a_key(path: Path) -> None:
+    config = make_config(ServeConfig, **yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert config.host in ("127.0.0.1", "localhost", "::1") or config.api_key is not None

@@ -13,12 +13,13 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
-from jaxllm.config import EngineConfig, Isq, ServeConfig, sections
+from jaxllm.config import EngineConfig, ServeConfig, sections
 from jaxllm.engine.start.plan import EnginePlan, plan_engine
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import FAMILIES
 from jaxllm.serving.parsing.formats import TOOL_FORMATS
 from jaxllm.serving.thinking import EFFORT_BUDGETS
+from jaxllm.setting_values import Isq
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.serving.api_tables import fields_tables, routes_table
 
@@ -157,6 +158,16 @@ def _plan_of(config: str, isq: Isq | None, **settings: Any) -> EnginePlan:
         return plan_engine(asked, Platform("cpu", 1, None, 4 * 2**40))
 
 
+def olmo2_diff() -> str:
+    """What the package has for OLMo 2: a file of its own, and its two lines of the registry."""
+    parts = []
+    for name, kept in (("families/olmo2.py", ""), ("registry.py", "    olmo2")):
+        lines = (ROOT / "jaxllm" / "models" / name).read_text(encoding="utf-8").splitlines()
+        added = [f"+{line}" for line in lines if line.startswith(kept)]
+        parts += [f"+++ jaxllm/models/{name}", *added]
+    return "```diff\n" + "\n".join(parts) + "\n```\n"
+
+
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "routes": (ROOT / "docs/api.md", routes_table),
     "fields": (ROOT / "docs/api.md", fields_tables),
@@ -169,6 +180,7 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "models of the hub": (ROOT / "docs/getting-started.md", hub_models_table),
     "sizes": (ROOT / "docs/memory.md", sizes_table),
     "families": (ROOT / "README.md", family_table),
+    "OLMo 2": (ROOT / "docs/adding-a-model.md", olmo2_diff),
 }
 """Marker of a generated part -> the page it is in, and what makes it."""
 
@@ -182,6 +194,19 @@ def test_tables_are_those_of_the_code(marker: str):
     page, make = GENERATED[marker]
     found = part(marker).search(page.read_text(encoding="utf-8"))
     assert found and found.group() == f"\n{make()}\n", "out of date; run: python -m tests.test_docs"
+
+
+def test_a_family_takes_few_lines():
+    added = [line for line in olmo2_diff().splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert len(added) < 70 and added[-2:] == ["+    olmo2,", "+    olmo2.FAMILY,"]
+
+
+def test_flags_that_stand_beside_those_of_others_are_ours():
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").partition("## Coming from llama.cpp")[2]
+    cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
+    ours = {flag for cell in cells for flag in re.findall(r"--([a-z][a-z-]+)", cell)}
+    assert len(ours) > 20
+    assert not {flag.removeprefix("no-").replace("-", "_") for flag in ours} - ServeConfig.model_fields.keys()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
 from tests.real_models import SHAPES
+from tests.reference.peft_adapters import save_adapter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SECONDS = 500
@@ -84,6 +86,34 @@ def test_logprobs():
     assert straight < scrambled / 5
 
 
+def test_logit_lens(monkeypatch: pytest.MonkeyPatch):
+    """With the kernels, as above."""
+    monkeypatch.delenv("CXX")
+    lines = run("examples/logit_lens.py").splitlines()
+    assert [line.split()[1] for line in lines[:30]] == [str(layer) for layer in range(30)]
+    assert "' Paris'" in lines[29] and "' Paris'" not in lines[5]
+    assert lines[30] == "5 rows of 49,152 logits; the last one says ' Paris'"
+    scores = [float(score) for score in re.findall(r"log-probability (-[\d.]+)", "".join(lines[31:]))]
+    assert len(scores) == 4 and max(scores) == scores[0]
+
+
+@pytest.mark.slow
+def test_steering():
+    lines = run("examples/steering.py").splitlines()
+    completions = {line.split(":")[0].strip(): line.split(":", 1)[1] for line in lines}
+    assert list(completions) == ["towards", "plain", "away"] and len(set(completions.values())) == 3
+    assert re.search("great|good|wonderful|beautiful|delicious|amazing|excellent|best|love", completions["towards"])
+    assert not re.search("great|good|wonderful|beautiful|delicious|amazing|excellent|best|love", completions["away"])
+
+
+@pytest.mark.slow
+def test_gradients():
+    lines = run("examples/gradients.py").splitlines()
+    shares = {token: int(share) for token, share in re.findall(r"'(.*?)' +(\d+)%", "\n".join(lines[1:]))}
+    assert 95 <= sum(shares.values()) <= 105
+    assert max(shares, key=shares.__getitem__) == "iffel"
+
+
 @pytest.mark.every_version
 @pytest.mark.slow
 def test_openai_client(server_url: str):
@@ -105,6 +135,20 @@ def test_several_models(server_url: str):
     assert before == "smollm2: unloaded  small: unloaded  gemma3: unloaded"
     assert "Paris" in small and loaded == "smollm2: loaded  small: loaded  gemma3: unloaded"
     assert gemma.startswith("gemma3 says") and after == "smollm2: unloaded  small: unloaded  gemma3: loaded"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server_url", [["--enable-lora"]], indirect=True)
+def test_adapters(server_url: str, tmp_path: Path):
+    """One of the last MLP, strong enough to be heard."""
+    rng, module = np.random.default_rng(0), "base_model.model.model.layers.29.mlp.down_proj"
+    shapes = {"lora_A": (2, 1536), "lora_B": (576, 2)}
+    tensors = {f"{module}.{part}.weight": rng.standard_normal(s).astype(np.float32) for part, s in shapes.items()}
+    save_adapter({"peft_type": "LORA", "r": 2, "lora_alpha": 16, "target_modules": ["down_proj"]}, tensors, tmp_path)
+    before, own, mine, half, after = run("examples/adapters.py", str(tmp_path), server_url).splitlines()
+    assert (before, after) == ("models: smollm2-135m, mine", "models: smollm2-135m")
+    assert "Paris" in own and own.split("says")[1] != mine.split("says")[1]
+    assert half.startswith("smollm2-135m with half of mine says")
 
 
 @pytest.mark.slow

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.folders import cache_or_temporary, unwritable, user_folder
+import jaxllm
+from jaxllm.errors import ModelNotFoundError
+from jaxllm.folders import cache_or_temporary, existing, unwritable, user_folder
+from jaxllm.weights.local import find_local
+from jaxllm.weights.source import is_local_model, resolve_adapter, resolve_model, resolve_tokenizer
 from tests.reference.tiny import write_checkpoint
 
 
@@ -81,3 +85,28 @@ def test_a_server_whose_data_cannot_be_written_does_not_start(tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"data_dir is '{tmp_path / 'file'}', where nothing can be written: File exists" in line
+
+
+@pytest.mark.parametrize("text", ["~nobody-of-that-name/x", "x" * 5000, "x\0y"])
+def test_a_text_that_can_be_no_path_is_no_model_tokenizer_or_adapter(text):
+    assert existing(text) is None
+    for look in (resolve_model, resolve_tokenizer, resolve_adapter, find_local):
+        with pytest.raises(ModelNotFoundError) as caught:
+            look(text)
+        assert len(str(caught.value)) < 500
+    assert not is_local_model(text)
+
+
+def test_what_may_not_be_looked_at_is_said(monkeypatch, tmp_path):
+    def refused(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(ModelNotFoundError, match="Permission denied"):
+        resolve_model(str(tmp_path))
+
+
+def test_every_path_of_a_user_is_looked_up_in_one_way():
+    """Path.expanduser raises RuntimeError where a user or a home directory is not known; `in_home` does not."""
+    sources = Path(jaxllm.__file__).parent.rglob("*.py")
+    assert [str(file) for file in sources if ".expanduser()" in file.read_text()] == [jaxllm.folders.__file__]

@@ -73,6 +73,16 @@ def test_a_quota_is_rounded_up(tmp_path: Path, quota: str, count: int) -> None:
     assert cores(tree(tmp_path, "0::/", V2, {"sys/fs/cgroup/cpu.max": f"{quota} 100000"})).usable == count
 
 
+@pytest.mark.parametrize(("processes", "count"), [(1, 6), (2, 3), (4, 2), (8, 1)])
+def test_processes_that_share_a_quota_count_on_their_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, count: int
+) -> None:
+    monkeypatch.setattr(machine, "_sharers", 1)
+    root = tree(tmp_path, "0::/", V2, {"sys/fs/cgroup/cpu.max": "550000 100000"})
+    machine.share_quota(processes)
+    assert cores(root) == Cores(count, root / "sys/fs/cgroup/cpu.max")
+
+
 @pytest.mark.parametrize(
     ("root", "path"), [("/", "/"), ("/docker/ab", "/docker/ab"), ("/docker/ab", "/elsewhere")], ids=str
 )

@@ -6,6 +6,7 @@ import math
 import random
 import stat
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,16 @@ def test_throughput_runs_prefill_alone_and_then_everything(cli, counting, tmp_pa
     for row, streams in zip(document["results"], (1, 3), strict=True):
         assert row["num_prompts"] == streams
         assert row["output_tokens_per_s"] == pytest.approx(streams * 4 / row["duration_s"])
+
+
+def test_decodes_that_took_no_time_have_no_speed(cli, counting, monkeypatch, tmp_path: Path) -> None:
+    module = import_module("jaxllm.cli.bench.throughput")
+    monkeypatch.setattr(module, "timed_generate", lambda llm, prompts, length: 0.25)
+    file = tmp_path / "result.json"
+    lengths = ("--input-len", "5", "--output-len", "4")
+    assert cli("bench", "throughput", "m", "--num-streams", "1", *lengths, "--json", str(file)).code == 0
+    (row,) = json.loads(file.read_text())["results"]
+    assert row["decode_tokens_per_s"] is None and row["requests_per_s"] == 4.0
 
 
 def test_a_request_that_does_not_fit_is_refused_before_measuring(cli, counting) -> None:

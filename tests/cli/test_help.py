@@ -73,7 +73,7 @@ def test_help_is_grouped(cli) -> None:
     panels = re.split(r"^╭─ (\w+) ─", out, flags=re.MULTILINE)[1:]
     shown = dict(zip(panels[::2], panels[1::2], strict=True))
     engine = ["Model", "Quantization", "Scheduling", "Memory", "Parallelism", "Execution"]
-    assert list(shown) == ["Command", *engine, "Server", "API", "Storage", "Logging"]
+    assert list(shown) == ["Command", *engine, "Server", "Access", "API", "Storage", "Logging", "Monitoring"]
     for flag, title in (("max-num-seqs", "Scheduling"), ("port", "Server"), ("score-method", "API")):
         assert [name for name, panel in shown.items() if re.search(rf"--{flag}\b", panel)] == [title]
     generate = re.findall(r"^╭─ (\w+) ─", cli("generate", "--help-all").out, flags=re.MULTILINE)
@@ -88,7 +88,7 @@ def test_help_says_in_words_what_a_value_is(cli) -> None:
     """And not how our code spells its type."""
     out = cli("serve", "--help-all").out
     words = set(re.findall(r"--[a-z-]+\s+(?:│\n│\s+)?([A-Z]{2,})\b", out))
-    assert words == {"TEXT", "NUMBER", "NUMBERS", "SIZE", "PATH", "CHOICE", "JSON"}
+    assert words == {"TEXT", "NUMBER", "NUMBERS", "SIZE", "PATH", "NAME", "CHOICE", "JSON"}
     assert "One of: q4_0, q4_1," in " ".join(re.sub("[│]", " ", out).split())
 
 

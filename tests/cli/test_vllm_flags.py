@@ -22,6 +22,50 @@ def test_short_and_other_names(cli, served) -> None:
     ]
 
 
+ADAPTERS = {"sql": "/adapters/sql", "poems": "org/poems"}
+OBJECT = '{"name": "poems", "path": "org/poems", "base_model_name": "m"}'
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--lora-modules", "sql=/adapters/sql", "poems=org/poems"],
+        ["--lora_modules", "sql=/adapters/sql, poems=org/poems"],
+        ["--lora-modules", "sql=/adapters/sql", OBJECT],
+        ["--lora-modules", '[{"name": "sql", "path": "/adapters/sql"}, "poems=org/poems"]'],
+    ],
+)
+def test_adapters_are_given_as_vllm_takes_them(cli, served, given: list[str]) -> None:
+    assert cli("serve", "m", "--enable-lora", *given, "--max-loras", "2").code == 0
+    [config] = served
+    assert {module.name: module.path for module in config.lora_modules} == ADAPTERS
+    assert (config.enable_lora, config.max_loras) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("sql", "it must be NAME=PATH, several separated by commas"),
+        ("sql=", "it must be NAME=PATH, several separated by commas"),
+        ("a=x,a=y", "'a' is there twice; each needs a name of its own"),
+        ("[1", "it must be NAME=PATH, or JSON such as"),
+        ('{"name": "a"}', "0.path: it must be given"),
+        ('{"name": "a", "path": "x", "rank": 3}', "0.rank: there is no such key"),
+        ('{"name": "a,b", "path": "x"}', "0.name: it must be printable characters"),
+    ],
+)
+def test_adapters_have_names_and_paths(cli, served, given: str, said: str) -> None:
+    check(cli("serve", "m", "--lora-modules", given), f"--lora-modules is {given!r}: {said}")
+    assert not served
+
+
+def test_adapters_are_not_served_by_a_server_without(cli, served) -> None:
+    check(
+        cli("serve", "m", "--lora-modules", "a=x", "--no-enable-lora"),
+        "lora_modules is set, and enable_lora is false: adapters need it",
+    )
+
+
 @pytest.mark.parametrize("flag", ALWAYS_SO)
 def test_what_is_always_so_is_accepted_with_one_line(cli, served, caplog, flag: str) -> None:
     with caplog.at_level(logging.WARNING):

@@ -15,7 +15,7 @@ import pytest
 from jaxllm import cpu_kernels
 from jaxllm.pallas_kernels.pages import to_storage
 from tests.cpu_kernels.weights import ISAS, needs_kernels
-from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
+from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads
 from tests.pallas_kernels.test_reference import CASES, DECODE, LATENT, MIXED, ROOM, padded
 
 pytestmark = needs_kernels
@@ -24,13 +24,16 @@ every_isa = pytest.mark.parametrize("isa", ISAS)
 LONG: dict[str, Any] = {"decodes": (700, 1, 256, 257), "prefills": ((500, 90), (3, 1)), **ROOM}
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "softcap", "value_dim"))
-def attend(q, k, v, pages, meta, sinks, **options):
-    return cpu_kernels.attention(q, k, v, pages, meta.positions, meta.seq_ids, meta.page_table, sinks=sinks, **options)
+@partial(jax.jit, static_argnames=("scale", "window", "chunked", "softcap", "value_dim"))
+def attend(q, k, v, pages, meta, of_heads, **options):
+    places = meta.positions, meta.seq_ids, meta.page_table
+    return cpu_kernels.attention(q, k, v, pages, *places, **of_heads, **options)
 
 
-def run(batch: RaggedBatch, *, sinks: Any = None, **options: Any) -> tuple[np.ndarray, tuple[jax.Array, ...]]:
-    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, sinks, value_dim=batch.value_dim, **options)
+def run(batch: RaggedBatch, **options: Any) -> tuple[np.ndarray, tuple[jax.Array, ...]]:
+    of_heads = {name: options.pop(name) for name in ("sinks", "slopes") if name in options}
+    options["value_dim"] = batch.value_dim
+    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, of_heads, **options)
     return np.asarray(out), pages
 
 
@@ -56,17 +59,13 @@ def check(
             np.testing.assert_array_equal(got.view(expected_buffer.dtype) if half else got, expected_buffer[1:])
 
 
-def with_sinks(batch: RaggedBatch, options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "sinks": jnp.linspace(-3.0, 3.0, batch.q.shape[1])} if options.get("sinks") else options
-
-
 @pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_matches_oracle(case):
     """Rows that no query may see hold 1000, so that one stale or foreign row read shows."""
     batch_options, options = CASES[case]
     batch = padded(ragged_batch(**batch_options))
-    check(batch, **with_sinks(batch, options))
+    check(batch, **with_numbers_of_heads(batch, options))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,12 @@ def test_matches_oracle(case):
         "mixed",
         "mixed, softcap and sinks",
         "mixed, window",
+        "mixed, chunks",
+        "mixed, keys and values of another layer",
         "decode at page and block edges",
         "decode, softcap and sinks",
+        "decode, slopes",
+        "mixed, slopes",
         "decode, group of 3, D=80",
         "decode, a window over blocks",
         "prefill, pages of 64, group of 7",
@@ -88,7 +91,7 @@ def test_matches_oracle(case):
 def test_pages_of_bfloat16_match_oracle(case):
     batch_options, options = CASES[case]
     batch = padded(ragged_batch(**batch_options, dtype=jnp.bfloat16))
-    check(batch, tolerance=2e-2, **with_sinks(batch, options))
+    check(batch, tolerance=2e-2, **with_numbers_of_heads(batch, options))
 
 
 @pytest.mark.parametrize("kind", [{}, LATENT, {"heads": 9, "kv_heads": 3}], ids=["plain", "latent", "groups of 3"])

@@ -48,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "each its own, a window within a block": {"heads": 2, "kv_heads": 2, "window": 37},
     "groups of 5, softcap, sinks": {"heads": 5, "kv_heads": 1, "softcap": 3.0, "sinks": True},
     "sinks, a window": {"heads": 6, "kv_heads": 2, "sinks": True, "window": 129, "page_size": 8},
+    "slopes, softcap": {"heads": 6, "kv_heads": 2, "slopes": True, "softcap": 3.0},
+    "slopes, a window": {"heads": 3, "kv_heads": 3, "slopes": True, "window": 129},
     "80 channels": {"heads": 4, "kv_heads": 2, "dim": 80, "page_size": 32},
     "12 channels": {"heads": 3, "kv_heads": 3, "dim": 12, "page_size": 4},
     "a group of 20": {"heads": 20, "kv_heads": 1, "dim": 32},
@@ -56,9 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "softcap", "value_dim"))
-def attend(q, k, v, pages, seq_ids, table, sinks, **options):
+def attend(q, k, v, pages, seq_ids, table, of_heads, **options):
     positions = jnp.arange(TOKENS, dtype=jnp.int32)
-    return cpu_kernels.attention(q, k, v, pages, positions, seq_ids, table, sinks=sinks, **options)[0]
+    return cpu_kernels.attention(q, k, v, pages, positions, seq_ids, table, **of_heads, **options)[0]
 
 
 def attention_of(
@@ -69,6 +71,7 @@ def attention_of(
     dim: int = 64,
     page_size: int = 16,
     sinks: bool = False,
+    slopes: bool = False,
     **options: Any,
 ) -> Any:
     """A function from the tokens that a step has to its result, [T, H, Dv]."""
@@ -83,7 +86,8 @@ def attention_of(
     empty = jnp.zeros((count + 1, kv_heads, page_size, width), pages)
     latent = "value_dim" in options
     buffers = (empty,) if latent else (empty, empty)
-    more = jnp.linspace(-3.0, 3.0, heads) if sinks else None
+    more = {"sinks": jnp.linspace(-3.0, 3.0, heads)} if sinks else {}
+    more |= {"slopes": jnp.linspace(0.5, 0.01, heads)} if slopes else {}
     options["scale"] = dim**-0.5
 
     def run(kept: np.ndarray, buffers: Any = buffers) -> Any:

@@ -17,9 +17,14 @@ from jaxllm.engine.device.choice import Sampled, Settled
 from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.scheduler import Batch
+from jaxllm.engine.work import Batch
 
 VOCAB = 3
+
+
+def salted(salt: str | None, adapters: Sequence[Any]) -> str | None:
+    """What stands for a salt and what adapters add."""
+    return repr((salt, adapters)) if adapters else salt
 
 
 def next_token(tokens: Sequence[int], salt: str | None, allowed: Sequence[int] = range(VOCAB)) -> int:
@@ -66,8 +71,17 @@ class SimulatedRunner:
         """(slot, position) -> token."""
         self._states: dict[int, tuple[list[int], str | None]] | None = {} if has_states else None
         """Row -> the tokens that a layer's state stands for."""
+        self._adapters: dict[int, Any] = {}
+        """Place -> what the adapter there adds."""
+
+    def salt(self, request: Request) -> str | None:
+        """All that the model's answer depends on besides the tokens: the salt, and the adapters that it finds."""
+        return salted(request.cache_salt, [self._adapters[place] for place in request.adapter_places])
 
     def prepare(self, request: Request) -> None:
+        pass
+
+    def remember_answer(self, request: Request) -> None:
         pass
 
     def missing(self, request: Request) -> list[Any]:
@@ -82,6 +96,7 @@ class SimulatedRunner:
     def dispatch(self, batch: Batch) -> SimulatedHandle:
         """Every chunk is written before anything is read, as in a layer."""
         self.batches.append(batch)
+        self._adapters |= {place: rows for rows, place in batch.entering}
         self.log.append("backbone")
         self._position |= {request.slot: request.num_admitted for request in batch.admitted}
         for chunk in batch.chunks:
@@ -117,8 +132,8 @@ class SimulatedRunner:
         for chunk in batch.chunks:
             request = chunk.request
             row = chunk.state_read or request.slot
-            tokens, salt = self._states[row] if chunk.start else ([], request.cache_salt)
-            assert salt == request.cache_salt, "a foreign state was read"
+            tokens, salt = self._states[row] if chunk.start else ([], self.salt(request))
+            assert salt == self.salt(request), "a foreign state was read"
             assert tokens == self._read(request, chunk.start), "the state of other tokens was read"
             begun.append(tokens)
         return begun
@@ -130,10 +145,10 @@ class SimulatedRunner:
         for chunk in batch.chunks:
             request, end = chunk.request, chunk.start + chunk.length + batch.num_steps - 1
             after = self._read(request, end)
-            self._states[request.slot] = after, request.cache_salt
+            self._states[request.slot] = after, self.salt(request)
             if chunk.state_kept:
                 assert chunk.start < chunk.kept_tokens <= end, "the step does not come by the state that it is to keep"
-                self._states[chunk.state_kept] = after[: chunk.kept_tokens], request.cache_salt
+                self._states[chunk.state_kept] = after[: chunk.kept_tokens], self.salt(request)
 
     def _decode_on(self, handle: SimulatedHandle, steps: int) -> None:
         """Each sampled token is run as well, and the one behind it sampled."""
@@ -145,7 +160,7 @@ class SimulatedRunner:
             request = row.request
             for position in range(handle.positions[row.row] + 1, handle.positions[row.row] + 1 + steps):
                 self._write(request, position, tokens[-1])
-                tokens.append(next_token(self._read(request, position + 1), request.cache_salt))
+                tokens.append(next_token(self._read(request, position + 1), self.salt(request)))
                 self._sampled[request.slot, position + 1] = tokens[-1]
             self._position[request.slot] += steps
         handle.sampled = Sampled(np.array(sequences).reshape(-1), None)  # type: ignore[arg-type]
@@ -156,14 +171,14 @@ class SimulatedRunner:
         sampled, counts = [], []
         for row, most in zip(rows, reserved, strict=True):
             request, position = row.request, handle.positions[row.row]
-            chosen = [next_token(handle.contexts[row.row], request.cache_salt)]
+            chosen = [next_token(handle.contexts[row.row], self.salt(request))]
             drafted = zlib.crc32(repr(handle.contexts[row.row]).encode()) % (most + 1)
             drafts = []
             for ahead in range(1, drafted + 1):
                 wrong = zlib.crc32(repr((drafts, position)).encode()) % 3 == 0
                 drafts.append((chosen[-1] + wrong) % VOCAB)
                 self._write(request, position + ahead, drafts[-1])
-                chosen.append(next_token(self._read(request, position + ahead + 1), request.cache_salt))
+                chosen.append(next_token(self._read(request, position + ahead + 1), self.salt(request)))
             taken = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), drafted)
             self._sampled |= {(request.slot, position + 1 + i): token for i, token in enumerate(chosen)}
             self._position[request.slot] = position + 1 + taken
@@ -186,19 +201,19 @@ class SimulatedRunner:
         tokens = []
         for i, row in enumerate(rows):
             allowed = [t for t in range(VOCAB) if mask is None or mask[i] >> t & 1]
-            tokens.append(next_token(handle.contexts[row.row], row.request.cache_salt, allowed))
+            tokens.append(next_token(handle.contexts[row.row], self.salt(row.request), allowed))
             self._sampled[row.request.slot, handle.positions[row.row] + 1] = tokens[-1]
         handle.rows, handle.sampled = rows, Sampled(np.array(tokens), None)  # type: ignore[arg-type]
 
     def _write(self, request: Request, position: int, token: int) -> None:
         page, row = divmod(position, self.page_size)
-        self._pages[request.pages[page]][row] = (position, token, request.cache_salt)
+        self._pages[request.pages[page]][row] = (position, token, self.salt(request))
 
     def _read(self, request: Request, context: int) -> list[int]:
         tokens = []
         for position in range(context):
             page, row = divmod(position, self.page_size)
             held = self._pages[request.pages[page]][row]
-            assert held is not None and held[0] == position and held[2] == request.cache_salt, "a foreign page was read"
+            assert held is not None and held[0] == position and held[2] == self.salt(request), "a foreign page was read"
             tokens.append(held[1])
         return tokens

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from jaxllm.engine.adapters.places import AdapterPlaces
 from jaxllm.engine.core import EngineCore
+from jaxllm.engine.draft_depth import DraftDepth
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
-from jaxllm.engine.scheduler import Batch, Scheduler
+from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.state_cache import StateCache
+from jaxllm.engine.work import Batch
 from jaxllm.models.config import LengthRule
+from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
-from tests.engine.simulated_device import SimulatedRunner, alone
+from tests.engine.simulated_device import SimulatedRunner, alone, salted
 
 PREFIX = [1, 0, 2, 2, 0, 1, 1, 2, 0, 0, 1, 2]
+
+
+def rows_of(use: AdapterUse) -> tuple[str, ...]:
+    """What stands for the arrays of an adapter."""
+    return (f"rows of {use.id}",)
 
 
 class Driver:
@@ -36,6 +46,7 @@ class Driver:
         decode_steps: int = 1,
         snapshots: int | None = None,
         num_drafts: int = 0,
+        places: int = 0,
     ):
         """`snapshots` is the number of states that can be kept, of a model whose layers have some; None is another."""
         self.states = StateCache(max_num_seqs + 1, snapshots) if snapshots and caching else None
@@ -48,10 +59,12 @@ class Driver:
             self.max_model_len,
             decode_steps=decode_steps,
             states=self.states,
-            num_drafts=num_drafts,
+            drafts=DraftDepth(num_drafts),
+            adapters=AdapterPlaces(places),
         )
         self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
-        self.core = EngineCore(self.scheduler, self.pool, self.runner, None, [] if stop is None else [stop])  # type: ignore[arg-type]
+        stops, store = [] if stop is None else [stop], SimpleNamespace(known=rows_of)
+        self.core = EngineCore(self.scheduler, self.pool, self.runner, None, stops, adapters=store)  # type: ignore[arg-type]
         self.stop = stop
         self.requests: list[Request] = []
         self.tokens: dict[str, list[int]] = {}
@@ -60,7 +73,15 @@ class Driver:
         self.scored: dict[str, set[int]] = {}
 
     def add(
-        self, prompt: list[int], *, max_tokens: int = 4, priority: int = 0, salt: str | None = None, score: bool = False
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int = 4,
+        priority: int = 0,
+        salt: str | None = None,
+        score: bool = False,
+        group: str = "",
+        adapters: Collection[int] = (),
     ) -> Request:
         number = len(self.requests)
         self.core.add(
@@ -71,6 +92,8 @@ class Driver:
                 arrival_time=float(number),
                 priority=priority,
                 cache_salt=salt,
+                group=group,
+                adapters=tuple(AdapterUse(number, f"adapter {number}", "") for number in adapters),
             )
         )
         request = next(r for r in self.scheduler.waiting if r.request_id == f"r{number}")
@@ -78,6 +101,10 @@ class Driver:
         self.tokens[request.request_id] = list(prompt)
         self.scored[request.request_id] = set()
         return request
+
+    @property
+    def groups(self) -> set[str]:
+        return {request.group for request in self.requests}
 
     def abort(self, request: Request) -> None:
         self.core.abort([request.request_id])
@@ -92,7 +119,7 @@ class Driver:
             batch = schedule()
             self.check(batch, ran_before)
             if self.scheduler.stats.preemptions > preemptions:
-                assert not batch.admitted, "the preempted would come straight back"
+                assert len(batch.admitted) <= len(self.groups) - 1, "the preempted would come straight back"
             batches.append(batch)
             return batch
 
@@ -107,6 +134,7 @@ class Driver:
             if delta.finish_reason is not None:
                 self.done[delta.request_id] = self.tokens[delta.request_id]
         self.pool.check([r.pages for r in self.scheduler.running])
+        self.scheduler.adapters.check([r.adapter_ids for r in self.scheduler.running])
         if self.states is not None:
             self.states.check([row for r in self.scheduler.running for _, row in r.reserved_states])
         return batches[0]
@@ -129,7 +157,8 @@ class Driver:
         for request in self.requests:
             assert request.status is Status.FINISHED
             prompt = request.token_ids[: request.num_prompt]
-            expected = alone(prompt, request.cache_salt, request.max_total, self.stop)
+            salt = salted(request.cache_salt, [rows_of(use) for use in request.adapters])
+            expected = alone(prompt, salt, request.max_total, self.stop)
             if request.request_id in self.done:
                 assert self.done[request.request_id] == expected
             else:
@@ -149,10 +178,12 @@ class Driver:
         assert lengths == sorted(lengths, key=lambda n: n > 1)
         assert batch.num_decodes == lengths.count(1)
         assert len({id(chunk.request) for chunk in batch.chunks}) == len(batch.chunks)
-        assert 1 <= batch.num_steps <= min(scheduler.decode_steps, self.pool.page_size)
+        assert 1 <= batch.num_steps <= min(scheduler.ahead.decode_steps, self.pool.page_size)
         assert batch.num_steps == 1 or (batch.decode_only and not scheduler.waiting and not batch.admitted)
-        most = 1 + scheduler.num_drafts if batch.drafts else batch.num_steps
-        assert not batch.drafts or (batch.num_steps == 1 and batch.decode_only and not batch.admitted)
+        most = 1 + batch.most_drafts if batch.drafts else batch.num_steps
+        assert not batch.drafts or batch.num_steps == 1
+        assert not batch.most_drafts or (batch.decode_only and not batch.admitted)
+        assert batch.drafts or not any(r.num_unsettled for r in running), "the host does not know where it is"
         for chunk in batch.chunks:
             request, end = chunk.request, chunk.start + chunk.length
             written = end + max(chunk.num_sampled, 1) - 1
@@ -161,13 +192,13 @@ class Driver:
             assert written < scheduler.max_model_len
             assert end < request.max_total, "the last token is never run: nothing would be sampled from it"
             in_flight = request.num_inflight - chunk.num_sampled
-            assert 0 <= in_flight <= max(scheduler.decode_steps, 1 + scheduler.num_drafts)
+            assert 0 <= in_flight <= max(scheduler.ahead.decode_steps, 1 + scheduler.ahead.drafts.most)
             total = len(request.token_ids) + in_flight
             fewest = 1 if batch.drafts else most
             assert end <= total
             assert fewest <= chunk.num_sampled <= most if end == total else chunk.num_sampled == 0
             assert total + chunk.num_sampled <= request.max_total or not batch.drafts
-            known, needed = self.pool.pages_for(written + scheduler.num_drafts), self.pool.pages_for(written)
+            known, needed = self.pool.pages_for(written + scheduler.ahead.drafts.most), self.pool.pages_for(written)
             assert needed <= len(request.pages) <= known, "those for refused drafts are used next"
             if request.params.prompt_logprobs is not None:
                 self.scored[request.request_id] |= set(range(chunk.start, written))
@@ -175,10 +206,16 @@ class Driver:
         self.check_sharing(running)
 
         preempted = [r for r in ran_before if r.status is Status.WAITING]
-        if preempted and running:
-            assert min(r.order for r in preempted) > max(r.order for r in running), "the last goes first"
+        for group in self.groups:
+            gone, there = of(group, preempted), of(group, running)
+            if gone and there:
+                assert min(r.order for r in gone) > max(r.order for r in there), "the last goes first"
+            admitted, waiting = of(group, batch.admitted), of(group, scheduler.waiting)
+            if admitted and waiting:
+                assert max(r.order for r in admitted) < min(r.order for r in waiting), "somebody jumped the queue"
         if batch.admitted and scheduler.waiting:
-            assert max(r.order for r in batch.admitted) < scheduler.waiting[0].order, "somebody jumped the queue"
+            most_urgent = min(r.priority for r in scheduler.waiting)
+            assert max(r.priority for r in batch.admitted) <= most_urgent, "a group's turn came before priority"
 
     def check_sharing(self, running: list[Request]) -> None:
         """Requests share only pages that none of them will write again."""
@@ -195,8 +232,13 @@ class Driver:
                 assert all(request.num_computed >= end for request in sharers)
 
 
+def of(group: str, requests: Iterable[Request]) -> list[Request]:
+    return [request for request in requests if request.group == group]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
+        groups=st.sampled_from([[""], [""], ["a", "b"], ["", "a", "b", "c"]]),
         num_pages=st.integers(4, 14),
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(1, 12),
@@ -210,11 +252,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                     "page_size": st.sampled_from([1, 2, 4]),
                 }
             ),
-            st.fixed_dictionaries({"num_drafts": st.integers(1, 3), "page_size": st.just(4)}),
+            st.fixed_dictionaries(
+                {"num_drafts": st.integers(1, 3), "decode_steps": st.integers(1, 4), "page_size": st.just(4)}
+            ),
+            st.fixed_dictionaries({"places": st.integers(1, 3), "page_size": st.just(2)}),
         ),
     )
-    def start(self, *, ways: dict[str, int | None], **sizes) -> None:
+    def start(self, *, groups: list[str], ways: dict[str, int | None], **sizes) -> None:
         self.driver = Driver(**ways, **sizes)
+        self.groups = groups
 
     @rule(
         shared=st.integers(0, len(PREFIX)),
@@ -223,10 +269,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         salt=st.sampled_from([None, None, "a"]),
         score=st.sampled_from([False, False, False, True]),
+        group=st.integers(0, 11),
+        adapters=st.sets(st.integers(0, 4), max_size=3),
     )
-    def add(self, shared: int, own: list[int], **options) -> None:
+    def add(self, shared: int, own: list[int], group: int, adapters: set[int], **options) -> None:
         prompt = (PREFIX[:shared] + own or [0])[: self.driver.max_model_len - 1]
-        self.driver.add(prompt, **options)
+        used = sorted(adapters)[: self.driver.scheduler.adapters.count]
+        self.driver.add(prompt, group=self.groups[group % len(self.groups)], adapters=used, **options)
 
     @precondition(lambda self: any(r.status is not Status.FINISHED for r in self.driver.requests))
     @rule(data=st.data())
@@ -248,6 +297,38 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_a_request_whose_adapter_finds_no_place_waits_until_there_is_one():
+    driver = Driver(num_pages=60, page_size=2, max_num_seqs=4, budget=64, places=2)
+    for adapters in ((1,), (2, 1), (3,), ()):
+        driver.add(PREFIX[:4], max_tokens=6, adapters=adapters)
+    batch = driver.step()
+    assert [request.request_id for request in batch.admitted] == ["r0", "r1"]
+    assert [place for _, place in batch.entering] == [0, 1], "the first adapter is there when the second request comes"
+    driver.finish()
+    driver.check_tokens()
+    assert list(driver.done) == ["r0", "r1", "r2", "r3"]
+
+
+def test_an_adapter_that_nobody_uses_keeps_its_place_until_another_needs_it():
+    driver = Driver(num_pages=60, page_size=2, max_num_seqs=4, budget=64, places=2)
+    entering = []
+    for adapter in (1, 2, 1, 3, 1, 2):
+        driver.add(PREFIX[:4], max_tokens=1, adapters=[adapter])
+        entering.append(len(driver.step().entering))
+        driver.finish()
+    driver.check_tokens()
+    assert entering == [1, 1, 0, 1, 0, 1], "the third took the place of the second, which was unused for longer"
+
+
+def test_requests_share_prefixes_only_with_the_same_adapters():
+    driver = Driver(num_pages=60, page_size=2, max_num_seqs=4, budget=64, places=2)
+    for adapters in ((), (1,), (1,), (2,), (1, 2)):
+        driver.add(PREFIX[:9], max_tokens=1, adapters=adapters)
+        driver.finish()
+    driver.check_tokens()
+    assert [request.num_cached for request in driver.requests] == [0, 0, 8, 0, 0]
 
 
 def test_a_small_pool_preempts_and_loses_nothing():
@@ -290,13 +371,13 @@ def test_no_drafts_are_tried_in_a_step_that_a_thinking_budget_has_a_say_in():
     assert [chunk.num_sampled for chunk in batches[1].chunks] == [4, 3], "one is under way, and three more may follow"
     thinks.thinking.left = 0
     batch = driver.scheduler.schedule()
-    assert batch.masked and not batch.drafts and [chunk.num_sampled for chunk in batch.chunks] == [1, 1]
+    assert batch.masked and not batch.most_drafts and [chunk.num_sampled for chunk in batch.chunks] == [1, 1]
 
 
 def test_drafts_are_settled_before_a_request_is_counted_as_too_long():
     """LongRoPE recomputes a request that outgrows its first context: it must not be done before it has."""
     driver = Driver(num_pages=20, page_size=4, max_num_seqs=1, budget=64, num_drafts=3)
-    driver.scheduler.length_rule = LengthRule(original_length=12, all_or_none=True)
+    driver.scheduler.ahead.length_rule = LengthRule(original_length=12, all_or_none=True)
     request = driver.add(PREFIX[:6], max_tokens=14)
     lengths = []
     while request.status is not Status.FINISHED:

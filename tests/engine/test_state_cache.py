@@ -86,3 +86,17 @@ def test_one_step_writes_no_row_twice():
     cache.check([])
     cache.begin_step()
     assert cache.reserve() == row
+
+
+def test_one_step_writes_no_row_that_it_reads():
+    """Kernels run the sequences of a step beside each other."""
+    cache = StateCache(1, 2)
+    rows = kept(cache, 1, 2)
+    cache.use(1)
+    cache.use(2)
+    assert cache.reserve() == 0 and cache.num_kept == 2
+    cache.forget(1)
+    assert cache.reserve() == 0
+    cache.check([])
+    cache.begin_step()
+    assert cache.reserve() == rows[1]

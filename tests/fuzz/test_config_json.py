@@ -96,7 +96,10 @@ def test_a_flag_that_is_null_is_false(tmp_path):
 
 def test_a_name_too_long_for_a_file_is_refused_in_short(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3")))
-    steps = [{"idx": 0, "path": "x" * 4000, "type": "sentence_transformers.models.Pooling"}]
+    steps = [
+        {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "path": "x" * 4000, "type": "sentence_transformers.models.Pooling"},
+    ]
     (tmp_path / "modules.json").write_text(json.dumps(steps))
     with pytest.raises(CheckpointError, match="File name too long") as caught:
         read_tasks(open_checkpoint(tmp_path, "dummy"))

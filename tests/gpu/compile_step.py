@@ -42,12 +42,13 @@ def main() -> None:
 def compiled(given: argparse.Namespace) -> dict[str, Any]:
     import jax
 
-    from jaxllm.config import EngineConfig, SpeculativeConfig
+    from jaxllm.config import EngineConfig
     from jaxllm.engine.device.executables import COMPILER_OPTIONS
     from jaxllm.engine.device.keys import PLAIN, SAMPLED, Key
     from jaxllm.engine.device.step import StepFunctions
     from jaxllm.engine.start.plan import make_blueprint
     from jaxllm.engine.start.platform import Platform
+    from jaxllm.speculative_config import SpeculativeConfig
     from jaxllm.weights import open_checkpoint
 
     config = EngineConfig(
@@ -68,7 +69,7 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     program = lowered.compile(compiler_options=options | {"xla_dump_to": str(given.directory), **DUMP})
     seconds = time.process_time() - began
     memory = program.memory_analysis()
-    buffers = jax.tree.leaves(functions.abstract_state().caches)
+    buffers = jax.tree.leaves(functions.state.abstract().caches)
     taken = taken_by_kernels(given.directory)
     return {
         "seconds": seconds,

@@ -25,8 +25,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
-from jaxllm.pallas_kernels import Mixture, RootMeanSquare
+from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
+from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu.few_rows import few_rows
 from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
@@ -34,9 +35,10 @@ from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu.route import route
+from jaxllm.pallas_kernels.gpu.ssd import decode as decode_states
 from jaxllm.pallas_kernels.gpu.store import rotate_and_store
-from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
-from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, PerHead
+from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
 from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.fp8_blocks import Fp8Blocks
@@ -66,28 +68,28 @@ def metadata(tokens: int, seqs: int, table_width: int) -> StepMetadata:
 
 def attention(
     heads: int, kv_heads: int, head_dim: int, pages: str = "", *, page_size: int = 16, dtype: np.dtype = BF16,
-    latent_dim: int | None = None, normed: bool = False, sinks: bool = False, window: int | None = None,
-    softcap: float | None = None,
+    latent_dim: int | None = None, normed: bool = False, sinks: bool = False, slopes: bool = False,
+    window: int | None = None, softcap: float | None = None, chunked: bool = False,
 ) -> Program:  # fmt: skip
     """What stands before attention, decode of 64 rows, and prefill of tiles with as few and as many rows as there are.
 
     `pages` are of the heads' type, or "int8" or "fp8".
     """
     spec = AttentionSpec(
-        heads, kv_heads, head_dim, page_size, dtype, 0.1, window, softcap, latent_dim, quantized=bool(pages)
+        heads, kv_heads, head_dim, page_size, dtype, 0.1, window, softcap, latent_dim, bool(pages), chunked
     )
     page = array(
         1024, kv_heads, page_size, head_dim + SCALE_BYTES * bool(pages), dtype=QUANTIZED[pages] if pages else dtype
     )
 
-    def run(q: Any, new: Any, pages: Any, meta: StepMetadata, few: StepMetadata, angles: Any, norms: Any, sinks: Any):
+    def run(q: Any, new: Any, pages: Any, meta: StepMetadata, few: StepMetadata, angles: Any, norms: Any, own: PerHead):
         if latent_dim is None:
             rotated = Angles(*angles, interleaved=False)
-            own = tuple(RootMeanSquare(weight, 1e-6) for weight in norms) if norms else None
-            q, pages = rotate_and_store(q, new, new, pages, meta, spec, rotated, own)
-        decoded = decode_attention(q[:64], pages, meta, spec, sinks)
-        small = prefill_attention(q[: len(few.positions)], pages, few, spec, sinks)
-        return decoded, small, prefill_attention(q, pages, meta, spec, sinks), pages
+            normers = tuple(RootMeanSquare(weight, 1e-6) for weight in norms) if norms else None
+            q, pages = rotate_and_store(q, new, new, pages, meta, spec, rotated, normers)
+        decoded = decode_attention(q[:64], pages, meta, spec, own)
+        small = prefill_attention(q[: len(few.positions)], pages, few, spec, own)
+        return decoded, small, prefill_attention(q, pages, meta, spec, own), pages
 
     tokens, few = 512, max(1, 16 // spec.tile_heads)
     width = 8192 // page_size
@@ -99,7 +101,7 @@ def attention(
         metadata(few, few, width),
         (array(tokens, head_dim // 2, dtype=F32),) * 2,
         (array(head_dim, dtype=F32),) * 2 if normed else None,
-        array(heads, dtype=F32) if sinks else None,
+        PerHead(*(array(heads, dtype=F32) if given else None for given in (sinks, slopes))),
     )
 
 
@@ -169,6 +171,24 @@ def few(kind: GroupsKind) -> Program:
     return run, (array(2, 2048, dtype=kind.dtype), short, array(16, 14336, dtype=kind.dtype), long)
 
 
+def delta(key_heads: int, heads: int, size: int) -> Program:
+    """A token of each of 64 sequences."""
+    keys, seqs = key_heads * size, 64
+
+    def run(qkv: Any, decay: Any, beta: Any, buffer: Any, meta: StepMetadata) -> Any:
+        return delta_rule(qkv, decay, beta, buffer, meta, key_heads=key_heads)
+
+    numbers = array(seqs)
+    rows = StateRows(numbers, array(seqs, dtype=np.bool_), numbers, numbers, numbers)
+    return run, (
+        array(seqs, 2 * keys + heads * size, dtype=F32),
+        array(seqs, heads, dtype=F32),
+        array(seqs, heads, dtype=F32),
+        array(2 * seqs, heads, size, size, dtype=F32),
+        replace(metadata(seqs, seqs, 8), states=rows),
+    )
+
+
 def norm(size: int) -> Program:
     """Behind a layer, and behind a mixture of six experts without shared ones and with them."""
 
@@ -199,6 +219,19 @@ def routing(config: MoEConfig) -> Program:
     return run, (array(config.num_experts, dtype=F32), *(argument for step in steps for argument in step))
 
 
+def states(heads: int, dim: int, groups: int, size: int) -> Program:
+    """A token of each of 64 sequences, with states of this shape."""
+    tokens, rows = 64, 80
+    rows_of = StateRows(array(tokens), array(tokens, dtype=bool), array(tokens), array(tokens), array(tokens))
+    shared = array(tokens, groups, size, dtype=F32)
+    inputs = SSDInputs(
+        array(tokens, heads, dim, dtype=F32), array(tokens, heads, dtype=F32), array(heads, dtype=F32), shared, shared,
+        array(heads, dtype=F32),
+    )  # fmt: skip
+    meta = replace(metadata(tokens, tokens, 8), states=rows_of)
+    return decode_states, (inputs, array(rows, heads, dim, size, dtype=F32), meta)
+
+
 EXPERTS = (64, 768, 2048)
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 PAGES = ("", "int8", "fp8")
@@ -206,7 +239,10 @@ SHAPES: dict[str, tuple[Any, Sequence[str]]] = {
     "Llama-3.1-8B": (partial(attention, 32, 8, 128), PAGES),
     "Qwen3-30B-A3B": (partial(attention, 32, 4, 128, normed=True), ("",)),
     "gemma-3-1b": (partial(attention, 4, 1, 256, page_size=128, window=512, softcap=50.0, normed=True), PAGES),
+    "gemma-4-26B, without a window": (partial(attention, 16, 2, 512, normed=True), PAGES),
+    "chunks": (partial(attention, 32, 8, 128, window=8192, chunked=True), ("",)),
     "gpt-oss-20b": (partial(attention, 64, 8, 64, page_size=8, sinks=True, window=128), PAGES),
+    "baichuan-13b": (partial(attention, 40, 40, 128, slopes=True), PAGES),
     "SmolLM2-135M": (partial(attention, 9, 3, 64), ("",)),
     "phi-2": (partial(attention, 32, 32, 80, dtype=F16), ("",)),
     "float32": (partial(attention, 6, 2, 192, dtype=F32), ("",)),
@@ -249,10 +285,15 @@ CASES: dict[str, Callable[[], Program]] = {
     "few rows, 8 bits": lambda: few(GroupsKind(BF16, 8)),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
     "latents of 16 heads": lambda: latents(16),
+    "delta rule of 128": lambda: delta(16, 32, 128),
+    "delta rule of 256": lambda: delta(2, 6, 256),
     "norm of 1024": lambda: norm(1024),
     "norm of 2048": lambda: norm(2048),
     "norm of 4096": lambda: norm(4096),
     "norm of 16384": lambda: norm(16384),
+    "states of Granite 4": lambda: states(48, 64, 1, 128),
+    "states of Falcon-H1": lambda: states(32, 128, 2, 256),
+    "states of Nemotron Nano": lambda: states(128, 80, 8, 128),
     **{f"routing as {name}": partial(routing, config) for name, config in ROUTERS.items()},
 }
 """By name: a program of kernels, made when it is asked for."""

@@ -87,6 +87,12 @@ def test_latent_attention(compiled: Any, step: tuple[str, ...]) -> None:
     check(compiled("DeepSeek-V2-Lite", *step, layers=3), decode=step[0] == "decode")
 
 
+@pytest.mark.parametrize("step", [("decode", "64", "plain"), ("backbone", "2048", "plain")], ids=" ".join)
+def test_states_are_not_copied(compiled: Any, step: tuple[str, ...]) -> None:
+    """Three layers of linear attention and one of attention."""
+    check(compiled("Qwen3-Next-80B-A3B-Instruct", *step, layers=4), decode=step[0] == "decode")
+
+
 @pytest.mark.parametrize("variant", ["plain", "sampled"])
 def test_drafts_are_verified_in_one_graph(compiled: Any, variant: str) -> None:
     check(compiled("Llama-3.1-8B", "verify", "64", variant, layers=2))

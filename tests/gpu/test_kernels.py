@@ -53,8 +53,12 @@ def test_no_kernel_spills(architecture: str) -> None:
             assert "few_rows" in names
         elif "latents" in case:
             assert names >= {"absorb_and_store", "expand_heads"}
+        elif "delta rule" in case:
+            assert "delta_rule_step" in names
         elif "experts" in case:
             assert "matmul_of_tiles" in names
+        elif "states" in case:
+            assert "ssd_decode" in names
         elif "routing" in case:
             assert names == {"route", "choose_experts", "list_rows", "row_tiles"}
 

@@ -15,9 +15,12 @@ from jaxllm.models.registry import model_spec
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
+from tests.models.encoder_harness import EncoderHarness
 from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
-from tests.reference.tiny import write_checkpoint
+from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.reference.tiny_configs import ENCODERS
+from tests.reference.tiny_configs.encoders import SECOND_TEXT
 
 DECODES = 4
 
@@ -30,6 +33,9 @@ def main(out: str, checkpoints: str, *cases: str) -> None:
         checkpoint = open_checkpoint(path)
         scheme = next((option for option in options if option in SCHEMES), None)
         kinds = KindChooser(checkpoint, model_spec(checkpoint).names, int(tp), isq=scheme)
+        if name in ENCODERS:
+            logits[case] = encoded(name, EncoderHarness(path, tp=int(tp), kinds=kinds))
+            continue
         model = Harness(path, tp=int(tp), expert_parallel="ep" in options, kinds=kinds)
         ids = load_golden(name).prompt_token_ids
         cut, last = 21, len(ids) - DECODES
@@ -37,6 +43,13 @@ def main(out: str, checkpoints: str, *cases: str) -> None:
         parts += [model.run([ids], [Chunk(0, at, at + 1)])[0] for at in range(last, len(ids))]
         logits[case] = np.concatenate(parts)
     np.savez(out, **logits)
+
+
+def encoded(name: str, model: EncoderHarness) -> np.ndarray:
+    """As its golden: hidden states, or the scores of classes."""
+    second = SECOND_TEXT if tiny_config(name).get("type_vocab_size", 0) > 1 else 0
+    (found,) = model.run([load_golden(name).prompt_token_ids], [second])
+    return found[0] if model.config.num_labels else found
 
 
 if __name__ == "__main__":

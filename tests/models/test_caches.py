@@ -7,9 +7,9 @@ import pytest
 
 from jaxllm import EngineConfig
 from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.start.memory import plan_caches
+from jaxllm.engine.start.memory import fewer_sequences, plan_caches
 from jaxllm.errors import ConfigError
-from jaxllm.models.caches import CacheLayout, Paged, PerSlot, Shared
+from jaxllm.models.caches import CacheLayout, Joined, Paged, PerSlot, Repeated, Shared, parts_of
 from jaxllm.pallas_kernels.pages import INTERLEAVED
 from jaxllm.sharding.mesh import TENSOR
 
@@ -54,6 +54,28 @@ def test_quantized_pages_have_a_scale_behind_each_row():
 def test_the_layout_of_pages_is_that_of_the_kernels():
     (buffer,) = CacheLayout(np.dtype(np.float32), 16, page_layout=INTERLEAVED).buffers(LAYERS[0], 10, 5)
     assert (buffer.shape, buffer.axes) == ((10, 16, 16, 128), (None, None, TENSOR))
+
+
+def test_a_layer_of_two_mixers_keeps_what_each_of_them_does():
+    both = Joined((LAYERS[2], LAYERS[0]))
+    assert FLOATS.buffers(both, 10, 5) == FLOATS.buffers(LAYERS[2], 10, 5) + FLOATS.buffers(LAYERS[0], 10, 5)
+    assert FLOATS.state_bytes([both]) == FLOATS.state_bytes(LAYERS)
+    assert FLOATS.page_bytes([both]) == FLOATS.page_bytes(LAYERS[:1])
+    assert parts_of([both, None, LAYERS[1], Shared(0)]) == [LAYERS[2], LAYERS[0], LAYERS[1]]
+
+
+@pytest.mark.parametrize(("tp", "channels"), [(1, 90), (3, 90), (6, 90 + 30), (12, 90 + 90)])
+def test_channels_of_a_group_are_on_each_device_that_has_a_part_of_it(tp, channels):
+    """Of 90 channels 30 belong to three groups."""
+    spec = PerSlot(((2, 90),), (1,), (Repeated(30, 3),))
+    (buffer,) = CacheLayout(np.dtype(np.float32), 16, tp=tp).buffers(spec, 10, 5)
+    assert buffer.shape == (5, 2, channels) and channels % tp == 0
+
+
+@pytest.mark.parametrize(("budget", "sequences"), [(2000, 32), (660, 32), (659, 16), (200, 8), (30, 1), (-5, 1)])
+def test_states_of_running_sequences_take_half_of_the_memory_at_most(budget, sequences):
+    assert fewer_sequences(32, budget, 10) == sequences
+    assert fewer_sequences(32, budget, 0) == 32
 
 
 def test_steps_have_a_row_for_each_slot_one_for_padding_and_one_for_each_snapshot():

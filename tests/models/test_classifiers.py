@@ -116,8 +116,8 @@ def test_sentence_transformers_without_normalize(tmp_path: Path):
 
 
 def test_what_is_not_supported_is_named(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"modules.json: has a module 'Dense'; supported are Transformer, Pool"):
-        tasks(directory(tmp_path / "a", modules=[*EMBEDDING, *modules("", "Dense")[1:]]))
+    with pytest.raises(CheckpointError, match=r"modules.json: has a module 'LSTM'; supported are Transformer, Pool"):
+        tasks(directory(tmp_path / "a", modules=[*EMBEDDING, *modules("", "LSTM")[1:]]))
     both = {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}
     with pytest.raises(CheckpointError, match=r"pools by .*mean_tokens.*max_tokens"):
         tasks(directory(tmp_path / "b", modules=EMBEDDING, **{"1_Pooling__config": both}))

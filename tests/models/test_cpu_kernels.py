@@ -32,9 +32,13 @@ pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.
 SHAPES = (
     "llama_gqa", "llama_bias", "phi", "phi3_window", "qwen2_moe", "qwen3", "stablelm_parallel", "stablelm_qk_layernorm",
     "gemma2", "gemma3_small", "deepseek_v2_lite", "mixtral", "ministral3", "glm4",
-    "olmo2", "cohere_qk_norm", "granite", "hunyuan", "ernie4_5_moe", "gpt_oss",
+    "olmo2", "cohere_qk_norm", "granite", "hunyuan", "ernie4_5_moe", "gpt_oss", "gemma4", "gemma4_moe",
+    "llama4", "gpt2", "gpt_neox", "bloom", "mpt_scaled",
+    "lfm2_bias", "qwen3_next", "qwen3_next_by_three", "qwen3_5", "mamba2", "granite4_moe", "falcon_h1_norm",
+    "nemotron_h_moe",
 )  # fmt: skip
-"""One of each shape of layer: norms, activations, windows, caps, latents, experts, biases, parallel residuals."""
+"""One of each shape of layer: norms, activations, windows, caps, latents, experts, biases, parallel residuals,
+states."""
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -108,4 +108,5 @@ def test_files_of_earlier_conversions_load_alike(name, tmp_path):
 
 
 def test_every_architecture_is_tried():
-    assert set(map(gguf_architecture, GGUF_MODELS)) == {a for family in FAMILIES for a in family.gguf_architectures}
+    every = {a for family in FAMILIES for a in family.gguf_architectures}
+    assert every - set(map(gguf_architecture, GGUF_MODELS)) == {"baichuan"}, "test_baichuan.py has that"

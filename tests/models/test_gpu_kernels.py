@@ -23,11 +23,22 @@ INTERPRETED = replace(
     GPU,
     attention=partial(GPU.attention, interpret=INTERPRET),
     latent_attention=interpreted,
+    delta_rule=partial(GPU.delta_rule, interpret=INTERPRET),
     experts=partial(experts, interpret=INTERPRET),
     add_norm=partial(add_norm, interpret=INTERPRET),
+    ssd=partial(GPU.ssd, interpret=INTERPRET),
 )
 
-FEW = ("qwen3_moe", "qwen2_moe", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "mistral4")
+FEW = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "mistral4",
+    "qwen3_next",
+    "nemotron_h_moe",
+)
 """Those that the interpreter, which takes seconds for a layer, has time for."""
 
 
@@ -46,10 +57,13 @@ def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     assert np.abs(np.concatenate(parts) - golden.logits[: len(ids)]).max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["olmo2", "cohere", "granite", "hunyuan", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["olmo2", "cohere", "granite", "hunyuan", "gpt_oss", "gemma4", "gemma4_moe", "llama4", "falcon_h1"]
+)
 def test_what_kernels_do_not_do_is_not_left_to_them(name: str, tmp_path: Path) -> None:
     """No norm in front, one over all heads or after the rotation, parallel blocks, factors on residual sums; biases of
-    experts and a clamped gate are added between kernels, and sinks are theirs."""
+    experts and a clamped gate are added between kernels, and sinks are theirs. Keys and values of another layer,
+    chunks, weights of experts on what they get."""
     golden = load_golden(name)
     ids = golden.prompt_token_ids
     model = Harness(write_checkpoint(name, tmp_path), kernels=INTERPRETED)

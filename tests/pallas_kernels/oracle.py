@@ -21,23 +21,26 @@ def attention_oracle(
     *,
     scale: float,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     sinks: Any = None,
+    slopes: Any = None,
     value_dim: int | None = None,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Output [T, H, Dv] in float64 and the new pages in their own dtype; page 0, which padding writes, is left alone.
 
-    Latent pages are one buffer: `v` is None, and a key's first `value_dim` channels are its value.
+    Latent pages are one buffer: `v` is None, and a key's first `value_dim` channels are its value. Without heads in `k`
+    and `v` the pages have the new ones already.
     """
     dtype = pages[0].dtype
     buffers = [np.array(buffer, np.float64) for buffer in pages]
-    new = [np.asarray(x, np.float64) for x in (k, v) if x is not None]
+    new = [np.asarray(x, np.float64) for x in (k, v) if x is not None and x.shape[1]]
     q = np.asarray(q, np.float64)
     positions, seq_ids, table = (np.asarray(x) for x in (meta.positions, meta.seq_ids, meta.page_table))
-    heads, kv_heads, page_size = q.shape[1], k.shape[1], buffers[0].shape[2]
+    heads, kv_heads, page_size = q.shape[1], buffers[0].shape[1], buffers[0].shape[2]
     real_tokens = [t for t in range(len(q)) if seq_ids[t] < len(table)]
 
-    for t in real_tokens:
+    for t in real_tokens if new else ():
         page, row = table[seq_ids[t], positions[t] // page_size], positions[t] % page_size
         for buffer, x in zip(buffers, new, strict=True):
             buffer[page, :, row] = np.where(np.isfinite(x[t]), x[t], 0).astype(dtype)
@@ -46,18 +49,34 @@ def attention_oracle(
     out = np.zeros((*q.shape[:2], value_dim or q.shape[2]))
     for t in real_tokens:
         last = positions[t]
-        seen = np.arange(0 if window is None else max(0, last - window + 1), last + 1)
+        seen = np.arange(first_seen(last, window, chunked), last + 1)
         page, row = table[seq_ids[t], seen // page_size], seen % page_size
         keys = buffers[0][page, :, row][:, kv_head]
         values = buffers[-1][page, :, row][:, kv_head, :value_dim]
         logits = scale * np.einsum("nhd,hd->hn", keys, q[t])
         if softcap is not None:
             logits = softcap * np.tanh(logits / softcap)
+        if slopes is not None:
+            logits = logits + np.asarray(slopes, np.float64)[:, None] * (seen - last)
         top = np.maximum(logits.max(1), -np.inf if sinks is None else np.asarray(sinks, np.float64))
         weights = np.exp(logits - top[:, None])
         mass = weights.sum(1) + (0.0 if sinks is None else np.exp(np.asarray(sinks, np.float64) - top))
         out[t] = np.einsum("hn,nhd->hd", weights, values) / mass[:, None]
     return out, tuple(buffer.astype(dtype) for buffer in buffers)
+
+
+def with_numbers_of_heads(batch: RaggedBatch, options: dict[str, Any]) -> dict[str, Any]:
+    """A case's options, with numbers for the heads where it says that they have sinks or slopes."""
+    heads = batch.q.shape[1]
+    numbers = {"sinks": jnp.linspace(-3.0, 3.0, heads), "slopes": jnp.linspace(1.0, 0.02, heads)}
+    return options | {name: numbers[name] for name in numbers if options.get(name)}
+
+
+def first_seen(position: int, window: int | None, chunked: bool) -> int:
+    """The first position that the token at `position` sees."""
+    if window is None:
+        return 0
+    return position // window * window if chunked else max(0, position - window + 1)
 
 
 @dataclasses.dataclass
@@ -88,6 +107,8 @@ def ragged_batch(
     dtype: Any = jnp.float32,
     unused: float = 1e3,
     window: int | None = None,
+    chunked: bool = False,
+    stored: bool = False,
     value_dim: int | None = None,
     seed: int = 0,
 ) -> RaggedBatch:
@@ -95,7 +116,7 @@ def ragged_batch(
 
     Padded to `tokens` and `seqs`. Pages are handed out in random order. Everything that no query may see (page 0, rows
     past a context, and with `window` those before every query's window) holds `unused`. With `value_dim` the pages are
-    latent: one buffer, and no `v`.
+    latent: one buffer, and no `v`. With `stored` the pages hold the new keys and values too; `k` and `v` have no heads.
     """
     rng = np.random.default_rng(seed)
     chunks = [(context - 1, 1) for context in decodes] + list(prefills)
@@ -116,7 +137,7 @@ def ragged_batch(
     for s, (cached, n) in enumerate(chunks):
         table[s, : num_pages[s]] = order[taken : taken + num_pages[s]]
         taken += num_pages[s]
-        for position in range(0 if window is None else max(0, cached - window + 1), cached):
+        for position in range(first_seen(cached, window, chunked), cached + n if stored else cached):
             at = (table[s, position // page_size], slice(None), position % page_size)
             for buffer, row in zip(buffers, rng.normal(size=(len(buffers), kv_heads, head_dim)), strict=True):
                 buffer[at] = row
@@ -136,6 +157,7 @@ def ragged_batch(
         rotary_lengths=jnp.asarray(positions + 1),
         decode_only=decode_only,
     )
-    q, k, v = (jnp.asarray(rng.normal(size=(tokens, n, head_dim)), dtype) for n in (heads, kv_heads, kv_heads))
+    new_heads = 0 if stored else kv_heads
+    q, k, v = (jnp.asarray(rng.normal(size=(tokens, n, head_dim)), dtype) for n in (heads, new_heads, new_heads))
     pages = tuple(jnp.asarray(buffer, dtype) for buffer in buffers)
     return RaggedBatch(q, k, None if value_dim else v, pages, meta, value_dim)

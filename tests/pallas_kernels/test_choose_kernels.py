@@ -80,6 +80,7 @@ FITS = PageUse(heads=8, dims=(128, 128), sequences=256, pages_per_seq=896)
         ("auto", jnp.float16, FITS, "dtype 'float16'"),
         ("auto", jnp.bfloat16, FITS._replace(heads=1, dims=(576,)), "latent attention"),
         ("auto", jnp.bfloat16, FITS._replace(sinks=True), "attention sinks"),
+        ("auto", jnp.bfloat16, FITS._replace(alibi=True), "biases by distance (ALiBi)"),
         ("auto", jnp.bfloat16, FITS._replace(dims=(256, 256)), "heads of 256 channels"),
         ("auto", jnp.bfloat16, FITS._replace(heads=3), "3 KV heads a device"),
         ("auto", jnp.float32, FITS, "8 KV heads a device in float32"),

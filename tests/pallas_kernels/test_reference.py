@@ -14,17 +14,18 @@ import pytest
 
 from jaxllm.pallas_kernels.pages import from_storage, to_storage
 from jaxllm.pallas_kernels.reference import DECODE_BLOCK, DECODE_GROUP, PREFILL_BLOCK, PREFILL_TILE, paged_attention
-from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
+from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "softcap", "value_dim"))
-def attend(q, k, v, pages, meta, sinks, **options):
-    return paged_attention(q, k, v, pages, meta, sinks=sinks, **options)
+@partial(jax.jit, static_argnames=("scale", "window", "chunked", "softcap", "value_dim"))
+def attend(q, k, v, pages, meta, of_heads, **options):
+    return paged_attention(q, k, v, pages, meta, **of_heads, **options)
 
 
-def run(batch: RaggedBatch, *, sinks: Any = None, **options: Any) -> tuple[np.ndarray, tuple[jax.Array, ...]]:
+def run(batch: RaggedBatch, **options: Any) -> tuple[np.ndarray, tuple[jax.Array, ...]]:
+    of_heads = {name: options.pop(name) for name in ("sinks", "slopes") if name in options}
     options["value_dim"] = batch.value_dim
-    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, sinks, **options)
+    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, of_heads, **options)
     return np.asarray(out), pages
 
 
@@ -60,6 +61,7 @@ ROOM = {"tokens": 512, "seqs": 24}
 MIXED: dict[str, Any] = {"decodes": (33, 1, 17, 129), "prefills": ((0, 7), (16, 5), (31, 1), (40, 70)), **ROOM}
 MANY = {"decodes": tuple(range(1, DECODE_GROUP + 6)), "prefills": ((5, 3),), **ROOM}
 DECODE = {"decodes": (*PAGE_EDGES, *BLOCK_EDGES), "seqs": 16}
+CHUNKS = {"window": 20, "chunked": True}
 SINKS = {"softcap": 5.0, "sinks": True}
 LATENT = {"heads": 5, "kv_heads": 1, "head_dim": 48, "value_dim": 36}
 
@@ -78,11 +80,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"decodes": (DECODE_BLOCK + 129,), "seqs": 16, "window": 130},
         {"window": 130},
     ),
+    "decode, chunks": ({**DECODE, **CHUNKS}, CHUNKS),
+    "decode, keys and values of another layer": ({**DECODE, "stored": True}, {}),
     "decode, softcap and sinks": (DECODE, SINKS),
+    "decode, slopes": (DECODE, {"slopes": True}),
+    "decode, multi-head, slopes, softcap and sinks": (
+        {**DECODE, "heads": 5, "kv_heads": 5},
+        {**SINKS, "slopes": True},
+    ),
     "mixed": (MIXED, {}),
     "mixed, multi-query": ({**MIXED, "heads": 3, "kv_heads": 1}, {}),
     "mixed, window": ({**MIXED, "window": 24}, {"window": 24}),
+    "mixed, chunks": ({**MIXED, **CHUNKS}, CHUNKS),
+    "mixed, keys and values of another layer": ({**MIXED, "stored": True}, {}),
     "mixed, softcap and sinks": (MIXED, SINKS),
+    "mixed, slopes": ({**MIXED, "heads": 6}, {"slopes": True}),
+    "mixed, slopes in a window": ({**MIXED, "window": 24}, {"window": 24, "slopes": True}),
+    "prefill, slopes over tiles": ({"prefills": ((0, 2), (90, 300)), **ROOM}, {"slopes": True}),
     "mixed, more decodes than a group": (MANY, {}),
     "mixed, fewer tokens than sequences": ({"decodes": (9, 30), "prefills": ((3, 4),), "tokens": 8, "seqs": 12}, {}),
     "prefill at page edges": ({"prefills": tuple((0, n) for n in PAGE_EDGES), **ROOM}, {}),
@@ -93,6 +107,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefill, no padding": ({"prefills": ((3, 50), (0, 4))}, {}),
     "prefill, pages of 64, group of 7": ({"prefills": ((3, 50), (0, 4)), "heads": 14, "page_size": 64, **ROOM}, {}),
     "prefill, window over tiles and blocks": ({"prefills": ((280, 150),), "window": 140, **ROOM}, {"window": 140}),
+    "prefill, chunks over tiles and blocks": (
+        {"prefills": ((280, 150), (0, 45)), **CHUNKS, "window": 140, **ROOM},
+        {"window": 140, "chunked": True},
+    ),
     "prefill, window of 1": ({"prefills": ((20, 40),), "window": 1, **ROOM}, {"window": 1}),
     "prefill, a window from the last token of a block": (
         {"prefills": ((PREFILL_BLOCK + 22, 9),), "window": 24, **ROOM},
@@ -118,9 +136,7 @@ def test_matches_oracle(case):
     """Rows that no query may see hold 1000, so that one stale or foreign row read shows."""
     batch_options, options = CASES[case]
     batch = padded(ragged_batch(**batch_options))
-    if options.get("sinks"):
-        options = {**options, "sinks": jnp.linspace(-3.0, 3.0, batch.q.shape[1])}
-    check(batch, **options)
+    check(batch, **with_numbers_of_heads(batch, options))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,7 +1,8 @@
 """Fills in `parameters` of configs/*.json with what transformers counts on torch's meta device, tied weights once.
 
 Run it where torch is installed: `python -m tests.reference.count_parameters [MODEL …]`. Of a multimodal model it counts
-the language model. Router corrections are buffers in transformers and parameters in checkpoints, so they count.
+the language model. Router corrections and factors of layers are buffers in transformers and parameters in checkpoints,
+so they count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
-CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+ENCODERS = ("bert", "xlm-roberta", "roberta", "modernbert", "nomic_bert")
+"""Whose pooler is a part of the classification head, and not counted."""
 WITHOUT_PARAMETERS = ("quantization_config", "rope_scaling")
 """Keys that count for nothing here, some in spellings that transformers no longer reads."""
 
@@ -23,11 +26,16 @@ def count(config: dict[str, Any]) -> int:
     import torch
     import transformers
 
+    if config["model_type"] == "baichuan":  # which is Llama, and has no class
+        config = config | {"model_type": "llama"}
     full = transformers.AutoConfig.for_model(**config).get_text_config()
+    if full.model_type in ENCODERS:
+        with torch.device("meta"):
+            model = transformers.AutoModel.from_config(full)
+        return sum(p.numel() for name, p in model.named_parameters() if "pooler" not in name)
     # By its name, since AutoModelForCausalLM does not know those that are only published in a wrapper.
-    model_class = getattr(
-        transformers, type(full).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
-    )
+    name = type(full).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    model_class = getattr(transformers, name, None) or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(full)]
     with torch.device("meta"):
         model = model_class(full)
     model.tie_weights()

@@ -21,8 +21,8 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from tests.reference import GOLDENS, load_golden
 from tests.reference.oracle import load_oracle, oracle_logits
 from tests.reference.routing import routing_gap
-from tests.reference.tiny import GEMMA, draw_weights, save_checkpoint, tiny_config, tiny_prompt
-from tests.reference.tiny_configs import CLASSIFIERS, VARIANTS
+from tests.reference.tiny import ONE_ADDED, draw_weights, save_checkpoint, tiny_config, tiny_prompt
+from tests.reference.tiny_configs import CLASSIFIERS, ENCODERS, VARIANTS
 from tests.reference.tiny_configs.variant import merged
 
 ALL = VARIANTS | CLASSIFIERS
@@ -77,7 +77,7 @@ def make(name: str) -> None:
 
 def tensor_shapes(name: str, directory: Path) -> dict[str, tuple[int, ...]]:
     """What transformers writes for a model of this config, in the stored order, for weights are drawn in it."""
-    save_checkpoint(merged(tiny_config(name), ALL[name].saved_as), {}, directory)
+    save_checkpoint(merged(tiny_config(name), (ALL | ENCODERS)[name].saved_as), {}, directory)
     config = AutoConfig.from_pretrained(directory)
     getattr(transformers, config.architectures[0])(config).save_pretrained(directory)
     shapes = {}
@@ -85,7 +85,7 @@ def tensor_shapes(name: str, directory: Path) -> dict[str, tuple[int, ...]]:
         saved = file.keys()
         for tensor in saved:
             shape = tuple(file.get_slice(tensor).get_shape())
-            for pattern, replacement in ALL[name].renamed:
+            for pattern, replacement in (ALL | ENCODERS)[name].renamed:
                 tensor = re.sub(pattern, replacement, tensor)
             shapes[tensor] = shape
     stored = load_golden(name).tensor_shapes if (GOLDENS / f"{name}.npz").exists() else {}
@@ -108,14 +108,15 @@ def dropped_vectors(model: PreTrainedModel, ids: list[int], logits: torch.Tensor
     kinds: dict[str, list[torch.Tensor]] = {}
     for tensor, value in [*model.named_parameters(), *model.named_buffers()]:
         is_vector = value.ndim == 1 or tensor.endswith("_proj_bias")  # of each expert
-        if is_vector and not re.search("vision_tower|multi_modal_projector|inv_freq|embed_scale", tensor):
+        if is_vector and not re.search("vision_tower|visual|multi_modal_projector|inv_freq|embed_scale", tensor):
             kinds.setdefault(re.sub(r"\d+", "*", tensor), []).append(value)
     moved = {}
-    gemma = tiny_config(name)["model_type"] in GEMMA
+    one_added = tiny_config(name)["model_type"].removesuffix("_text") in ONE_ADDED
     for kind, values in kinds.items():
         kept = [value.data.clone() for value in values]
         for value in values:
-            value.data.fill_(1.0 if "norm" in kind and kind.endswith("weight") and not gemma else 0.0)
+            is_factor = "norm" in kind and kind.endswith("weight") and (not one_added or "linear_attn" in kind)
+            value.data.fill_(1.0 if is_factor else 0.0)
         moved[f"without {kind}"] = difference(oracle_logits(model, ids), logits)
         for value, old in zip(values, kept, strict=True):
             value.data.copy_(old)
@@ -126,7 +127,7 @@ def dropped_vectors(model: PreTrainedModel, ids: list[int], logits: torch.Tensor
 def cached_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """`[T, V]`, token by token through transformers' own cache."""
     cache = DynamicCache(config=model.config.get_text_config())
-    return torch.cat([model(torch.tensor([[token]]), past_key_values=cache).logits[0] for token in ids])
+    return torch.cat([model(torch.tensor([[token]]), cache=cache).logits[0] for token in ids])
 
 
 def decode_greedily(model: PreTrainedModel, ids: list[int]) -> tuple[list[int], float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.reference.tiny import tiny_config
+from tests.reference.tiny_configs.encoders import SECOND_TEXT
 
 if TYPE_CHECKING:
     import torch
@@ -51,3 +52,15 @@ def oracle_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
         every = model.score(model.base_model(tokens, use_cache=False).last_hidden_state)[0]
     assert torch.equal(every[-1], logits)
     return every
+
+
+def encoder_output(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """`[T, E]`, the last hidden states of an encoder, or of a classifier `[labels]`; the prompt is a pair of texts."""
+    import torch
+
+    types: dict[str, torch.Tensor] = {}
+    if getattr(model.config, "type_vocab_size", 0) > 1:
+        types["token_type_ids"] = torch.tensor([[int(i >= SECOND_TEXT) for i in range(len(ids))]])
+    with torch.inference_mode():
+        output = model(torch.tensor([ids]), **types)
+        return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.reference import GOLDENS, load_golden
+from tests.reference.peft_adapters import ADAPTER_GOLDENS, ADAPTERS
 from tests.reference.tiny import ISOLATES, TINY_MODELS, tiny_config, tiny_prompt, tiny_weights
-from tests.reference.tiny_configs import CLASSIFIERS
+from tests.reference.tiny_configs import CLASSIFIERS, ENCODERS
 
 
 @pytest.mark.parametrize("name", [*TINY_MODELS, *CLASSIFIERS])
@@ -39,4 +40,10 @@ def test_goldens_are_small() -> None:
 
 
 def test_no_golden_is_left_of_a_model_that_is_gone() -> None:
-    assert {file.stem for file in GOLDENS.glob("*.npz")} == {*TINY_MODELS, *CLASSIFIERS}
+    assert {file.stem for file in GOLDENS.glob("*.npz")} == {*TINY_MODELS, *CLASSIFIERS, *ENCODERS}
+
+
+def test_goldens_of_adapters_are_small_and_those_that_are_wanted() -> None:
+    files = [*ADAPTER_GOLDENS.iterdir()]
+    assert {file.stem for file in files} == {*ADAPTERS}
+    assert sum(file.stat().st_size for file in files) < 1_000_000

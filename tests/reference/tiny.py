@@ -16,10 +16,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.reference import load_golden
-from tests.reference.tiny_configs import CLASSIFIERS, VARIANTS
+from tests.reference.tiny_configs import CLASSIFIERS, ENCODERS, VARIANTS
 
 TINY_MODELS = tuple(VARIANTS)
-_ALL = VARIANTS | CLASSIFIERS
+_ALL = VARIANTS | CLASSIFIERS | ENCODERS
 
 ISOLATES = {name: variant.isolates for name, variant in VARIANTS.items()}
 """What each model shows, in a line."""
@@ -28,15 +28,28 @@ ONE_SHOT_ONLY = frozenset(name for name, variant in VARIANTS.items() if variant.
 """Models whose rope follows the sequence's length, so that transformers rotates a prompt's first tokens otherwise when
 they come alone. Their goldens are those of the whole prompt at once."""
 
-GEMMA = ("gemma", "gemma2", "gemma3", "gemma3_text")
+ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 """Models that multiply by 1 + the norm's weight."""
 
+FACTORS = ("layer_scalar", "router.scale", "per_expert_scale")
+"""Vectors that are about one, though they are no norm's."""
+
 ATTENTION_GAIN = 1.5
-ATTENTION = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight")
+ATTENTION = (
+    "q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight",
+    "query_key_value.weight", "c_attn.weight", "query.weight", "key.weight", "Wqkv.weight",
+)  # fmt: skip
 ROUTER_GAIN = 2.5
-ROUTER = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight")
-STACKS = ("experts.gate_up_proj", "experts.down_proj")
-"""Of the experts' matrices `[out, in]`, or gpt-oss's `[in, out]`."""
+ROUTER = (
+    "mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight", "feed_forward.gate.weight",
+    "feed_forward.router.weight", "mlp.gate.wg.weight", "block_sparse_moe.router.layer.weight",
+    "mixer.gate.weight",
+)  # fmt: skip
+STACKS = (
+    "experts.gate_up_proj", "experts.up_proj", "experts.down_proj", "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.output_linear.weight",
+)  # fmt: skip
+"""Of the experts' matrices `[out, in]`, or gpt-oss's and Llama 4's `[in, out]`."""
 
 
 def tiny_config(name: str) -> dict[str, Any]:
@@ -88,11 +101,22 @@ def _seed(name: str) -> int:
 
 def _draw(rng: np.random.Generator, tensor: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
     draw = rng.standard_normal(shape, dtype=np.float32)
-    if "norm" in tensor and tensor.endswith("weight"):
-        return 0.3 * draw + np.float32(0 if kind in GEMMA else 1)
+    if tensor.endswith(FACTORS) or ("norm" in tensor.lower() and tensor.endswith("weight")):
+        one_added = kind.removesuffix("_text") in ONE_ADDED and "linear_attn" not in tensor
+        return 0.3 * draw + np.float32(0 if one_added else 1)
+    if tensor.endswith("linear_attn.A_log"):
+        return 1.5 * draw - 2  # some states last for long, some for a few tokens
+    if tensor.endswith(("A_log", "dt_bias")) and "linear_attn" not in tensor:
+        return draw - 1  # so that states fade over many tokens
     if len(shape) == 1 or tensor.endswith("_proj_bias"):
         return 0.3 * draw
     # attention that is not flat, and routing that is far from uniform
     gain = ATTENTION_GAIN if tensor.endswith(ATTENTION) else ROUTER_GAIN if tensor.endswith(ROUTER) else 1.0
-    inputs = shape[1:] if not tensor.endswith(STACKS) else shape[1:2] if kind == "gpt_oss" else shape[2:]
+    if tensor.endswith("router.proj.weight"):  # whose inputs are divided by the root of their number
+        return draw * np.float32(ROUTER_GAIN)
+    if kind == "gpt2" and tensor.split(".")[-2].startswith("c_"):  # `[in, out]`
+        return draw * np.float32(gain / np.sqrt(shape[0]))
+    inputs = (
+        shape[1:] if not tensor.endswith(STACKS) else shape[1:2] if kind in ("gpt_oss", "llama4_text") else shape[2:]
+    )
     return draw * np.float32(gain / np.sqrt(np.prod(inputs)))

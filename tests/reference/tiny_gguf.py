@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 
 from tests.reference import gguf_keys as keys_of
+from tests.reference import gguf_keys_of_states as state_keys_of
 from tests.reference import gguf_tensors as tensors_of
 from tests.reference.gguf_keys import Config
 from tests.reference.gguf_tensors import Tensors
@@ -41,6 +42,19 @@ _MINISTRAL_YARN = {
     "mscale_all_dim": 0.5,
     "llama_4_scaling_beta": 0.6,
 }
+
+FALCON_H1_FACTORS: Config = {
+    "embedding_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+    "key_multiplier": 1.0,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 1.0,
+    "ssm_in_multiplier": 1.0,
+    "ssm_out_multiplier": 1.0,
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_multipliers": [1.0] * 5,
+}
+"""Those of weights that have them already."""
 
 GGUF_MODELS: dict[str, Config] = {
     "llama_gqa": {},
@@ -86,6 +100,9 @@ GGUF_MODELS: dict[str, Config] = {
     "gemma2": {"query_pre_attn_scalar": 24},  # the scale is that of the head size
     "gemma3_small": {"query_pre_attn_scalar": 32, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
     "gemma3_conditional_renamed": {"text_config": {"query_pre_attn_scalar": 20}},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    "gemma4": {},
+    "gemma4_moe": {"final_logit_softcapping": 30.0},  # there is always one
     "deepseek_v2_lite": {},
     "deepseek_v2": {"rope_scaling": _V2_YARN},  # mscale is taken to be mscale_all_dim
     "deepseek_v3": {},
@@ -109,15 +126,41 @@ GGUF_MODELS: dict[str, Config] = {
     "starcoder2": {"sliding_window": None},
     "seed_oss": {},
     "hunyuan": {},
+    "hunyuan_moe": {},
+    "gpt2": {},
+    "bloom": {},
+    "mpt": {},
+    "mpt_clipped": {},
+    "mpt_scaled": {"attn_config": {"alibi_bias_max": 12}},  # the scale is that of the head size
+    "gpt_neox": {},
+    "gpt_neox_in_turn": {},
     "gpt_oss": {"swiglu_limit": 7.0},
     "glm4_moe": {},
     "minimax_m2": {},
     "mistral4": {},
     "glm4_moe_lite": {},
-}
+    "qwen3_next": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_5_moe_conditional": {},
+    "mamba2": {},
+    "mamba2_bias": {},
+    "granite4": {"max_position_embeddings": 2**20},  # as in files of models without positions
+    "granite4_moe": {},
+    "falcon_h1": FALCON_H1_FACTORS,
+    "nemotron_h": {"max_position_embeddings": 2**20},
+    "nemotron_h_moe": {"max_position_embeddings": 2**20, "topk_group": 2, "intermediate_size": 36},
+    "bert": {},
+    "nomic_bert": {},
+    "modernbert": {},
+    "embedding_gemma": {
+        "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention"] * 3,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+}  # fmt: skip
 """The variants that llama.cpp has an architecture for, and what of their config to change for what GGUF cannot say."""
 
-OLDER_MODELS = ("phi", "qwen2_moe", "gemma3_small", "deepseek_v2_lite", "deepseek_v2")
+OLDER_MODELS = ("phi", "qwen2_moe", "gemma3_small", "deepseek_v2_lite", "deepseek_v2", "qwen3_next")
 """Variants that earlier conversion scripts wrote otherwise."""
 
 
@@ -128,7 +171,7 @@ def gguf_config(name: str) -> Config:
 
 def gguf_architecture(name: str) -> str:
     """`general.architecture` of the file that `write_gguf` writes."""
-    return _ARCHITECTURES[tiny_config(name)["model_type"]].name
+    return _architecture(tiny_config(name)).name
 
 
 def write_gguf(
@@ -148,7 +191,7 @@ def write_gguf(
     many tensors instead, and the first has none.
     """
     config = gguf_config(name)
-    architecture = _ARCHITECTURES[config["model_type"]]
+    architecture = _architecture(config)
     full = _complete(config)
     tensors = tensors_of.with_stacked_experts(tensors_of.of_language_model(tiny_weights(name)))
     keys, tensors = architecture.keys(full), architecture.tensors(full, tensors)
@@ -160,9 +203,10 @@ def write_gguf(
             _add(writer, f"{architecture.name}.{key}", value)
     for key, value in (also_keys or {}).items():
         _add(writer, key, value)
-    names = gguf.get_tensor_name_map(_enumerator(architecture.name), full["num_hidden_layers"])
+    number = next(full[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if full.get(key))
+    names = gguf.get_tensor_name_map(_enumerator(architecture.name), number)
     for tensor, weight in tensors.items():
-        stored = names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        stored = names.get_name(tensor, try_suffixes=(".weight", ".bias", ".scale"))
         if stored is None:
             raise KeyError(f"{architecture.name} has no name for {tensor}")
         _add_tensor(writer, stored, np.ascontiguousarray(weight, np.float32), types(stored) if types else "F32")
@@ -188,7 +232,7 @@ def _complete(config: Config) -> Config:
     from transformers import AutoConfig
 
     full = AutoConfig.for_model(**config).to_dict()
-    return full | full.get("text_config", {})
+    return {"num_hidden_layers": len(full.get("layers_block_type") or ())} | full | full.get("text_config", {})
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -222,6 +266,8 @@ _GEMMA3 = _Architecture("gemma3", keys_of.gemma3, tensors_of.norms_plus_one)
 _OLMO2 = _Architecture("olmo2", keys_of.windowed)
 _DEEPSEEK2 = _Architecture("deepseek2", keys_of.deepseek2, tensors_of.with_split_kv_b)
 
+_QWEN35_MOE = _Architecture("qwen35moe", state_keys_of.qwen3_5, tensors_of.of_qwen3_5)
+
 _ARCHITECTURES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -240,11 +286,13 @@ _ARCHITECTURES = {
     "gemma2": _Architecture("gemma2", keys_of.gemma2, tensors_of.norms_plus_one),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
+    "llama4_text": _Architecture("llama4", keys_of.llama4, tensors_of.of_llama4, tensors_of.llama3_divisors),
+    "gemma4_text": _Architecture("gemma4", keys_of.gemma4, tensors_of.of_gemma4, tensors_of.proportional_divisors),
     "deepseek_v2": _DEEPSEEK2,
     "deepseek_v3": _DEEPSEEK2,
     "glm4": _Architecture("glm4", keys_of.glm4),
-    "lfm2": _Architecture("lfm2", keys_of.lfm2, tensors_of.with_flat_convolutions),
-    "lfm2_moe": _Architecture("lfm2moe", keys_of.lfm2, tensors_of.with_flat_convolutions),
+    "lfm2": _Architecture("lfm2", state_keys_of.lfm2, tensors_of.with_flat_convolutions),
+    "lfm2_moe": _Architecture("lfm2moe", state_keys_of.lfm2, tensors_of.with_flat_convolutions),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "exaone4": _Architecture("exaone4", keys_of.exaone4, extra=tensors_of.llama3_divisors),
@@ -260,9 +308,33 @@ _ARCHITECTURES = {
     "glm4_moe": _Architecture("glm4moe", keys_of.glm4_moe, extra=tensors_of.further_layer),
     "minimax_m2": _Architecture("minimax-m2", keys_of.minimax_m2),
     "gpt_oss": _Architecture("gpt-oss", keys_of.gpt_oss, tensors_of.of_gpt_oss),
+    "bert": _Architecture("bert", keys_of.encoder, tensors_of.of_encoder),
+    "nomic_bert": _Architecture("nomic-bert", keys_of.encoder, tensors_of.of_encoder),
+    "modernbert": _Architecture("modern-bert", keys_of.modern_bert, tensors_of.of_encoder),
+    "hunyuan_v1_moe": _Architecture("hunyuan-moe", keys_of.hunyuan_moe, tensors_of.with_split_experts),
+    "gpt2": _Architecture("gpt2", keys_of.gpt2, tensors_of.of_gpt2),
+    "bloom": _Architecture("bloom", keys_of.bloom, tensors_of.of_bloom),
+    "mpt": _Architecture("mpt", keys_of.mpt),
+    "gpt_neox": _Architecture("gptneox", keys_of.gptneox, tensors_of.of_gptneox),
+    "qwen3_next": _Architecture("qwen3next", state_keys_of.qwen_delta, tensors_of.of_qwen_delta),
+    "qwen3_5_text": _Architecture("qwen35", state_keys_of.qwen3_5, tensors_of.of_qwen3_5, tensors_of.further_layer),
+    "qwen3_5_moe_text": _QWEN35_MOE,
+    "qwen3_5_moe": _QWEN35_MOE,
+    "mamba2": _Architecture("mamba2", state_keys_of.mamba2, tensors_of.with_flat_states),
+    "granitemoehybrid": _Architecture("granitehybrid", state_keys_of.granite_hybrid, tensors_of.of_granite_hybrid),
+    "falcon_h1": _Architecture("falcon-h1", state_keys_of.falcon_h1, tensors_of.of_falcon_h1),
+    "nemotron_h": _Architecture("nemotron_h", state_keys_of.nemotron_h, tensors_of.of_nemotron_h),
+    "nemotron_h_moe": _Architecture("nemotron_h_moe", state_keys_of.nemotron_h, tensors_of.of_nemotron_h),
     "hunyuan_v1_dense": _Architecture("hunyuan-dense", keys_of.hunyuan),
 }
-"""By `model_type`."""
+"""By `model_type`, or a name for those whose models with experts are another architecture."""
+
+
+def _architecture(config: Config) -> _Architecture:
+    if config.get("use_bidirectional_attention") is True:
+        return _Architecture("gemma-embedding", keys_of.gemma_embedding, tensors_of.norms_plus_one)
+    kind = config["model_type"]
+    return _ARCHITECTURES["nemotron_h_moe" if kind == "nemotron_h" and "n_routed_experts" in config else kind]
 
 
 # What earlier conversion scripts wrote
@@ -308,9 +380,23 @@ def _older_deepseek2(c: Config, keys: Config, tensors: Tensors) -> tuple[Config,
     return keys, whole
 
 
+def _older_qwen3next(c: Config, keys: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """What linear attention projects was in one tensor, a key head's rows next to each other."""
+    count, fused = c["linear_num_key_heads"], dict(tensors)
+    for name, qkv in tensors.items():
+        if name.endswith("in_proj_qkv.weight"):
+            z = fused.pop(name.replace("in_proj_qkv", "in_proj_z"))
+            per_key = count * c["linear_key_head_dim"]
+            parts = [*np.split(fused.pop(name), [per_key, 2 * per_key]), z]
+            heads = [part.reshape(count, -1, qkv.shape[1]) for part in parts]
+            fused[name.replace("qkv", "qkvz")] = np.concatenate(heads, axis=1).reshape(-1, qkv.shape[1])
+    return keys, fused
+
+
 _OLDER: dict[str, Callable[[Config, Config, Tensors], tuple[Config, Tensors]]] = {
     "phi2": _older_phi2,
     "qwen2moe": _older_qwen2moe,
     "gemma3": _older_gemma3,
     "deepseek2": _older_deepseek2,
+    "qwen3next": _older_qwen3next,
 }

@@ -1,12 +1,16 @@
 """An AsyncLLM that streams canned text: the server's shapes, errors and endings are tested without a model.
 
-`python -m tests.serving.fake_engine PORT DELAY SHUTDOWN_TIMEOUT` serves it, for tests that send signals.
+`python -m tests.serving.fake_engine PORT DELAY SHUTDOWN_TIMEOUT` serves it, for tests that send signals; FAKE_LAMEDUCK
+may say how long it is a lame duck before it stops, and FAKE_SETTINGS has more settings as JSON.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -27,8 +31,10 @@ from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
 from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.front.async_llm import AsyncLLM
 from jaxllm.engine.front.streams import Stream
-from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, LookAt, TokenDelta
+from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import EngineDeadError
+from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import PromptScores
@@ -42,6 +48,10 @@ VOCAB_SIZE = 300
 CONTEXT = 256
 CACHED = 3
 """Prompt tokens that are always found in the cache."""
+PADDING = 1.25
+"""Each sequence's share of the padding."""
+DRAFTED = (7, 5)
+"""Tokens tried ahead with each sequence whose answer is predicted, and how many of them were right."""
 REPLY = "The capital of France is Paris."
 HIDDEN_SIZE = 12
 HIDDEN = np.random.default_rng(7).normal(size=(VOCAB_SIZE, HIDDEN_SIZE))
@@ -113,6 +123,7 @@ class CannedClient:
         self._changed = threading.Condition()
         self._choices: Counter[str] = Counter()
         self._dead: str | None = None
+        self.last_turn = 0.0
 
     def add(self, request: EngineRequest) -> None:
         engine = self._engine()
@@ -141,6 +152,8 @@ class CannedClient:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             engine, now = self._engine(), time.monotonic()
+            if self._due(now):
+                self.last_turn = now
             return [] if engine is None else [self._next(engine, answer) for answer in self._due(now)]
 
     def stats(self) -> EngineStats:
@@ -151,6 +164,16 @@ class CannedClient:
             compiles_unforeseen=1, compile_seconds=7.5, prefix_cache_queries=50, prefix_cache_hits=20,
             num_preemptions=2,
         )  # fmt: skip
+
+    def has_begun(self, request_id: str) -> bool:
+        return True
+
+    @property
+    def processes(self) -> dict[str, LookAt]:
+        return {}
+
+    def keep_weights(self) -> None:
+        self.die("the engine is asleep")
 
     def shutdown(self) -> None:
         self.die("the engine was shut down")
@@ -193,7 +216,18 @@ class FakeEngine(AsyncLLM):
         self.ready = True
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.pooled: list[tuple[list[int], PoolingParams, dict[str, Any]]] = []
+        self.adapters: list[tuple[AdapterUse, ...]] = []
+        """What each request that was run uses."""
+        self.refused_adapters: set[str] = set()
+        """Paths of those that the engine cannot use."""
+        self.groups: list[str] = []
+        """What requests belonged to."""
         self.most_active = 0
+        self.sleeps = True
+        self.kept = 0
+        """What it says that it keeps in memory."""
+        self.slept: list[int] = []
+        """The levels at which it was told to sleep."""
         self.hold_back: set[int] = set()
         self.replies: list[str] | None = None
         """What the choices say, in turn, instead of `reply`."""
@@ -233,13 +267,38 @@ class FakeEngine(AsyncLLM):
         while not self.is_dead:
             time.sleep(0.001)
 
+    @property
+    def can_sleep(self) -> bool:
+        return self.sleeps
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.kept
+
+    def sleep(self, level: int = 1) -> None:
+        if not self.is_asleep:
+            self.slept.append(level)
+            self._sleep_level = level
+            self._streams.sleep(keep=level == 1)
+
+    def wake_up(self, given_up: threading.Event | None = None, room: MemoryRoom | None = None) -> None:
+        if not self.is_asleep:
+            return
+        if room is not None:
+            room.ask(None)
+        self.client = CannedClient(self, self.info)
+        self._streams._start = lambda given_up, room: self.client
+        super().wake_up(given_up, room)
+
     def pause(self, request: EngineRequest, step: int) -> float:
         """Seconds until a sequence's token of this step."""
         return self.delay
 
     def run(self, requests: Sequence[EngineRequest], **arguments: Any) -> Stream:
         for request in requests:
+            self.adapters.append(request.adapters)
             labels = {"priority": request.priority, "cache_salt": request.cache_salt}
+            self.groups.append(request.group)
             if request.pooling is not None:
                 self.pooled.append((request.prompt_token_ids, request.pooling, labels))
             else:
@@ -303,6 +362,13 @@ class FakeEngine(AsyncLLM):
     def _delta(self, answer: Answer) -> TokenDelta:
         """What a sequence's next step gives."""
         request = answer.request
+        if refused := next((use.path for use in request.adapters if use.path in self.refused_adapters), None):
+            return TokenDelta(
+                request_id=request.request_id,
+                finish_reason="error",
+                error=f"{refused}: its rank is 64",
+                invalid=True,
+            )
         if request.pooling is not None:
             pooled = self._pooled(request.prompt_token_ids, request.pooling).astype("<f4").tobytes()
             return TokenDelta(
@@ -327,6 +393,10 @@ class FakeEngine(AsyncLLM):
             delta.logprobs = [[*token.candidates[:1], *((i, Logprob(-9.0, 2 + i)) for i in range(3))]]
         elif params.logprobs is not None:
             delta.logprobs = [token.candidates]
+        if token.finish_reason is not None:
+            delta.padding = PADDING
+            if params.predicted_token_ids:
+                delta.num_drafted, delta.num_taken = DRAFTED
         if answer.step == 0:
             delta.num_cached_tokens = CACHED
             delta.first_scheduled_time = answer.start
@@ -404,6 +474,11 @@ if __name__ == "__main__":
 
     port, delay, timeout = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     tool_servers = Path(sys.argv[4]) if len(sys.argv) > 4 else None
-    settings = ServeConfig(model="fake", port=port, shutdown_timeout=timeout, mcp_config=tool_servers)
-    serve_engine(settings, FakeEngine(delay=delay), bind(settings.host, settings.port))
+    lameduck = float(os.environ.get("FAKE_LAMEDUCK", "0"))
+    with tempfile.TemporaryDirectory() as data_dir:
+        settings = ServeConfig(
+            model="fake", port=port, shutdown_timeout=timeout, lameduck=lameduck, mcp_config=tool_servers,
+            **({"data_dir": Path(data_dir)} | json.loads(os.environ.get("FAKE_SETTINGS", "{}"))),
+        )  # fmt: skip
+        serve_engine(settings, FakeEngine(delay=delay), bind(settings.host, settings.port))
     print("stopped", flush=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 from fastapi import FastAPI
 
 from jaxllm.config import ModelConfig, ServerConfig
-from jaxllm.errors import CheckpointError, EngineDeadError
+from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.mcp.config_file import OFF
 from jaxllm.progress import tell
 from jaxllm.serving.app import create_app
@@ -25,25 +27,31 @@ from tests.serving.fake_engine import FakeEngine
 class Starts:
     """Starts canned engines, and notes what happens to them.
 
-    A name in `held` is not started before it is let go; one in `broken` fails with the reason that is there.
+    A name in `held` is not started before it is let go; one in `broken` fails with the error that is there, and one
+    in `misfits` while it is planned, before it asks for room. `sizes` are the bytes that engines ask for.
     """
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.engines: dict[str, FakeEngine] = {}
         self.held: dict[str, threading.Event] = {}
-        self.broken: dict[str, str] = {}
+        self.broken: dict[str, Exception] = {}
+        self.misfits: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
         self.delays: dict[str, float] = {}
 
-    def __call__(self, config: ModelConfig, given_up: threading.Event) -> FakeEngine:
+    def __call__(self, config: ModelConfig, given_up: threading.Event, room: MemoryRoom) -> FakeEngine:
         name = config.names[0]
+        if name in self.misfits:
+            raise ConfigError(self.misfits[name])
+        room.ask(self.sizes.get(name))
         self.events.append(f"start {name}")
         tell(f"Loading {name}", 3, 7)
         while name in self.held and not self.held[name].wait(0.01):
             if given_up.is_set():
                 raise EngineDeadError("the engine was shut down while it started")
         if name in self.broken:
-            raise CheckpointError(self.broken[name])
+            raise self.broken[name]
         engine = Noted(self, name, delay=self.delays.get(name, 0.0), reply=f"I am {name}.")
         self.engines[name] = engine
         self.events.append(f"started {name}")
@@ -76,12 +84,13 @@ class Several(Running):
         starts: Starts,
         models: Mapping[str, Mapping[str, Any]],
         *,
-        max_loaded: int = 1,
+        max_loaded: int | None = 1,
+        memory: int | None = None,
         **settings: Any,
     ):
         self.starts = starts
         self.models = make_models(starts, models)
-        self.registry = Registry(self.models, max_loaded=max_loaded)
+        self.registry = Registry(self.models, max_loaded=max_loaded, memory=memory)
         self.begin(self._app(ServerConfig(data_dir=data_dir, mcp_config=OFF, **settings)), settings.get("api_key"))
 
     def _app(self, config: ServerConfig) -> FastAPI:
@@ -114,6 +123,36 @@ class Several(Running):
             yield
         finally:
             stream.close()
+
+
+Serve = Callable[..., Several]
+
+
+@pytest.fixture
+def starts() -> Starts:
+    return Starts()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, starts: Starts) -> Iterator[Serve]:
+    servers: list[Several] = []
+
+    def begin(*names: str, max_loaded: int | None = 1, memory: int | None = None, **others: Any) -> Several:
+        """Models by name; of others, mappings say how the server treats a model, and the rest are its settings."""
+        models = {name: fields for name, fields in others.items() if isinstance(fields, Mapping)}
+        settings = {name: value for name, value in others.items() if name not in models}
+        described = {name: {} for name in names} | models
+        server = Several(tmp_path / "data", starts, described, max_loaded=max_loaded, memory=memory, **settings)
+        servers.append(server)
+        return server
+
+    yield begin
+    for gate in starts.held.values():
+        gate.set()
+    for server in servers:
+        server.stop()
+        for engine in starts.engines.values():
+            engine.shutdown()
 
 
 def refusal(error: openai.APIStatusError) -> tuple[int, str | None, str]:

@@ -101,7 +101,7 @@ def test_a_file_and_a_folder_are_served_together(tmp_path: Path) -> None:
         ({"a": {"model": "m", "max_model_length": 5}}, "'max_model_length'; did you mean 'max_model_len'?"),
         ({"a": {"model": "m", "prelod": True}}, "model 'a': unknown setting 'prelod'; did you mean 'preload'?"),
         ({"a": {"model": "m", "port": 5}}, "model 'a': unknown setting 'port'"),
-        ({"a": {"model": "m", "max_model_len": -5}}, "model 'a': max_model_len is -5: input should be greater than"),
+        ({"a": {"model": "m", "max_model_len": -5}}, "model 'a': max_model_len is -5: it must be 1 or more"),
         ({"a": {"model": "m", "served_model_name": "b"}}, "model 'a': served_model_name is called name here"),
         ({"a": {"model": "m", "name": "b"}}, "model 'a': name is set again; the key is the name"),
         ({"a": {"isq": "q4k"}}, "model 'a': model is missing"),
@@ -111,7 +111,8 @@ def test_a_file_and_a_folder_are_served_together(tmp_path: Path) -> None:
         ({"models": "m"}, "models is 'm'; it must be a list of models"),
         ({"models": [{"name": "a", "model": "m"}, {"name": "a", "model": "n"}]}, r"models\[1\]: the name 'a' is taken"),
         ({"a": {"model": "m"}, "b": {"model": "n", "aliases": ["a"]}}, "the name 'a' is taken by .*model 'a'"),
-        ({"a,b": {"model": "m"}}, "'a,b' is no name: it must have no comma"),
+        ({"a,b": {"model": "m"}}, "'a,b' is no name: it must be printable characters, without a comma"),
+        ({"a\nb": {"model": "m"}}, r"'a\\nb' is no name: it must be printable characters"),
         ({"a": {"model": "m", "preload": True}, "b": {"model": "n", "preload": True}}, "models to preload are 2"),
         ({"a": {"model": "m", "pinned": True}, "b": {"model": "n"}}, "pinned models are 1; max_loaded_models is 1"),
         ("a: {model: m}\na: {model: n}\n", "'a' is set in line 1 and again in line 2"),
@@ -139,3 +140,23 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         read_catalog(ServeConfig(models=tmp_path / "none"))
     with pytest.raises(ConfigError, match="there is no model to serve in"):
         read_catalog(ServeConfig(model_directory=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "adapters", [{"sql": "/a", "poems": "org/b"}, ["sql=/a", {"name": "poems", "path": "org/b"}], "sql=/a,poems=org/b"]
+)
+def test_a_model_has_adapters(tmp_path: Path, adapters: Any) -> None:
+    first, second = read(tmp_path, {"a": {"model": "m", "adapters": adapters}, "b": {"model": "n"}})
+    own = first.of_model
+    assert own.enable_lora and own.lora_modules is not None
+    assert {module.name: module.path for module in own.lora_modules} == {"sql": "/a", "poems": "org/b"}
+    assert second.of_model.lora_modules is None and not second.enable_lora
+
+
+def test_adapters_of_several_models_are_in_their_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lora_modules is for servers of one model; models in a file have theirs as"):
+        read(tmp_path, {"a": {"model": "m"}}, lora_modules="a=b")
+    with pytest.raises(ConfigError, match="model 'a': lora_modules is called adapters here"):
+        read(tmp_path, {"a": {"model": "m", "lora_modules": "a=b"}})
+    with pytest.raises(ConfigError, match="model 'a': adapters is set, and enable_lora is false"):
+        read(tmp_path, {"a": {"model": "m", "adapters": "a=b", "enable_lora": False}})

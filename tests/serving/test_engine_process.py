@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -29,14 +30,14 @@ from jaxllm.serving import server
 from tests.engine.front import stand_in
 from tests.serving.fake_engine import ByteTokenizer
 
-def start(config, given_up=None):
+def start(config, given_up=None, *rest):
     return process_client.ProcessClient(config, main=getattr(stand_in, sys.argv[3]), given_up=given_up)
 
 if __name__ == "__main__":
     process_client.SILENT_SECONDS = float(sys.argv[1])
     there = "jaxllm.engine.front.async_llm"
     with (
-        mock.patch(f"{there}.start_engine", lambda config, given_up: (start(config, given_up), ByteTokenizer())),
+        mock.patch(f"{there}.start_engine", lambda config, given_up, *rest: (start(config, given_up), ByteTokenizer())),
         mock.patch(f"{there}.start_client", start),
     ):
         server.serve(ServeConfig(model="fake", port=0, shutdown_timeout=0.5, data_dir=sys.argv[2]))
@@ -111,6 +112,29 @@ def test_a_signal_ends_a_server_whose_engine_reads_nothing(run: Start, sig: int)
         process.send_signal(sig)
         assert process.wait(25) == 0
     wait_for(lambda: not any(map(is_there, family)))
+
+
+def test_a_signal_to_all_processes_is_the_servers_to_act_on(tmp_path: Path) -> None:
+    """As a service manager or `docker stop` of a shell sends it: the engine lives until its requests have ended."""
+    command = [sys.executable, "-c", PROGRAM, "600.0", str(tmp_path), "paced"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("Serving "))
+        url = line.split(" on ")[1].split("/v1")[0]
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=30) as answer:
+            events = answer.iter_lines()
+            next(events)
+            os.killpg(process.pid, signal.SIGTERM)
+            last = [line for line in events if line][-2:]
+        assert '"code":"shutting_down"' in last[0] and last[1] == "data: [DONE]"
+        rest = process.stdout.read()
+        assert process.wait(20) == 0 and "stopped" in rest and "died" not in rest
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_second_signal_takes_a_stopped_engine_along(run: Start) -> None:

@@ -15,7 +15,9 @@ from jaxllm.config import ModelConfig, ServeConfig, ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.config_file import OFF
 from jaxllm.serving import registry as registry_module
+from jaxllm.serving.access.tenant import OTHERS
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.route import ANSWER_HEADERS, TENANT
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.registry import Registry, leased
 from jaxllm.serving.served_model import ServedModel
@@ -182,7 +184,7 @@ def test_a_request_takes_its_model_once() -> None:
         app = FastAPI()
         app.state.server = ServerState(ServerConfig(mcp_config=OFF), make_registry("a"))
         with ExitStack() as stack:
-            request = Request({"type": "http", "app": app, "jaxllm.holds": stack})
+            request = Request({"type": "http", "app": app, "jaxllm.holds": stack, TENANT: OTHERS, ANSWER_HEADERS: {}})
             assert (await leased(request, None)).name == "a"
             with pytest.raises(AssertionError, match="takes its model once"):
                 await leased(request, None)

@@ -204,6 +204,7 @@ def test_metrics_in_vllms_names(make_client: Any, engine: FakeEngine, monkeypatc
     text = client.get("/metrics").text
     (info,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
     assert 'block_size="16"' in info and 'num_gpu_blocks="100"' in info and 'engine="0"' in info
+    assert 'kv_cache_size_tokens="1600"' in info and 'kv_cache_max_concurrency="6.25"' in info
     assert all('engine="0"' in line for line in text.splitlines() if line.startswith("vllm:"))
 
 

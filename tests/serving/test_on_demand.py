@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -16,37 +13,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.cli.main import main
 from jaxllm.engine.messages import EngineStats
-from jaxllm.serving.past_stats import GAUGES, added, counted
+from jaxllm.engine.stats import GAUGES, added, counted
+from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from tests.serving.batches.running import chat
 from tests.serving.conftest import wait_for
-from tests.serving.on_demand import Several, Starts, refusal
+from tests.serving.on_demand import Serve, Several, Starts, refusal, serve, starts
 
-Serve = Callable[..., Several]
+__all__ = ["serve", "starts"]
+
 PROBES = ("/health", "/ready", "/ping", "/livez", "/load", "/metrics", "/v1/models", "/models/b", "/v1/server_info")
-
-
-@pytest.fixture
-def starts() -> Starts:
-    return Starts()
-
-
-@pytest.fixture
-def serve(tmp_path: Path, starts: Starts) -> Iterator[Serve]:
-    servers: list[Several] = []
-
-    def begin(*names: str, max_loaded: int = 1, **models: dict[str, Any]) -> Several:
-        """Models by name, with how the server treats them."""
-        described = {name: {} for name in names} | models
-        servers.append(Several(tmp_path / "data", starts, described, max_loaded=max_loaded))
-        return servers[-1]
-
-    yield begin
-    for gate in starts.held.values():
-        gate.set()
-    for server in servers:
-        server.stop()
-        for engine in starts.engines.values():
-            engine.shutdown()
 
 
 def probe(server: Several) -> dict[str, int]:
@@ -63,6 +38,7 @@ def test_the_first_request_for_a_model_loads_it(serve: Serve, starts: Starts) ->
     assert starts.events == ["start b", "started b", "start a", "started a"]
 
 
+@pytest.mark.covers("GET /v1/props", "model")
 def test_probes_and_listings_load_nothing(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b")
     assert set(probe(server).values()) == {200} and starts.events == []
@@ -75,6 +51,8 @@ def test_probes_and_listings_load_nothing(serve: Serve, starts: Starts) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_loaded")
     server.ask("a")
     server.ask("b")
+    assert httpx.get(server.url + "/props", params={"model": "b"}).json()["model_alias"] == "b"
+    assert httpx.get(server.url + "/props", params={"model": "a"}).status_code == 503
     model = server.client.models.retrieve("a").model_dump()  # what it was found to be is remembered
     assert model["status"]["value"] == "unloaded" and (model["max_model_len"], model["num_parameters"]) == (256, 10**6)
     assert model["has_chat_template"] is True
@@ -86,6 +64,7 @@ def test_all_who_wait_wait_for_one_load(serve: Serve, starts: Starts) -> None:
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(server.ask, "a") for _ in range(4)]
         wait_for(lambda: len(server.models[0].leases) == 4)
+        wait_for(lambda: server.status("a")["doing"] == "Loading a")
         status = server.status("a")
         assert (status["value"], status["doing"], status["done"], status["total"]) == ("loading", "Loading a", 3, 7)
         gate.set()
@@ -144,19 +123,43 @@ def test_a_pinned_model_stays(serve: Serve, starts: Starts) -> None:
         server.post("/models/unload", "a")
 
 
-def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again(serve: Serve, starts: Starts) -> None:
+def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again(
+    serve: Serve, starts: Starts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients are told in one line without paths; the log has the whole error."""
     server = serve("a", "b", max_loaded=2)
-    starts.broken["a"] = "a/model.safetensors is cut short"
+    starts.broken["a"] = CheckpointError("/models/a/model.safetensors is cut short")
+    reason = "its files are damaged, or not of a kind that is served; the server's log has the details"
     for _ in range(2):
         with pytest.raises(openai.InternalServerError) as raised:
             server.ask("a")
         status, code, message = refusal(raised.value)
-        assert (status, code) == (503, "model_failed") and "model 'a' could not be loaded: a/model.safe" in message
+        assert (status, code) == (503, "model_failed") and f"model 'a' could not be loaded: {reason}" in message
+        assert "/models" not in message
     shown = server.status("a")
-    assert (shown["value"], shown["error"]) == ("failed", "a/model.safetensors is cut short")
+    assert (shown["value"], shown["error"]) == ("failed", reason)
+    assert "model a: /models/a/model.safetensors is cut short" in caplog.text
     assert set(probe(server).values()) == {200} and server.ask("b") == "I am b."
     del starts.broken["a"]
     assert server.ask("a") == "I am a." and server.status("a") == {"value": "loaded"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConfigError("imatrix is '/home/me/a.dat': no such file"), "its settings cannot be honoured"),
+        (EngineDeadError("the engine process is gone (exit code 1)"), "its engine did not start"),
+        (PermissionError(13, "Permission denied", "/home/me/a.gguf"), "its engine did not start"),
+    ],
+)
+def test_no_path_reaches_clients(
+    serve: Serve, starts: Starts, caplog: pytest.LogCaptureFixture, error: Exception, reason: str
+) -> None:
+    server = serve("a")
+    starts.broken["a"] = error
+    with pytest.raises(openai.InternalServerError, match=f"could not be loaded: {reason}.*; the server's log"):
+        server.ask("a")
+    assert server.status("a")["error"].startswith(reason) and str(error) in caplog.text
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(serve: Serve) -> None:
@@ -286,16 +289,16 @@ def test_lines_of_a_batch_load_their_models(serve: Serve, starts: Starts) -> Non
 
 def test_a_line_of_a_model_that_cannot_be_loaded_fails(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b")
-    starts.broken["b"] = "it is cut short"
+    starts.broken["b"] = CheckpointError("b.gguf is cut short")
     batch = server.finished(server.submit([chat(0, model="a"), chat(1, model="b")]), 60)
     assert batch.request_counts.model_dump() == {"total": 2, "completed": 1, "failed": 1}
     [failed] = server.results(batch.error_file_id).values()
-    assert failed["response"]["status_code"] == 503 and "it is cut short" in str(failed["response"]["body"])
+    assert failed["response"]["status_code"] == 503 and "its files are damaged" in str(failed["response"]["body"])
 
 
 def test_the_command_line_shows_the_models(serve: Serve, starts: Starts, capsys: pytest.CaptureFixture[str]) -> None:
     server = serve("a", "b")
-    starts.broken["b"] = "[it] is cut short"
+    starts.broken["b"] = CheckpointError("b.gguf is cut short")
     server.ask("a")
     with pytest.raises(openai.InternalServerError):
         server.ask("b")
@@ -307,7 +310,7 @@ def test_the_command_line_shows_the_models(serve: Serve, starts: Starts, capsys:
         return capsys.readouterr().out
 
     table = shown()
-    assert "unloaded" in table and "failed: [it] is cut short" in table and "256" in table
+    assert "unloaded" in table and "failed: its files are damaged" in table and "256" in table
     assert {model["id"]: model["status"]["value"] for model in json.loads(shown("--json"))} == {
         "a": "unloaded",
         "b": "failed",

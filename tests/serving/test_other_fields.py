@@ -12,6 +12,12 @@ from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import BOS, FakeEngine
 from tests.serving.sending import HELLO, send
 
+WITHOUT_MODEL = (
+    "/v1/conversations", "/v1/files", "/v1/batches",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/lora-adapters",
+)  # fmt: skip
+"""Routes whose body names no model."""
+
 
 @pytest.mark.covers("GenerationRequest", "model")
 @pytest.mark.covers("TokenizeRequest", "model")
@@ -21,7 +27,7 @@ from tests.serving.sending import HELLO, send
 @pytest.mark.covers("PoolingFields", "model")
 @pytest.mark.parametrize(
     "path",
-    [path for path in BODIES if "{" not in path and path not in ("/v1/conversations", "/v1/files", "/v1/batches")],
+    [path for path in BODIES if "{" not in path and path not in WITHOUT_MODEL],
 )
 def test_model_is_a_name_that_is_served(client: TestClient, path: str) -> None:
     error = send(client, path, 404, model="other")["error"]

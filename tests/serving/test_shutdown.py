@@ -65,11 +65,12 @@ class Stream(threading.Thread):
         except httpx.RemoteProtocolError:
             self.text += "(broken off)"
 
-    def finish_reason(self) -> Any:
+    def last(self) -> Any:
+        """What was sent before [DONE]."""
         self.join(10)
         *_, last, done, end = self.text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
-        return json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"]
+        return json.loads(last.removeprefix("data: "))
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
@@ -89,11 +90,11 @@ def test_running_requests_finish_and_new_ones_are_refused(run: Any) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
-    assert stream.finish_reason() == "stop"
+    assert stream.last()["choices"][0]["finish_reason"] == "stop"
     assert process.wait(5) == 0
 
 
-def test_requests_beyond_the_timeout_end_with_abort(run: Any) -> None:
+def test_requests_beyond_the_timeout_end_with_an_error(run: Any) -> None:
     process, url = run(0.4, 0.3)
     stream = Stream(url)
     waiting: list[httpx.Response] = []
@@ -103,9 +104,15 @@ def test_requests_beyond_the_timeout_end_with_abort(run: Any) -> None:
     post.start()
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    assert stream.finish_reason() == "abort"
+    told = {
+        "message": "the server stopped before the answer was complete",
+        "type": "server_error",
+        "param": None,
+        "code": "shutting_down",
+    }
+    assert stream.last() == {"error": told} and 'finish_reason":"' not in stream.text
     post.join(5)
-    assert waiting[0].json()["choices"][0]["finish_reason"] == "abort"
+    assert waiting[0].status_code == 503 and waiting[0].json() == {"error": told}
     assert process.wait(5) == 0
 
 

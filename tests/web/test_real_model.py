@@ -16,11 +16,11 @@ from tests.web.test_tools import switch_on
 
 
 def test_a_conversation_with_a_model(open_page: Callable[..., Driver], tmp_path: Path):
-    with served("smollm2-135m", data_dir=str(tmp_path)) as url:
+    with served("smollm2-135m", data_dir=str(tmp_path), max_model_len=8192, kv_cache_memory="256MiB") as url:
         page = open_page(url)
         page.page.set_default_timeout(120_000)
         expect.set_options(timeout=60_000)
-        expect(page.page.get_by_role("meter")).to_have_attribute("aria-valuemax", "1024")
+        expect(page.page.get_by_role("meter")).to_have_attribute("aria-valuemax", "8192")
         page.button("Settings").click()
         page.page.get_by_label("Log-probabilities").fill("5")
         page.page.get_by_label("temperature", exact=True).fill("0")
@@ -50,6 +50,11 @@ def test_a_conversation_with_a_model(open_page: Callable[..., Driver], tmp_path:
         page.page.get_by_role("link", name="Server").click()
         expect(page.page.get_by_role("main")).to_contain_text("smollm2-135m")
         other = open_page(url)
+        other.page.set_default_timeout(120_000)
+        other.button("Settings").click()
+        other.page.get_by_role("button", name="Length and thinking").click()
+        other.page.get_by_label("min_tokens").fill("8000")  # a story that does not end before it is stopped
+        other.page.keyboard.press("Escape")
         other.write("Write a story about a fox.")
         other.button("Send").click()
         expect(page.page.get_by_role("main")).to_contain_text(re.compile("Requests running1"))

@@ -10,7 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.families.qwen_delta import tiled_gguf_names
 from jaxllm.models.gguf import GGUF_NAMES
+from jaxllm.models.layers.delta import DeltaConfig
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
@@ -66,6 +69,33 @@ def test_what_is_transposed_on_the_way_is_encoded_anew_and_said():
     k_b, v_b = (gguf_dequantize(checkpoint.blocks[name], "Q4_0") for name in arrays)
     expected = np.concatenate([k_b.swapaxes(1, 2), v_b], axis=1).reshape(-1, latent)
     np.testing.assert_allclose(jax.jit(lambda w: w.dequantize())(weight), expected, atol=0.02)
+
+
+@pytest.mark.parametrize(("stored", "kept"), [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_K", "Q8_0")])
+@pytest.mark.parametrize("packed", [True, False])
+def test_heads_whose_blocks_are_whole_are_moved_as_they_are(stored: str, kept: str, packed: bool):
+    """Qwen3.5's value heads of 128 lie in turns: the first of each key head, then the second of each."""
+    delta = DeltaConfig(key_heads=2, value_heads=4, key_dim=128, value_dim=128, kernel=4)
+    config = DecoderConfig(
+        vocab_size=8, hidden_size=6, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=8, norm_eps=1e-6,
+        max_position_embeddings=8, layers=(LayerKind(None, mixer="delta"),), delta=delta,
+    )  # fmt: skip
+    matrix = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
+    checkpoint = PackedCheckpoint({"blk.0.ssm_out.weight": matrix}, stored)
+    path, names = "layers.0.delta.output.weight", expand(tiled_gguf_names(config), 1)
+    declared = ParamSpec(path, matrix.shape, FLOAT32, (None, TENSOR), None, (DenseKind(FLOAT32),))
+    kinds = KindChooser(checkpoint, names, packed=packed)
+    chosen = kinds(declared)
+    assert chosen == ((GgufKind(kept, FLOAT32) if packed else DenseKind(FLOAT32)),)
+    assert bool(kinds.notes) == (packed and stored != kept)
+    (weight,) = load_parameters(checkpoint, [replace(declared, kinds=chosen)], names, build_mesh(1))
+    heads = gguf_dequantize(checkpoint.blocks["blk.0.ssm_out.weight"], stored).reshape(6, 4, 128)
+    expected = heads[:, [0, 2, 1, 3]].reshape(6, 512)
+    found = np.asarray(jax.jit(lambda w: w.dequantize())(weight))
+    if kept == stored or not packed:
+        np.testing.assert_array_equal(found, expected)
+    else:
+        np.testing.assert_allclose(found, expected, atol=0.02)
 
 
 @pytest.mark.parametrize("inputs", [256, 64, 20])

@@ -16,7 +16,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Pat
     stub_module(
         monkeypatch,
         "jaxllm.cli.convert.conversion",
-        convert_model=lambda config, destination, to, on_progress: found.append((config, destination, to)),
+        convert_model=lambda config, destination, to, on_progress, merge_lora: found.append(
+            (config, destination, to, *merge_lora)
+        ),
     )
     return found
 
@@ -29,6 +31,11 @@ def test_source_and_destination_are_positions(cli, conversions) -> None:
 def test_orbax_is_the_default(cli, conversions) -> None:
     assert cli("convert", "m", "out", "--isq-map", "*.w=int8").code == 0
     assert conversions == [(EngineConfig(model="m", isq_map={"*.w": "int8"}), Path("out"), "orbax")]
+
+
+def test_adapters_are_given_one_by_one(cli, conversions) -> None:
+    assert cli("convert", "m", "out", "--merge-lora", "a=0.5", "--merge-lora", "b").code == 0
+    assert conversions == [(EngineConfig(model="m"), Path("out"), "orbax", "a=0.5", "b")]
 
 
 @pytest.mark.parametrize(

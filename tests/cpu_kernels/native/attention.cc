@@ -14,6 +14,7 @@ struct Case {
   int window;
   float softcap;
   bool sinks, latent;  // latent: values are the first channels of the keys
+  bool slopes = false;
 };
 
 constexpr Case CASES[] = {
@@ -24,6 +25,8 @@ constexpr Case CASES[] = {
     {"narrow heads", 3, 1, 4, 12, 4, 0, 0, false, false},
     {"odd values", 2, 1, 20, 7, 16, 0, 0, true, false},
     {"latent", 5, 1, 96, 64, 16, 0, 0, false, true},
+    {"groups of 3, slopes", 6, 2, 64, 64, 16, 0, 0, false, false, true},
+    {"slopes, softcap, sinks, window", 4, 4, 20, 20, 16, 100, 5, true, false, true},
 };
 constexpr int SEQUENCES = 2, LENGTH = 330, TOKENS = 40;  // of each sequence; the last ones have queries
 constexpr int POSITION = LENGTH - TOKENS;                // of a sequence's first query
@@ -69,7 +72,7 @@ struct Batch {
   Case c;
   PageFormat format;
   int columns, key_dim, value_dim;  // of a row
-  std::vector<float> q, sinks;
+  std::vector<float> q, sinks, slopes;
   Rows keys, values;
   std::vector<int32_t> table;
 
@@ -93,6 +96,7 @@ struct Batch {
     q = random.floats(size_t(SEQUENCES) * TOKENS * c.heads * c.dim);
     for (float& x : q) x *= 4;
     sinks = random.floats(c.heads);
+    for (int head = 0; head < c.heads; head++) slopes.push_back(ldexpf(1, -head));
   }
 
   // Which row of the pages a key lies in.
@@ -110,6 +114,7 @@ struct Batch {
     a.page_table = table.data(), a.columns = columns;
     a.scale = 1 / sqrtf(float(c.dim)), a.softcap = c.softcap, a.window = c.window;
     a.sinks = c.sinks ? sinks.data() : nullptr;
+    a.slopes = c.slopes ? slopes.data() : nullptr;
     return a;
   }
 };
@@ -145,7 +150,7 @@ Result attend_whole(const Batch& b, const AttentionUnit& u, const AttentionUnit*
 }
 
 // The softmax's denominator, and the channels of the values that it divides, of the keys of a range in float64.
-void sum(const Batch& b, const Attention& a, int sequence, int token, int head, int group, bool sinks, int begin, int end, double* totals) {
+void sum(const Batch& b, const Attention& a, int sequence, int token, int head, int group, int position, bool sinks, int begin, int end, double* totals) {
   const float* q = &b.q[(size_t(token) * a.heads + head) * a.dim];
   totals[0] = sinks && a.sinks ? exp(double(a.sinks[head])) : 0;
   for (int key = begin; key < end; key++) {
@@ -155,6 +160,7 @@ void sum(const Batch& b, const Attention& a, int sequence, int token, int head, 
     for (int d = 0; d < a.dim; d++) logit += double(q[d]) * k[d];
     logit *= a.scale;
     if (a.softcap > 0) logit = a.softcap * tanh(logit / a.softcap);
+    if (a.slopes) logit += double(a.slopes[head]) * (key - position);
     totals[0] += exp(logit);
     for (int d = 0; d < a.value_dim; d++) totals[1 + d] += exp(logit) * value[d];
   }
@@ -166,7 +172,7 @@ void expect_attention(const Batch& b, const AttentionUnit& u, const Result& r, d
   for (int v = 0; v < u.count; v++) {
     const int token = u.token_of(v, group), head = u.head(v, group), position = u.position + token - u.token;
     const int begin = std::max(u.key_begin, a.window ? position - a.window + 1 : 0), end = std::min(u.key_end, position + 1);
-    const double* found = expected.next(1 + a.value_dim, [&](double* totals) { sum(b, a, u.sequence, token, head, group, u.sinks, begin, end, totals); });
+    const double* found = expected.next(1 + a.value_dim, [&](double* totals) { sum(b, a, u.sequence, token, head, group, position, u.sinks, begin, end, totals); });
     const double total = found[0], *sums = found + 1;
     const double share = r.softmax[2 * v] * log(2.) + log(double(r.softmax[2 * v + 1]));
     CHECK(total == 0 ? r.softmax[2 * v + 1] == 0 : fabs(share - log(total)) <= tolerance, "%s, vector %d: %g is not %g", b.c.name, v, share, log(total));

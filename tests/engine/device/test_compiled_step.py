@@ -40,7 +40,7 @@ def test_donated_pages_are_not_copied(functions, step):
     }
     function, args = build[step]()
     memory = function.lower(*args).compile().memory_analysis()
-    pages = functions.abstract_state().caches
+    pages = functions.state.abstract().caches
     one_buffer = np.prod(pages[0][0].shape) * pages[0][0].dtype.itemsize
     every_page = 2 * len(pages) * one_buffer
     assert memory.alias_size_in_bytes >= every_page  # outputs share the inputs' memory

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, LoRARequest, SamplingParams, Steer
 from jaxllm.engine.device.device import Device
+from jaxllm.engine.device.device_state import DeviceState
 from jaxllm.engine.device.executables import Executables
-from jaxllm.engine.device.keys import USES, Key
-from jaxllm.engine.device.step import DeviceState
+from jaxllm.engine.device.keys import PLAIN, USES, VARIANTS, Key
+from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
 
 FIELDS = {
@@ -42,12 +43,26 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("decode", ["decode", "verify"])
-def test_a_device_that_is_sent_the_same_messages_holds_the_same(directory: Path, decode: str) -> None:
-    drafts = {"speculative_config": {"num_speculative_tokens": 2}} if decode == "verify" else {}
+DRAFTS: dict[str, Any] = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}}
+ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("more", "kinds"),
+    [
+        ({}, set()),
+        (DRAFTS, {"verify", "recall"}),
+        (ADAPTERS, {"adapt"}),
+        (DRAFTS | ADAPTERS, {"verify", "recall", "adapt"}),
+    ],
+)
+def test_a_device_that_is_sent_the_same_messages_holds_the_same(
+    directory: Path, tmp_path: Path, more: dict[str, Any], kinds: set[str]
+) -> None:
     messages: list[Message] = []
     given: list[Any] = []
-    with LLM(directory, **FIELDS, **drafts) as leader, LLM(directory, **FIELDS, **drafts) as follower:
+    adapter = LoRARequest("one", 1, write_adapter(tmp_path, directory, ["q_proj", "down_proj"]))
+    with LLM(directory, **FIELDS, **more) as leader, LLM(directory, **FIELDS, **more) as follower:
         device = device_of(leader)
         run = device.run
 
@@ -65,7 +80,13 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(directory: Path,
         leader.generate(prompts, sampled, use_tqdm=False)
         leader.generate(prompts, SamplingParams(max_tokens=2, prompt_logprobs=3), use_tqdm=False)
         leader.generate(prompts, SamplingParams(max_tokens=2, prompt_logprobs=-1), use_tqdm=False)
+        leader.score(prompts, [[4]] * 3, use_tqdm=False)
+        leader.capture(prompts, {"residual": 1, "final": True}, use_tqdm=False)
+        leader.generate(prompts, sampled, use_tqdm=False, steer=Steer(0, np.ones(leader.info.hidden_size)))
+        leader.unembed(np.ones((2, leader.info.hidden_size)))
         leader.embed(prompts)
+        if "adapt" in kinds:
+            leader.generate(prompts, sampled, use_tqdm=False, lora_request=[adapter, None, adapter])
         expected = jax.tree.leaves(jax.tree.map(np.array, [a for a in given if a is not None]))
 
         other = device_of(follower)
@@ -73,8 +94,14 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(directory: Path,
         found = jax.tree.leaves(jax.tree.map(np.array, [a for a in got if a is not None]))
         for ours, theirs in zip([*found, *held(other)], [*expected, *held(device)], strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    kinds = {key.kind for key, _ in messages}
-    assert kinds >= set(USES) - {"token_logits", "decode", "verify"} | {decode}
+    assert {key.kind for key, _ in messages} >= set(USES) - {
+        "token_logits",
+        "verify",
+        "recall",
+        "encode",
+        "adapt",
+    } | kinds
+    assert ("adapt" in kinds) == any(key.variant.adapted for key, _ in messages)
     assert all(isinstance(a, np.ndarray) for _, vectors in messages for a in jax.tree.leaves(vectors))
 
 
@@ -86,8 +113,11 @@ class Echo(Executables):
     def __init__(self) -> None:
         pass
 
+    def new_steering(self) -> str:
+        return "steering"
+
     def get(self, key: Key) -> Callable[..., tuple[str, ...]]:
-        uses = USES[key.kind]
+        uses = key.uses
 
         def step(*arguments: str) -> tuple[str, ...]:
             assert arguments == (*uses.takes, "sent")
@@ -97,10 +127,11 @@ class Echo(Executables):
 
 
 def test_what_a_step_gives_back_takes_the_place_of_what_it_took() -> None:
-    names = ("weights", "caches", "slots", "hidden")
-    device = Device(Echo(), (), DeviceState("caches", "slots", "hidden"))  # type: ignore[arg-type]
+    names = ("weights", "caches", "slots", "hidden", "adapters", "steering")
+    device = Device(Echo(), (), DeviceState("caches", "slots", "hidden", "adapters"))  # type: ignore[arg-type]
     device._parts["weights"] = "weights"
     for kind, uses in USES.items():
         assert set(uses.gives) <= set(uses.takes)
-        assert device.run(Key(kind), "sent") == ("output" if uses.output else None)
+        for variant in VARIANTS.get(kind, (PLAIN,)):
+            assert device.run(Key(kind, 1, variant), "sent") == ("output" if uses.output else None)
     assert device._parts == {name: name for name in names}

@@ -20,7 +20,7 @@ from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
 from tests.gpu_here import INTERPRET
-from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch
+from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads
 
 NAN = float("nan")
 
@@ -34,12 +34,12 @@ def jitted(programs: int, **options: Any) -> Callable[..., Any]:
 def run(
     batch: RaggedBatch, *, interpret: bool = INTERPRET, **options: Any
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    sinks = options.pop("sinks", None)
+    of_heads = {name: options.pop(name) for name in ("sinks", "slopes") if name in options}
     if "angles" in options:
         attend = jax.jit(partial(paged_attention, interpret=interpret, **options))
     else:
         attend = jitted(decode.TARGET_PROGRAMS, interpret=interpret, **options)
-    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, sinks=sinks)
+    out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, **of_heads)
     return np.asarray(out), tuple(np.asarray(buffer) for buffer in pages)
 
 
@@ -74,7 +74,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"decodes": CONTEXTS, "window": 20},
         {"window": 20, "softcap": 5.0, "sinks": True},
     ),
+    "decode, slopes": ({"decodes": CONTEXTS, "seqs": 8}, {"slopes": True}),
     "mixed": (MIXED, {}),
+    "mixed, slopes": ({**MIXED, "heads": 6, "kv_heads": 6}, {"slopes": True}),
+    "mixed, slopes, window, softcap, sinks": (
+        {**MIXED, "window": 24},
+        {"window": 24, "softcap": 5.0, "sinks": True, "slopes": True},
+    ),
     "mixed, fewer tokens than sequences": ({"decodes": (9, 30), "prefills": ((3, 4),), "tokens": 8, "seqs": 12}, {}),
     "mixed, one chunk, D=80": ({"decodes": (20,), "prefills": ((17, 9),), "head_dim": 80, "page_size": 8}, {}),
     "prefill": ({"prefills": ((0, 1), (0, 15), (0, 16), (0, 17), (64, 33))}, {}),
@@ -84,6 +90,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefill, group of 7": ({"prefills": ((3, 50), (0, 4)), "heads": 14, "kv_heads": 2, "page_size": 128}, {}),
     "prefill, window of 1": ({"prefills": ((20, 40),), "window": 1}, {"window": 1}),
     "mixed, window": ({**MIXED, "window": 24}, {"window": 24}),
+    "mixed, chunks": ({**MIXED, "window": 24, "chunked": True}, {"window": 24, "chunked": True}),
+    "mixed, keys and values of another layer": ({**MIXED, "stored": True}, {}),
     "mixed, softcap": (MIXED, {"softcap": 2.0, "scale": 1.0}),
     "mixed, sinks": (MIXED, {"sinks": True}),
     "latent, decode": ({"decodes": CONTEXTS, "seqs": 8, **LATENT}, {"value_dim": 36}),
@@ -103,9 +111,7 @@ def test_matches_oracle(case):
     """Whatever no query may see is NaN, so that one stale or foreign row read shows."""
     batch_options, options = CASES[case]
     batch = ragged_batch(unused=NAN, **batch_options)
-    if options.get("sinks"):
-        options = {**options, "sinks": jnp.linspace(-3.0, 3.0, batch.q.shape[1])}
-    check(batch, **options)
+    check(batch, **with_numbers_of_heads(batch, options))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 2e-3)])
@@ -232,7 +238,7 @@ def test_pages_update_in_place_when_donated():
     assert compiled.memory_analysis().temp_size_in_bytes < pages[0].nbytes // 100
 
 
-def specs(*, tokens, seqs, heads, kv_heads, head_dim, page_size, dtype, context=4096, decode_only=False, sinks=False):
+def specs(*, tokens, seqs, heads, kv_heads, head_dim, page_size, dtype, context=4096, decode_only=False, **of_heads):
     def array(shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -248,8 +254,8 @@ def specs(*, tokens, seqs, heads, kv_heads, head_dim, page_size, dtype, context=
     )
     new = array((tokens, kv_heads, head_dim), dtype)
     pages = (array((1024, kv_heads, page_size, head_dim), dtype),) * 2
-    sink = array((heads,), jnp.float32) if sinks else None
-    return array((tokens, heads, head_dim), dtype), new, new, pages, arrays, sink
+    numbers = {name: array((heads,), jnp.float32) for name in of_heads}
+    return array((tokens, heads, head_dim), dtype), new, new, pages, arrays, numbers
 
 
 # From jax 0.11 on the lowering asks which GPU it is for.
@@ -259,6 +265,7 @@ LLAMA_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype
 SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "page_size": 16, "dtype": jnp.bfloat16}
 GEMMA3 = {"heads": 4, "kv_heads": 1, "head_dim": 256, "page_size": 128, "dtype": jnp.bfloat16}
 GPT_OSS = {"heads": 64, "kv_heads": 8, "head_dim": 64, "page_size": 8, "dtype": jnp.bfloat16, "sinks": True}
+BAICHUAN_13B = {"heads": 40, "kv_heads": 40, "head_dim": 128, "page_size": 16, "dtype": jnp.bfloat16, "slopes": True}
 PHI = {"heads": 32, "kv_heads": 32, "head_dim": 80, "page_size": 16, "dtype": jnp.float16}
 FLOAT32 = {"heads": 6, "kv_heads": 2, "head_dim": 192, "page_size": 16, "dtype": jnp.float32}
 
@@ -271,18 +278,19 @@ FLOAT32 = {"heads": 6, "kv_heads": 2, "head_dim": 192, "page_size": 16, "dtype":
         (SMOLLM2, {}),
         (GEMMA3, {"window": 512, "softcap": 50.0}),
         (GPT_OSS, {"window": 128}),
+        (BAICHUAN_13B, {}),
         (PHI, {}),
         (FLOAT32, {}),
     ],
-    ids=["llama-8b", "smollm2", "gemma3", "gpt-oss", "phi", "float32"],
+    ids=["llama-8b", "smollm2", "gemma3", "gpt-oss", "baichuan-13b", "phi", "float32"],
 )
 @pytest.mark.parametrize("decode_only", [True, False], ids=["decode", "mixed"])
 def test_lowers_for_cuda(shape, options, decode_only):
     """Tracing and the Triton lowering run without a GPU: the store, decode, its sum, and prefill in a mixed batch."""
 
-    def attend(q, k, v, pages, arrays, sinks):
+    def attend(q, k, v, pages, arrays, of_heads):
         meta = StepMetadata(*arrays, decode_only=decode_only)
-        return paged_attention(q, k, v, pages, meta, scale=0.1, sinks=sinks, **options)
+        return paged_attention(q, k, v, pages, meta, scale=0.1, **of_heads, **options)
 
     tokens, seqs = (4, 4) if decode_only else (512, 64)
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=H100)):

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 from tests.reference.tiny_configs import (
+    alibi,
     classifier,
     cohere,
     deepseek,
+    encoders,
     ernie,
     exaone,
     gemma,
+    gemma4,
     glm,
+    gpt,
     gpt_oss,
     granite,
     lfm2,
     llama,
+    llama4,
+    mamba,
     mistral,
     olmo,
     others,
     phi,
     qwen,
+    qwen_delta,
     stablelm,
 )
 from tests.reference.tiny_configs.variant import Variant
 
 VARIANTS: dict[str, Variant] = {
     **llama.VARIANTS,
+    **llama4.VARIANTS,
     **mistral.VARIANTS,
     **phi.VARIANTS,
     **qwen.VARIANTS,
+    **qwen_delta.VARIANTS,
     **stablelm.VARIANTS,
     **gemma.VARIANTS,
+    **gemma4.VARIANTS,
     **deepseek.VARIANTS,
     **glm.VARIANTS,
     **lfm2.VARIANTS,
@@ -39,10 +49,16 @@ VARIANTS: dict[str, Variant] = {
     **granite.VARIANTS,
     **ernie.VARIANTS,
     **others.VARIANTS,
+    **mamba.VARIANTS,
+    **gpt.VARIANTS,
     **gpt_oss.VARIANTS,
+    **alibi.VARIANTS,
 }
 
 CLASSIFIERS: dict[str, Variant] = classifier.VARIANTS
 """Models with a classification head, which generate no text."""
 
-__all__ = ["CLASSIFIERS", "VARIANTS", "Variant"]
+ENCODERS: dict[str, Variant] = encoders.VARIANTS
+"""Models whose tokens see those behind them too; their goldens are hidden states, or the scores of classes."""
+
+__all__ = ["CLASSIFIERS", "ENCODERS", "VARIANTS", "Variant"]

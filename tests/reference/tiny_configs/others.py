@@ -1,10 +1,10 @@
-"""Starcoder2ForCausalLM, SeedOssForCausalLM, HunYuanDenseV1ForCausalLM and MiniMaxM2ForCausalLM."""
+"""Starcoder2ForCausalLM, SeedOssForCausalLM, both HunYuan…V1ForCausalLM, MiniMaxM2ForCausalLM and InternLM 3."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.reference.tiny_configs.variant import Variant
+from tests.reference.tiny_configs.variant import Variant, without
 
 _STARCODER2: dict[str, Any] = {
     "architectures": ["Starcoder2ForCausalLM"],
@@ -73,6 +73,22 @@ _HUNYUAN: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
+_HUNYUAN_MOE = _HUNYUAN | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "model_type": "hunyuan_v1_moe",
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "moe_topk": 3,
+    "intermediate_size": 48,
+}
+
+_INTERNLM3 = without(_SEED, "attention_out_bias") | {
+    "architectures": ["LlamaForCausalLM"],  # transformers has a class for its config alone
+    "model_type": "internlm3",
+    "mlp_bias": True,
+    "rope_theta": 1000.0,
+}
+
 _MINIMAX: dict[str, Any] = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "model_type": "minimax_m2",
@@ -118,5 +134,15 @@ VARIANTS: dict[str, Variant] = {
         "norms on queries and keys after the rotation, whose base alpha stretches whatever the length; tied",
         _HUNYUAN,
         unlike=({"rope_scaling": _HUNYUAN["rope_scaling"] | {"alpha": 10.0}},),
+    ),
+    "hunyuan_moe": Variant(
+        "the same with experts beside a shared one in every layer",
+        _HUNYUAN_MOE,
+        unlike=({"moe_topk": 2}, {"rope_scaling": _HUNYUAN["rope_scaling"] | {"alpha": 10.0}}),
+    ),
+    "internlm3": Variant(
+        "Llama under another name, with biases on attention and the MLP",
+        _INTERNLM3,
+        unlike=({"rope_theta": 100.0},),
     ),
 }

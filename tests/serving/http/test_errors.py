@@ -61,7 +61,12 @@ CHAT_REFUSALS = [
         "messages[0].tool_calls[0].function.arguments",
         "JSON text of an object",
     ),
-    ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour", "unknown"),
+    (
+        {"messages": [{"role": "user", "content": "x", "colour": 1}]},
+        "messages[0].colour",
+        "messages[0]: unknown field 'colour'",
+    ),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0]: content is required"),
     ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
     ({"frobnicate": 1}, "frobnicate", "unknown field"),
     ({"tools": [], "tool_choice": "auto"}, "tool_choice", "tools is empty"),
@@ -269,7 +274,8 @@ def test_unknown_model(client: TestClient) -> None:
 
 def test_unknown_route_and_method(client: TestClient) -> None:
     assert "/v1/nowhere" in error_of(client.get("/v1/nowhere"), 404)["message"]
-    assert error_of(client.get("/v1/chat/completions"), 405)["code"] == "method_not_allowed"
+    error = error_of(client.get("/v1/chat/completions"), 405)
+    assert error["code"] == "method_not_allowed" and error["message"].endswith("; this path takes POST")
 
 
 @pytest.mark.parametrize("chunked", [False, True])

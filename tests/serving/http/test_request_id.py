@@ -47,7 +47,7 @@ def test_the_log_has_it(make_client: Callable[..., TestClient], engine: FakeEngi
         client.post("/v1/chat/completions", json=HELLO, headers=OWN)
         client.get("/v1/no%0Awhere")
     lines = [record.getMessage() for record in caplog.records if record.name == "jaxllm.requests"]
-    assert lines[0].endswith('"POST /v1/chat/completions" 200, request trace 42/a')
+    assert '"POST /v1/chat/completions" 200, request trace 42/a, ' in lines[0]
     assert '"GET /v1/no%0Awhere" 404, request ' in lines[1] and len(lines) == 2
 
 

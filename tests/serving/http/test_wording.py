@@ -17,7 +17,7 @@ from pydantic_core.core_schema import ErrorType
 from jaxllm.config import ServeConfig
 from jaxllm.serving.http.errors import to_api_error
 from jaxllm.serving.http.request_model import RequestModel
-from jaxllm.serving.http.wording import ACCEPTED
+from jaxllm.wording import ACCEPTED
 from tests.serving.api_surface import BODIES, Route, routes
 from tests.serving.fake_engine import FakeEngine, app_of
 
@@ -90,6 +90,7 @@ def malformed(route: Route, model: type[RequestModel]) -> Iterator[Any]:
     A field that the model lacks is null or not: it makes no difference what else it holds.
     """
     base = BODIES.get(route.path, {})
+    base = base[0] if isinstance(base, list) else base  # the model is that of an entry
     yield from (5, [], "x", {})
     own = model.field_names()
     for name in dict.fromkeys(name for other in route.models for name in other.field_names()):
@@ -152,4 +153,5 @@ def test_a_form_and_an_address_too(client: TestClient) -> None:
 
 
 def test_every_kind_of_error_is_one_that_pydantic_has() -> None:
-    assert set(ACCEPTED) <= set(get_args(ErrorType))
+    in_python = {"path_type"}  # the others are those of its core
+    assert set(ACCEPTED) - in_python <= set(get_args(ErrorType))

@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.serving.mcp.runs import ToolRun, ToolRuns
 from jaxllm.serving.parsing.parsed import ParsedCall
+from jaxllm.serving.served_model import stopped
 from tests.serving.api_surface import OneTool
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import CACHED, FakeEngine
@@ -279,10 +280,9 @@ def test_a_tool_that_runs_keeps_the_server_from_stopping(
     wait_for(lambda: note.exists() and note.read_text() == "begun")
     state = client.app.state.server  # type: ignore[attr-defined]
     (running,) = state.running
-    client.portal.call(running.abort)  # type: ignore[union-attr]
+    client.portal.call(running.abort, stopped())  # type: ignore[union-attr]
     thread.join(10)
-    (choice,) = answers[0]["choices"]
-    assert choice["finish_reason"] == "abort" and choice["message"]["mcp_calls"][0]["status"] == "failed"
+    assert answers[0]["error"]["code"] == "shutting_down" and "stopped before" in answers[0]["error"]["message"]
     wait_for(lambda: note.read_text() == "cancelled")
     assert not state.running and len(engine.seen) == 1
 

@@ -49,9 +49,42 @@ def test_whole_response(client: TestClient) -> None:
         "completion_tokens": len(REPLY),
         "total_tokens": len(PROMPT) + len(REPLY),
         "prompt_tokens_details": {"cached_tokens": 3},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert "prompt_logprobs" not in body
+
+
+@pytest.mark.covers("ChatRequest", "prediction")
+@pytest.mark.covers("Prediction", "content")
+@pytest.mark.parametrize(
+    "content", ["bcd", [{"type": "text", "text": "b"}, {"type": "text", "text": "cd"}]], ids=["text", "parts"]
+)
+def test_a_prediction_reaches_the_engine_and_what_came_of_it_the_caller(
+    client: TestClient, engine: FakeEngine, content: Any
+) -> None:
+    prediction = {"type": "content", "content": content}
+    body = post(client, n=2, prediction=prediction).json()
+    assert all(params.predicted_token_ids == tuple(b"bcd") for _, params, _ in engine.seen)
+    details = body["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": 0, "accepted_prediction_tokens": 10, "rejected_prediction_tokens": 4}
+    post(client, prediction={"type": "content", "content": ""})
+    assert engine.seen[-1][1].predicted_token_ids == ()
+
+
+@pytest.mark.parametrize("prediction", [{"type": "image", "content": "a"}, {"type": "content"}, {"content": 5}, "abc"])
+def test_what_predicts_nothing_is_refused(client: TestClient, prediction: Any) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": HELLO, "prediction": prediction})
+    assert response.status_code == 400 and "prediction" in response.json()["error"]["param"]
+
+
+def test_a_prediction_longer_than_the_context_is_refused(client: TestClient) -> None:
+    prediction = {"type": "content", "content": "a" * (1000 * CONTEXT)}
+    response = client.post("/v1/chat/completions", json={"messages": HELLO, "prediction": prediction})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prediction"
 
 
 def test_same_route_without_v1(client: TestClient) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.serving.conftest import quickly
-from tests.serving.fake_engine import REPLY, FakeEngine
+from tests.serving.fake_engine import PADDING, REPLY, FakeEngine
 from tests.serving.openai.test_chat import HELLO, events, post
 
 ROUTES = ["/v1/chat/completions", "/v1/completions"]
@@ -323,12 +323,12 @@ def test_either_end_of_a_prompt_is_cut_off(client: TestClient, engine: FakeEngin
 
 
 TIMINGS = {
-    "cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second", "predicted_n", "predicted_ms",
-    "predicted_per_token_ms", "predicted_per_second",
+    "queue_ms", "cache_n", "prompt_n", "prompt_ms", "prompt_per_token_ms", "prompt_per_second", "predicted_n",
+    "predicted_ms", "predicted_per_token_ms", "predicted_per_second", "padding_n", "draft_n", "draft_n_accepted",
 }  # fmt: skip
 
 
-@pytest.mark.covers("GenerationRequest", "timings_per_token")
+@pytest.mark.covers("SamplingFields", "timings_per_token")
 @pytest.mark.parametrize("path", ROUTES)
 def test_timings(client: TestClient, engine: FakeEngine, path: str) -> None:
     assert "timings" not in send(client, path, max_tokens=3).json()
@@ -340,12 +340,20 @@ def test_timings(client: TestClient, engine: FakeEngine, path: str) -> None:
     assert timings.keys() == TIMINGS
     assert timings["predicted_n"] == 5 and timings["cache_n"] + timings["prompt_n"] == body["usage"]["prompt_tokens"]
     # the first token may be noticed late, and the others then take less: together they take what they must
-    assert timings["predicted_ms"] > 0 and timings["prompt_ms"] >= 0
+    assert timings["predicted_ms"] > 0 and timings["prompt_ms"] >= 0 and 0 <= timings["queue_ms"] <= elapsed
     assert 5 * 30 <= timings["prompt_ms"] + timings["predicted_ms"] <= elapsed
     assert timings["predicted_per_second"] == pytest.approx(1000 * 4 / timings["predicted_ms"])
     chunks = events(client, path, max_tokens=5, timings_per_token=True)
     counts = [chunk["timings"]["predicted_n"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 5
+    assert timings["padding_n"] == PADDING
+    assert {chunk["timings"]["padding_n"] for chunk in chunks} <= {None, PADDING}
+    assert chunks[-1]["timings"]["padding_n"] == PADDING and chunks[-1]["timings"]["queue_ms"] >= 0
+
+
+def test_timings_are_of_all_choices(client: TestClient, engine: FakeEngine) -> None:
+    timings = send(client, ROUTES[1], prompt=["Hi", "Ho"], n=2, max_tokens=3, timings_per_token=True).json()["timings"]
+    assert timings["predicted_n"] == 12 and timings["padding_n"] == 4 * PADDING
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -109,7 +109,11 @@ def test_reasoning_is_split_and_counted(client: TestClient, engine: FakeEngine) 
     body = post(client).json()
     message = body["choices"][0]["message"]
     assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("Paris", "abcd", "abcd")
-    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}  # a token a byte, and two markers
+    assert body["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 6,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }  # a token a byte, and two markers
     assert body["usage"]["completion_tokens"] == 11
     usage = events(client, stream_options={"include_usage": True})[-1]["usage"]
     assert usage == body["usage"]
@@ -120,7 +124,11 @@ def test_include_reasoning_false_leaves_it_out(client: TestClient, engine: FakeE
     engine.reply = "<think>abcd</think>Paris"
     body = post(client, include_reasoning=False).json()
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Paris", "refusal": None}
-    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
+    assert body["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 6,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
     assert not any("reasoning" in c["choices"][0]["delta"] for c in events(client, include_reasoning=False))
 
 

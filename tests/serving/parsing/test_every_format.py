@@ -239,6 +239,32 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\
             [PARIS_CALL, ("get_time", "{}")],
         ),
         ("gigachat3", f"function call<|role_sep|>\n{JSON_CALL}", [PARIS_CALL]),
+        (
+            "solar_open",
+            f"<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{PARIS}"
+            "<|tool_call:end|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_time<|tool_call:args|>{}"
+            "<|tool_call:end|><|calls|>",
+            [PARIS_CALL, ("get_time", "{}")],
+        ),
+        (
+            "solar_open",
+            f"<|tool_call:begin|>NOT-VALID<|tool_call:name|>get_weather<|tool_call:args|>{PARIS}<|tool_call:end|>",
+            [PARIS_CALL],
+        ),
+        (
+            "solar_open2",
+            "<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>Paris<|tool_arg:end|>\n"
+            "<|tool_arg:start|>days<|tool_arg:value|>2<|tool_arg:end|>\n<|tool_call:end|>\n"
+            "<|tool_call:start|>get_time\n<|tool_call:end|>",
+            [("get_weather", '{"city": "Paris", "days": 2}'), ("get_time", "{}")],
+        ),
+        (
+            "solar_open2",
+            "<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>Paris<|tool_call:end|>",
+            [PARIS_CALL],
+        ),
+        ("functionary_v32", f"get_weather\n{PARIS}>>>get_time\n{{}}", [PARIS_CALL, ("get_time", "{}")]),
+        ("functionary_v32", f">>>get_weather\n{PARIS}\n", [PARIS_CALL]),
         ("longcat", f"<longcat_tool_call>{JSON_CALL}</longcat_tool_call>", [PARIS_CALL]),
         (
             "internlm",

@@ -21,8 +21,16 @@ TEMPLATES = {
         "think",
     ),
     "Qwen3-Coder": ("'<tool_call>\\n<function=' + tool_call.name + '>\\n' + '<parameter=' + name", "qwen3_coder", None),
+    "Qwen3.5": (
+        "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n</parameter>"
+        "{%- if '</think>' in content %}{%- set reasoning_content = content.split('</think>')[0] %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{{- '<think>\\n' }}",
+        "qwen3_coder",
+        "think",
+    ),
     "MiniMax M3": ("{%- set ns = ']<]minimax[>[' -%}'<invoke name=' <mm:think>", "minimax_m3", "minimax_m3"),
     "LFM2.5": ("'<|tool_call_start|>[' + calls + ']<|tool_call_end|>' <think> </think>", "lfm2", "think"),
+    "LFM2": ("List of tools: <|tool_list_start|>[{}]<|tool_list_end|> <|tool_response_start|>", "lfm2", None),
     "OLMo 3": ("'<function_calls>' + calls + '</function_calls>' <functions>", "olmo3", None),
     "Apertus": ("'<|tools_prefix|>' '<|tools_suffix|>' '<|inner_prefix|>'", "apertus", "apertus"),
     "dots": ("<dots_function_call><invoke name=", "dots", None),
@@ -130,9 +138,53 @@ TEMPLATES = {
     "Granite 3.3": ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>", "granite", None),
     "FunctionGemma": ("'<start_function_call>call:' + function['name'] + '{'", "functiongemma", None),
     "Gemma 4": ("'<|tool_call>call:' + name + '{' '<|channel>thought\\n<channel|>'", "gemma4", "gemma4"),
+    "Granite 4": (
+        "<|start_of_role|>system<|end_of_role|>return a json object within <tool_call></tool_call> XML tags:\n"
+        "<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+        "hermes",
+        None,
+    ),
+    "Falcon-H1": (
+        "<|im_start|>system For each function call, return a json object within <tool_call></tool_call> tags:\n"
+        "<tool_call>\n"
+        "{'arguments': <args-dict>, 'name': <function-name>}\n</tool_call>",
+        "hermes",
+        None,
+    ),
+    "Nemotron 3 Nano": (
+        "<|im_start|>assistant\n<think></think> <tool_call>\n<function=example_function_name>\n<parameter=example_1>",
+        "qwen3_coder",
+        "think",
+    ),
     "Nemotron Nano 2": ("<TOOLCALL>[{...}]</TOOLCALL> <think></think>", "nemotron", "think"),
     "firefunction": ("functools[{'name': ...}]", "functools", None),
     "Apriel": ("<tool_calls>[{...}]</tool_calls> and <tool_call>", "jamba", None),
+    "Solar Open": (
+        "{{ '<|begin|>assistant<|think|>' + thought + '<|end|>' }}{{ '<|begin|>assistant<|tool_calls|>' }}"
+        "{{ '<|tool_call:begin|>' + id + '<|tool_call:name|>' + name + '<|tool_call:args|>' + arguments }}",
+        "solar_open",
+        "solar_open",
+    ),
+    "Solar Open 2": (
+        "<|im:start|>assistant<|im:content|><|think:start|><|think:end|><|tool_call:start|>' + name + '\\n"
+        "<|tool_arg:start|>' + key + '<|tool_arg:value|>' + value + '<|tool_arg:end|>",
+        "solar_open2",
+        "solar_open2",
+    ),
+    "functionary 3.2": (
+        "Respond in this format:\\n>>>${recipient}\\n${content}\\n {{ '>>>all\\n' + message['content'] }}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n>>>' }}",
+        "functionary_v32",
+        None,
+    ),
+    "SmolLM3": (
+        "<think> Thought section </think> {%- for tool in xml_tools[:] -%} within <tool_call></tool_call> XML tags:"
+        '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>'
+        "{%- if python_tools -%} Python code between '<code>' and '</code>' tags, it will be executed",
+        "hermes",
+        "think",
+    ),
     "SmolLM2": ("{{'<|im_start|>' + message['role'] + '\\n' + message['content']}}", "json", None),
 }  # fmt: skip
 
@@ -212,7 +264,14 @@ def test_a_variant_of_the_named_format_that_the_template_speaks() -> None:
     assert formats.reasoning is not None and formats.reasoning.close == "</think>"
 
 
-@pytest.mark.parametrize("name", CHANNELS)
+def test_functionary_marks_no_reasoning() -> None:
+    for reasoning in ("auto", "none"):
+        assert detect_formats(None, "functionary_v32", reasoning).reasoning is None
+    with pytest.raises(ConfigError, match=r"functionary_v32 are messages, so reasoning_parser must be auto or none$"):
+        detect_formats(None, "functionary_v32", "think")
+
+
+@pytest.mark.parametrize("name", [known.name for known in REASONING_FORMATS if known.name in CHANNELS])
 def test_messages_on_channels_are_read_for_calls_and_reasoning_alike(name: str) -> None:
     for tools, reasoning in ((name, "auto"), ("auto", name), (name, name)):
         formats = detect_formats(TEMPLATES["Qwen3"][0], tools, reasoning)
@@ -271,6 +330,10 @@ def test_opens_reasoning(prompt: str, continued: str, opens: bool) -> None:
         ("hy_v3_opensource", "<｜hy_Assistant:opensource｜><think:opensource></think:opensource>", False),
         ("minimax_m2_append_think", "]~b]ai\n<think>\n", True),
         ("muse", "<|start|>assistant", False),
+        ("solar_open", "<|begin|>assistant", False),
+        ("solar_open", "<|begin|>assistant<|think|><|end|><|begin|>assistant", False),
+        ("solar_open2", "<|im:start|>assistant<|im:content|><|think:start|>", True),
+        ("solar_open2", "<|im:start|>assistant<|im:content|><|think:start|><|think:end|>", False),
     ],
 )
 def test_prompts_of_families_that_open_their_reasoning(parser: str, prompt: str, opens: bool) -> None:

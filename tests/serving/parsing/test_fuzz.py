@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxllm.serving.parsing.formats import TOOL_FORMATS
 from jaxllm.serving.parsing.output_format import OutputFormats, ToolFormat
 from jaxllm.serving.parsing.parser import OutputParser
-from jaxllm.text.reasoning import HARMONY, REASONING_FORMATS
+from jaxllm.text.reasoning import FUNCTIONARY, HARMONY, REASONING_FORMATS
 from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, seen, written
 
 SCRAPS = [
@@ -24,7 +24,7 @@ SCRAPS = [
     '"tool_name"', '{"name": "get_news", "arguments": {"a": [1]}}', '{"name": "get_time", "arguments": "soon"}',
     '<param name="city">', "<![CDATA[", "]]></param>", "&lt;", "to=self<|message|>", "<atem:function_calls>",
     ' to=get_time<|message|><atem:invoke name="get_time">', "get_news(a=(1, 2))", '<invoke name="get_news">',
-    "</think>",
+    "</think>", ">>>", "all", "a1b2c3d4e5", "<|begin|>assistant", "<|content|>",
 ]  # fmt: skip
 formats = st.builds(OutputFormats, st.sampled_from(TOOL_FORMATS), st.sampled_from([None, *REASONING_FORMATS]))
 
@@ -101,7 +101,8 @@ def test_json_arguments_come_back_to_the_letter(arguments, ascii_only: bool, as_
 @st.composite
 def mixed(draw: st.DrawFn) -> tuple[ToolFormat, list[tuple[str, str]]]:
     """Words, valid calls and calls of an unknown function, in the notation of one format."""
-    known = draw(st.sampled_from([known for known in TOOL_FORMATS if known.name != HARMONY]))
+    apart = (HARMONY, FUNCTIONARY)  # whose calls begin where another message has ended
+    known = draw(st.sampled_from([known for known in TOOL_FORMATS if known.name not in apart]))
     one = st.sampled_from(["words", "valid", "unknown"])
     texts = {
         "words": "It is 1 < 2.",

@@ -19,6 +19,7 @@ from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
 from jaxllm.serving.parsing.output_format import OutputFormats, Tags, ToolFormat
 from jaxllm.serving.parsing.parsed import ParsedOutput
 from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.text.reasoning import REASONING_FORMATS
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model
 from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, tool, written
@@ -26,7 +27,8 @@ from tests.serving.parsing.splitting import TOOLS, WEATHER, parse_whole, seen, t
 llguidance = pytest.importorskip("llguidance")
 
 ENDINGS = [
-    "<|end|><|start|>assistant", "<|eom|><|start|>assistant", "</atem:parameter>",
+    "<|end|><|start|>assistant", "<|end|><|begin|>assistant", "<|tool_arg:end|>", "<|eom|><|start|>assistant",
+    "</atem:parameter>",
     "]<]minimax[>[</city>", "</｜DSML｜ parameter>", "<|close|>argument<|sep|>",
     '"}', '"', ")]", "</parameter>", "</｜DSML｜parameter>", "\n</parameter>\n</function>", "</arg_value></tool_call>",
     '<|"|>}', "<escape>}", "}",
@@ -72,7 +74,8 @@ def vocabularies() -> dict[str, Vocabulary]:
 
 
 def _formats(known: ToolFormat) -> OutputFormats:
-    return OutputFormats(known, detect_formats("<think>").reasoning)
+    own = next((other for other in REASONING_FORMATS if known.layout.thought and other.name == known.name), None)
+    return OutputFormats(known, own or detect_formats("<think>").reasoning)
 
 
 def _matcher(vocabulary: Vocabulary, outputs: StructuredOutputs | None) -> llguidance.LLMatcher:
@@ -186,7 +189,10 @@ def test_auto_leaves_text_free_and_holds_calls_to_the_schema(words: str, vocabul
             _formats(known), STRICT, "auto", parallel=True, after=None, special_tokens=vocabulary.special
         )
         assert _accepts(vocabulary, outputs, "It is sunny.\nIs it <not>?")
-        assert _accepts(vocabulary, outputs, "<think>Hm.</think>Let me see. " + written(known, PARIS))
+        reasoning = _formats(known).reasoning
+        assert reasoning is not None
+        thought = f"{reasoning.open}Hm.{reasoning.close}"
+        assert _accepts(vocabulary, outputs, f"{thought}Let me see. {written(known, PARIS)}")
         assert not _accepts(vocabulary, outputs, "Let me see. " + written(known, ("get_weather", {"days": 2})))
         assert not _accepts(vocabulary, outputs, written(known, ("get_news", {})))
 
@@ -204,7 +210,7 @@ def test_auto_allows_marks_of_reasoning_that_are_made_of_several_tokens(vocabula
 
 def test_calls_whose_beginning_is_marked_are_held_to_strict_schemas() -> None:
     unmarked = {known.name for known in TOOL_FORMATS if not known.layout.marked}
-    assert unmarked == {"harmony", "muse", "llama3_json", "llama4_pythonic", "glm4", "json"}
+    assert unmarked == {"harmony", "muse", "functionary_v32", "llama3_json", "llama4_pythonic", "glm4", "json"}
 
 
 def test_auto_is_free_where_nothing_is_strict() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from jaxllm.serving.parsing.formats import detect_formats
+from jaxllm.serving.parsing.parsed import join_events
 from jaxllm.serving.parsing.parser import OutputParser
-from tests.serving.parsing.splitting import parse_every_way, tool
+from tests.serving.parsing.splitting import parse_every_way, seen, tool
 
 
 def _object(**properties: Any) -> dict:
@@ -285,6 +286,59 @@ def test_inside_reasoning_a_marker_that_may_be_quoted_is_text() -> None:
 )
 def test_a_missing_tag(name: str, text: str, calls: list) -> None:
     assert read(name, text) == (None, None, calls)
+
+
+STEP = "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+
+
+@pytest.mark.parametrize("space", ["", "\n"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("minimax_m2", '<invoke name="refund">\n<parameter name="order">A{}</invoke>'),
+        ("minimax_m2", '<minimax:tool_call><invoke name="refund">\n<parameter name="order">A{}</invoke>'),
+        (
+            "minimax_m2",
+            f'<invoke name="refund">{ORDER}</invoke>\n<invoke name="refund"><parameter name="order">A{{}}</invoke>',
+        ),
+        ("dots", '<dots_function_call><invoke name="refund"><parameter name="order">A{}</invoke>'),
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="refund">\n<｜DSML｜parameter name="order" string="true">A{}</｜DSML｜invoke>',
+        ),
+        ("step3", f'{STEP}<steptml:invoke name="refund"><steptml:parameter name="order">A{{}}</steptml:invoke>'),
+        (
+            "step3",
+            f'{STEP}<steptml:invoke name="refund"><steptml:parameter name="order">A{{}}</steptml:invoke>'
+            "<｜tool_calls_end｜>",
+        ),
+        ("muse", ' to=refund<|message|><atem:invoke name="refund"><atem:parameter name="order">A{}</atem:invoke>'),
+        (
+            "muse",
+            ' to=refund<|message|><atem:invoke name="refund"><atem:parameter name="order">A{}</atem:invoke><|eom|>',
+        ),
+        ("glm45", "<tool_call>refund<arg_key>order</arg_key><arg_value>A{}</tool_call>"),
+    ],
+)
+def test_a_values_closing_tag_is_missing_where_the_text_ends(name: str, text: str, space: str) -> None:
+    found = REFUNDS * text.count('invoke name="refund"') or REFUNDS
+    reasoning = "auto" if name == "muse" else "none"
+    for behind in ("", "\n"):
+        assert read(name, text.format(space) + behind, reasoning) == (None, None, found)
+
+
+def test_where_max_tokens_cut_the_text_a_value_without_its_closing_tag_is_unfinished() -> None:
+    text = '<invoke name="refund">\n<parameter name="order">A</invoke>'
+    parser = OutputParser(
+        detect_formats(None, "minimax_m2", "none"), tools=[REFUND], in_reasoning=False, parse_tools=True
+    )
+    events = [*parser.feed(text), *parser.finish(cut=True)]
+    assert seen(join_events(events)) == (None, None, [("refund", '{"order": "A')])
+
+
+def test_a_closing_tag_that_text_follows_is_part_of_a_value_without_its_own() -> None:
+    _, _, calls = read("minimax_m2", '<invoke name="refund">\n<parameter name="order">A</invoke> and more')
+    assert calls == [("refund", '{"order": "A</invoke> and more')]
 
 
 def test_a_value_may_hold_tags_that_end_nothing_there() -> None:

@@ -126,5 +126,5 @@ async def _begin(data_dir: Path, response: dict[str, Any]) -> None:
     from jaxllm.serving.responses.objects import Response as Stored
 
     database = Database(f"sqlite+aiosqlite:///{data_dir / 'jaxllm.db'}")
-    await ResponseStore(database).begin(msgspec.convert(response, Stored), [])
+    await ResponseStore(database).begin(msgspec.convert(response, Stored), [], None)
     await database.close()
