@@ -27,13 +27,19 @@ ORPHAN_SECONDS = 10.0
 """A process whose owner has died, and cannot stop it any more, stops itself this long after the deadline."""
 OUT_OF_MEMORY = 3
 """The exit status of a process that has met a MemoryError."""
+_TOO_MUCH_TIME = -signal.SIGPROF if os.name == "posix" else None
+"""That of one that has used more processor time than its answer may take."""
 
-_HEADER = struct.Struct("<Qd")
-"""The number of bytes that follow, and the seconds that an answer may take."""
+STUCK_SECONDS = 120.0
+"""How long an answer may take by the clock where it has a limit of processor time: other programs may leave a process
+little of a processor, and one that waits for something uses none."""
+
+_HEADER = struct.Struct("<Qdd")
+"""The number of bytes that follow, and the seconds that an answer may take, of the clock and of the processor."""
 
 
 class TimedOut(Exception):
-    """The answer was not there at its deadline, and the process was stopped."""
+    """The answer was not there at its deadline, or took too much of the processor, and the process was stopped."""
 
 
 class Died(Exception):
@@ -61,25 +67,30 @@ class AskedProcesses:
         with self._lock:
             return self._idle + [question.process for question in self._questions if question.process is not None]
 
-    def ask(self, *pieces: bytes, seconds: float) -> bytes:
+    def ask(self, *pieces: bytes, seconds: float = STUCK_SECONDS, processor_seconds: float = 0.0) -> bytes:
         """The answer to a question that comes in pieces; it may take `seconds`, the start of a process included.
+
+        It may take `processor_seconds` of processor time, which a busy machine does not change; 0 is no limit. Outside
+        POSIX systems they are not counted.
 
         Where somebody kills the process meanwhile, as a system without memory does, another one is asked, once.
 
         Raises:
-            TimedOut: it takes longer.
+            TimedOut: it takes longer, or more of the processor.
             Died: the process needs too much memory or crashes, or is ended by `close` meanwhile.
             RuntimeError: the process ends in any other way, which is a fault of its program.
         """
-        return self._ask(_Question(), pieces, seconds)
+        return self._ask(_Question(), pieces, (seconds, processor_seconds))
 
-    async def ask_from_loop(self, *pieces: bytes, seconds: float) -> bytes:
+    async def ask_from_loop(
+        self, *pieces: bytes, seconds: float = STUCK_SECONDS, processor_seconds: float = 0.0
+    ) -> bytes:
         """`ask` without holding up the event loop; the process of one that is cancelled is stopped."""
         import asyncio  # here, as it would double the time in which a process starts
 
-        question = _Question()
+        question, limits = _Question(), (seconds, processor_seconds)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, question, pieces, seconds)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, question, pieces, limits)
         except asyncio.CancelledError:
             question.stop()
             raise
@@ -93,36 +104,38 @@ class AskedProcesses:
             question.stop()
         _end_all(idle)
 
-    def _ask(self, question: _Question, pieces: tuple[bytes, ...], seconds: float) -> bytes:
+    def _ask(self, question: _Question, pieces: tuple[bytes, ...], limits: tuple[float, float]) -> bytes:
         with self._places:
             with self._lock:
                 self._questions.add(question)
-            timer = threading.Timer(seconds, question.time_out)
+            timer = threading.Timer(limits[0], question.time_out)
             timer.start()
             try:
-                answer, status = self._answer(question, pieces, seconds)
+                answer, status = self._answer(question, pieces, limits)
                 if status == -signal.SIGKILL and not question.is_stopped:  # whoever did it, it need not be the question
-                    answer, status = self._answer(question, pieces, seconds)
+                    answer, status = self._answer(question, pieces, limits)
             finally:
                 timer.cancel()
                 with self._lock:
                     self._questions.discard(question)
         if answer is not None:
             return answer
-        if question.timed_out:
+        if question.timed_out or status == _TOO_MUCH_TIME:
             raise TimedOut
         if status < 0 or status == OUT_OF_MEMORY:
             raise Died
         raise RuntimeError(f"`-m {' '.join((self._module, *self._arguments))}` ended with status {status}")
 
-    def _answer(self, question: _Question, pieces: tuple[bytes, ...], seconds: float) -> tuple[bytes | None, int]:
+    def _answer(
+        self, question: _Question, pieces: tuple[bytes, ...], limits: tuple[float, float]
+    ) -> tuple[bytes | None, int]:
         """The answer, or None and the exit status of the process that ended instead."""
         while True:
             process, was_idle = self._take()
             question.begin(process)
             answer = None
             try:
-                answer = _exchange(process, pieces, seconds)
+                answer = _exchange(process, pieces, limits)
                 status = process.wait() if answer is None else 0
             finally:
                 is_stopped = question.finish()
@@ -182,11 +195,11 @@ class _Question:
             return self.is_stopped
 
 
-def _exchange(process: Process, pieces: tuple[bytes, ...], seconds: float) -> bytes | None:
+def _exchange(process: Process, pieces: tuple[bytes, ...], limits: tuple[float, float]) -> bytes | None:
     """The answer; None if the process ends instead."""
     assert process.stdin is not None and process.stdout is not None
     try:
-        _send(cast(BinaryIO, process.stdin), pieces, seconds)
+        _send(cast(BinaryIO, process.stdin), pieces, limits)
     except BrokenPipeError:
         return None
     received = _receive(cast(BinaryIO, process.stdout))
@@ -211,14 +224,12 @@ def answer_questions(
     answer: Callable[[bytes], bytes],
     memory_bytes: int,
     *,
-    processor_seconds: float = 0.0,
     idle_seconds: float | None = None,
 ) -> None:
     """Answer what stdin asks, on stdout, until stdin closes: the whole work of a process of `AskedProcesses`.
 
-    The process ends when it needs more than `memory_bytes`, when one answer takes more than `processor_seconds` of
-    processor time (0 is no limit), and when nobody has asked for `idle_seconds`; outside POSIX systems none of these
-    holds.
+    The process ends when it needs more than `memory_bytes`, when one answer takes more processor time than it may, and
+    when nobody has asked for `idle_seconds`; outside POSIX systems none of these holds.
     """
     if os.name == "posix":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -228,7 +239,7 @@ def answer_questions(
     _limit_memory(memory_bytes)
     try:
         while _is_asked_within(idle_seconds) and (question := _receive(sys.stdin.buffer)) is not None:
-            content, seconds = question
+            content, seconds, processor_seconds = question
             _alarm(seconds + ORPHAN_SECONDS, processor_seconds)
             reply = answer(content)
             _alarm(0.0, 0.0)
@@ -259,18 +270,18 @@ def _is_asked_within(seconds: float | None) -> bool:
     return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
-def _send(pipe: BinaryIO, pieces: tuple[bytes, ...], seconds: float = 0.0) -> None:
-    pipe.write(_HEADER.pack(sum(map(len, pieces)), seconds))
+def _send(pipe: BinaryIO, pieces: tuple[bytes, ...], limits: tuple[float, float] = (0.0, 0.0)) -> None:
+    pipe.write(_HEADER.pack(sum(map(len, pieces)), *limits))
     for piece in pieces:
         pipe.write(piece)
     pipe.flush()
 
 
-def _receive(pipe: BinaryIO) -> tuple[bytes, float] | None:
-    """What was sent, and the seconds; None if the other end has closed."""
+def _receive(pipe: BinaryIO) -> tuple[bytes, float, float] | None:
+    """What was sent, and the seconds that the answer may take; None if the other end has closed."""
     header = pipe.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
-    size, seconds = _HEADER.unpack(header)
+    size, seconds, processor_seconds = _HEADER.unpack(header)
     content = pipe.read(size)
-    return (content, seconds) if len(content) == size else None
+    return (content, seconds, processor_seconds) if len(content) == size else None

@@ -36,4 +36,4 @@ def obey(asked: bytes) -> bytes:
 if __name__ == "__main__":
     asked_process.ORPHAN_SECONDS = ORPHAN_SECONDS
     idle = float(sys.argv[1]) if len(sys.argv) > 1 else None
-    asked_process.answer_questions(obey, MEMORY_BYTES, processor_seconds=1.0, idle_seconds=idle)
+    asked_process.answer_questions(obey, MEMORY_BYTES, idle_seconds=idle)

@@ -53,7 +53,7 @@ def test_a_program_that_just_ends_is_at_fault(pool: AskedProcesses, told: bytes)
     assert pool.processes == []
 
 
-@pytest.mark.parametrize("told", [b"abort", b"allocate 4294967296", b"spin 100"])
+@pytest.mark.parametrize("told", [b"abort", b"allocate 4294967296"])
 def test_one_that_dies_of_a_question_is_replaced(pool: AskedProcesses, told: bytes) -> None:
     before = pid(pool)
     with pytest.raises(Died):
@@ -82,6 +82,14 @@ def test_one_that_takes_too_long_is_replaced(pool: AskedProcesses) -> None:
         pool.ask(b"sleep 60", seconds=0.2)
     assert time.monotonic() - began < 30
     assert pid(pool) != before
+
+
+def test_the_time_of_a_processor_is_counted_apart_from_that_of_the_clock(pool: AskedProcesses) -> None:
+    before = pid(pool)
+    assert int(pool.ask(b"sleep 1.5", seconds=PLENTY, processor_seconds=0.5)) == before  # as on a busy machine
+    with pytest.raises(TimedOut):
+        pool.ask(b"spin 100", seconds=PLENTY, processor_seconds=0.5)
+    assert pid(pool, b"spin 1") != before
 
 
 def test_one_that_is_stuck_is_replaced(pool: AskedProcesses) -> None:
@@ -160,7 +168,7 @@ def test_one_whose_owner_is_gone_ends_by_itself() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-m", WORKER], stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None
-        asked_process._send(process.stdin, (b"sleep 60",), seconds=0.1)  # type: ignore[arg-type]
+        asked_process._send(process.stdin, (b"sleep 60",), (0.1, 0.0))  # type: ignore[arg-type]
         assert process.wait(30) == -signal.SIGALRM
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 10.0
-"""How long one grammar may take, the start of its process included."""
+"""Of processor time that one grammar may take, the start of its process included."""
 COMPILE_STACK_BYTES = 128 * 2**20
 COMPILE_MEMORY_BYTES = 2**30
 """Beside the stack."""
@@ -51,9 +51,11 @@ class GrammarProcesses:
         Raises InvalidRequestError when it is refused, or needs more time, stack or memory than it may have.
         """
         try:
-            reply = json.loads(self._processes.ask(json.dumps({kind: value}).encode(), seconds=self._seconds))
+            question = json.dumps({kind: value}).encode()
+            reply = json.loads(self._processes.ask(question, processor_seconds=self._seconds))
         except TimedOut:
-            raise InvalidRequestError([Field(kind), f" takes more than {self._seconds:g} seconds to compile"]) from None
+            problem = f" takes more than {self._seconds:g} seconds of processor time to compile"
+            raise InvalidRequestError([Field(kind), problem]) from None
         except Died:
             problem = (
                 " is nested too deeply, or a chain of too many rules or $refs: to compile it takes more than "

@@ -11,7 +11,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.text.template_process import rendered, template_processes
 
 RENDER_SECONDS = 5.0
-"""How long one template may take, the start of its process included."""
+"""Of processor time that one template may take, the start of its process included."""
 MAX_PROCESSES = 2
 
 
@@ -27,9 +27,10 @@ class TemplateProcesses:
         Raises InvalidRequestError when the template is wrong, takes too long, or needs too much memory.
         """
         try:
-            return rendered(await self._processes.ask_from_loop(msgspec.json.encode(values), seconds=RENDER_SECONDS))
+            question = msgspec.json.encode(values)
+            return rendered(await self._processes.ask_from_loop(question, processor_seconds=RENDER_SECONDS))
         except TimedOut:
-            problem = f"takes longer than {RENDER_SECONDS:g} seconds"
+            problem = f"takes more than {RENDER_SECONDS:g} seconds of processor time"
         except Died:
             problem = "needs too much memory"
         raise InvalidRequestError(f"chat_template {problem} to render", "chat_template")

@@ -13,7 +13,7 @@ from jaxllm.asked_process import AskedProcesses, Died, TimedOut, answer_question
 from jaxllm.errors import InvalidRequestError
 
 RENDER_SECONDS = 10.0
-"""How long one template may take, the start of its process included."""
+"""Of processor time that one template may take, the start of its process included."""
 MEMORY_BYTES = 256 * 2**20
 MAX_PROMPT_CHARACTERS = 16 * 2**20
 
@@ -54,9 +54,9 @@ class TemplateProcess:
         Raises InvalidRequestError when the template refuses, or needs too much time, memory or text.
         """
         try:
-            return rendered(self.processes.ask(question(values), seconds=self._seconds))
+            return rendered(self.processes.ask(question(values), processor_seconds=self._seconds))
         except TimedOut:
-            limit = f"more than {self._seconds:g} seconds"
+            limit = f"more than {self._seconds:g} seconds of processor time"
         except Died:
             limit = f"more than {MEMORY_BYTES:,} bytes of memory"
         raise InvalidRequestError(f"the chat template needs {limit} to render", param="chat_template")

@@ -20,8 +20,6 @@ READ_SECONDS = 10
 """Of processor time that one body may take."""
 READ_MEMORY_BYTES = 2**30
 """Beside a few times the body's own bytes."""
-STUCK_SECONDS = 120.0
-"""Of the clock: other programs may leave little of a processor to a process that gives way to them."""
 _NICE = 10
 
 
@@ -39,7 +37,7 @@ class BodyProcess:
         Raises APIError 400 as `jaxllm.serving.http.body` does, or where it takes too much time or memory to read.
         """
         try:
-            reply = self.processes.ask(*pieces, seconds=STUCK_SECONDS)
+            reply = self.processes.ask(*pieces, processor_seconds=READ_SECONDS)
         except (TimedOut, Died):
             problem = f"the body takes more than {READ_SECONDS} seconds or {self._memory_bytes:,} bytes to read"
             raise APIError(400, problem, code="body_too_complex") from None
@@ -67,4 +65,4 @@ def _answer(raw: bytes) -> bytes:
 
 if __name__ == "__main__":
     os.nice(_NICE)
-    answer_questions(_answer, int(sys.argv[1]), processor_seconds=READ_SECONDS)
+    answer_questions(_answer, int(sys.argv[1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import tracemalloc
 from typing import Any
 
@@ -42,7 +41,10 @@ class TestOwnTemplates:
         with monkeypatch.context() as patch:
             patch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 0.5)
             response = self.render(client, self.LOOP, path)
-        assert response.status_code == 400 and "longer than 0.5 seconds" in response.json()["error"]["message"]
+        assert (
+            response.status_code == 400
+            and "more than 0.5 seconds of processor time" in response.json()["error"]["message"]
+        )
         assert self.render(client, self.FINE).json()["prompt"] == "T:Hi"
 
     @pytest.mark.parametrize(
@@ -64,8 +66,8 @@ class TestOwnTemplates:
         monkeypatch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 3.0)
         url = listen(engine)
 
-        async def run() -> tuple[float, list[int]]:
-            async with httpx.AsyncClient(timeout=30) as client:
+        async def run() -> tuple[int, list[int]]:
+            async with httpx.AsyncClient(timeout=300) as client:
                 loops = [
                     asyncio.create_task(
                         client.post(f"{url}/v1/chat/completions", json={"messages": HELLO, "chat_template": self.LOOP})
@@ -73,14 +75,13 @@ class TestOwnTemplates:
                     for _ in range(4)
                 ]
                 await asyncio.sleep(0.2)
-                start = time.perf_counter()
                 for _ in range(5):
                     (await client.post(f"{url}/v1/chat/completions", json={"messages": HELLO})).raise_for_status()
-                seconds = time.perf_counter() - start
-                return seconds, [response.status_code for response in await asyncio.gather(*loops)]
+                running = sum(not loop.done() for loop in loops)
+                return running, [response.status_code for response in await asyncio.gather(*loops)]
 
-        seconds, statuses = asyncio.run(run())
-        assert seconds < 2.9 and statuses == [400] * 4
+        running, statuses = asyncio.run(run())
+        assert running == 4 and statuses == [400] * 4
 
 
 def test_long_ones_are_not_kept(engine: FakeEngine) -> None:
