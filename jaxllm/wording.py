@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ ACCEPTED: Mapping[str, str] = {
 
 _KEYS: Mapping[str, str] = {"missing": "it must be given", "extra_forbidden": "there is no such key"}
 """What is wrong with a key of a setting that is an object."""
+_CONSTANT = re.compile(r"(?<!')\b(True|False|None)\b(?!')")
+_ONE = re.compile(r"\b(1 )(entries|characters)\b")
 OTHERWISE = "be as docs/api.md describes it"
 
 
@@ -58,13 +61,20 @@ def must(errors: Iterable[Mapping[str, Any]]) -> str:
 
 def _accepted(error: Mapping[str, Any], otherwise: str) -> str:
     context = {name: _plain(value) for name, value in error.get("ctx", {}).items()}
-    return ACCEPTED.get(error["type"], otherwise).format_map(context)
+    return _singular(ACCEPTED.get(error["type"], otherwise).format_map(context))
+
+
+def _singular(text: str) -> str:
+    """ "at least 1 entries" as "at least 1 entry"."""
+    return _ONE.sub(lambda found: found[1] + {"entries": "entry", "characters": "character"}[found[2]], text)
 
 
 def _plain(value: Any) -> Any:
-    """A bound of 1.0 as 1."""
+    """A bound of 1.0 as 1, and `False` among the values of a Literal as `false`."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    if isinstance(value, str):
+        return _CONSTANT.sub(lambda found: {"True": "true", "False": "false", "None": "null"}[found[0]], value)
     return value
 
 
@@ -72,3 +82,21 @@ def did_you_mean(name: str, known: Any, most: int = 1) -> str:
     """'; did you mean 'a' or 'b'?' for the nearest known names, `most` at most, or nothing when none is near."""
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def kind_of(value: object) -> str:
+    """What a value of JSON or YAML is, in words, such as "a list"."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a text"
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+    return "something else"  # as YAML's days

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from typing import Any
 
@@ -11,15 +12,21 @@ _DEPTH = 4
 
 
 def shown(value: Any) -> str:
-    """repr, cut to what fits a line; of large values only the beginning is looked at."""
-    text = _beginning(value, _DEPTH)
+    """JSON's words for it, or a text in quotes, cut to a line; of large values only the beginning is looked at.
+
+    Worked example: `{"a": [None, True]}` is `{"a": [null, true]}`, and the text `hi` is `'hi'`.
+    """
+    text = repr(value[: _LENGTH + 1]) if isinstance(value, str) else _beginning(value, _DEPTH)
     return text if len(text) <= _LENGTH else text[: _LENGTH - 1] + "…"
 
 
 def _beginning(value: Any, depth: int) -> str:
     match value:
         case str():
-            return repr(value[: _LENGTH + 1])
+            beginning = value[: _LENGTH + 1]
+            return json.dumps(beginning, ensure_ascii=not beginning.isprintable())
+        case None | bool():
+            return json.dumps(value)
         case list() | dict() if not depth:
             return "…"
         case list():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -192,6 +193,14 @@ class CountTokensRequest(RequestModel):
 
 
 class MessagesRequest(CountTokensRequest, KeepAliveFields):
+    path: ClassVar[str] = "/v1/messages"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens", "stop": "stop_sequences",
+        "input": "messages", "prompt": "messages", "instructions": "system",
+        "reasoning_effort": "output_config.effort", "response_format": "output_config.format",
+        "user": "metadata.user_id",
+    }  # fmt: skip
+
     max_tokens: int = Field(ge=1)
     """Upper bound on generated tokens, thinking included; what does not fit the context is cut off there."""
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, max_length=MAX_STOP_STRINGS)

@@ -113,7 +113,7 @@ def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any
         in_object = isinstance(value, Mapping) and part in value
         if in_object or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             value = value[part]
-        elif item["type"] == "missing" and at == len(item["loc"]):
+        elif item["type"] == "missing" and at == len(item["loc"]) and isinstance(value, Mapping):
             value = None
         else:
             continue

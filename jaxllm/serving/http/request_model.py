@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -84,6 +84,15 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
     unsupported: ClassVar[frozenset[str]] = frozenset()
+    path: ClassVar[str] = ""
+    """The route of a whole body, which others point to for a field of its own."""
+    called_here: ClassVar[Mapping[str, str]] = {}
+    """What fields of other routes are called in this one."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if "path" in cls.__dict__:
+            _BODIES.append(cls)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -120,12 +129,21 @@ class RequestModel(BaseModel):
 
     @classmethod
     def _problem(cls, name: str) -> str:
+        if len(name) > MAX_NAME_LENGTH:
+            return f"unknown field {shown(name)}"
+        if name in cls.called_here:
+            return f"unknown field {shown(name)}; here it is {shown(cls.called_here[name])}"
+        if cls.path and (others := sorted(body.path for body in _BODIES if name in body.field_names())):
+            return f"unknown field {shown(name)}; it is a field of {', '.join(others)}"
         if name in cls.unsupported:
             return f"{name} is not supported by this server"
-        near = did_you_mean(name, cls.field_names()) if len(name) <= MAX_NAME_LENGTH else ""
-        return f"unknown field {shown(name)}{near}"
+        return f"unknown field {shown(name)}{did_you_mean(name, cls.field_names())}"
 
     @classmethod
     def field_names(cls) -> dict[str, None]:
         """The names of the fields as JSON spells them, in order."""
         return {field.alias or name: None for name, field in cls.model_fields.items()}
+
+
+_BODIES: list[type[RequestModel]] = []
+"""Those that have a path."""

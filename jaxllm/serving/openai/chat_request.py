@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -59,6 +59,11 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {
         "audio", "function_call", "functions", "mm_processor_kwargs", "suffix", "verbosity",
         "web_search_options",
+    }  # fmt: skip
+    path: ClassVar[str] = "/v1/chat/completions"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_completion_tokens", "input": "messages", "prompt": "messages",
+        "stop_sequences": "stop", "reasoning": "reasoning_effort", "text": "response_format",
     }  # fmt: skip
 
     messages: Messages

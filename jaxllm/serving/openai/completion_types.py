@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -22,6 +23,11 @@ MAX_CHOICES = 1024
 
 class CompletionRequest(GenerationRequest):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {"suffix"}
+    path: ClassVar[str] = "/v1/completions"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "input": "prompt",
+        "stop_sequences": "stop", "top_logprobs": "logprobs", "text": "response_format",
+    }  # fmt: skip
 
     prompt: str | list[str] | list[int] | list[list[int]]
     """One prompt as text or token ids, or a list of either."""

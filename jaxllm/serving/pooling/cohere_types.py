@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import ClassVar, Literal
 
 import msgspec
@@ -31,6 +31,11 @@ class CohereInput(RequestModel):
 
 class CohereEmbedRequest(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset({"images"})
+    path: ClassVar[str] = "/v2/embed"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "dimensions": "output_dimension", "input": "texts", "encoding_format": "embedding_types",
+        "truncate_prompt_tokens": "truncate",
+    }  # fmt: skip
 
     model: str | None = None
     """A name that /v1/models lists; by default the first."""

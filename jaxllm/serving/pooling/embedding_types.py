@@ -132,6 +132,11 @@ class VectorFields(InputFields, EncodingFields):
 
 class EmbeddingRequest(VectorFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING
+    path: ClassVar[str] = "/v1/embeddings"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "output_dimension": "dimensions", "texts": "input", "inputs": "input", "prompt": "input",
+        "truncate": "truncate_prompt_tokens", "embedding_types": "encoding_format",
+    }  # fmt: skip
 
 
 class PoolingRequest(VectorFields):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -221,6 +222,13 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFie
         "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "n", "prompt",
         "prompt_cache_options", "response_format",
     })  # fmt: skip
+    path: ClassVar[str] = "/v1/responses"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "messages": "input",
+        "system": "instructions", "reasoning_effort": "reasoning.effort", "thinking": "reasoning",
+        "response_format": "text.format", "conversation_id": "conversation", "stop_sequences": "stop",
+        "logprobs": "top_logprobs",
+    }  # fmt: skip
 
     background: bool = False
     """Answer at once and go on by itself; the response is polled, or its stream followed, by its id."""

@@ -41,12 +41,20 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
 
 CHAT_REFUSALS = [
     ({"messages": None}, "messages", "required"),
-    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": []}, "messages", "must have at least 1 entry"),
+    ({"messages": [None]}, "messages[0]", "messages[0] is null; it must be an object"),
+    ({"messages": [{"role": "user", "content": True}]}, "messages[0].content", "is true; it"),
+    ({"stop": {"ü": [None, False, "\x07"]}}, "stop", 'stop is {"ü": [null, false, "\\u0007"]}; it'),
     ({"messages": "Hi"}, "messages", "list"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "is 5"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "assistant, tool, or"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        "messages[0].content[0].text",
+        "messages[0].content[0].text is required",
+    ),
     (
         {"messages": [{"role": "user", "content": [{"type": "audio", "text": ""}]}]},
         "messages[0].content[0]",

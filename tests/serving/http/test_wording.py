@@ -26,6 +26,8 @@ FOREIGN = re.compile(
     r"|valid (string|integer|list|dict|boolean|number)|pydantic|validat|literal_error|(?<!input)_type\b|tagged",
     re.IGNORECASE,
 )
+PYTHONS = re.compile(r"\b(None|True|False|NoneType|dict|tuple)\b")
+"""Words of Python's, where JSON's own are null, true, false, object and list."""
 
 ODD_VALUES: list[Any] = [
     None, True, -1, 0, 10**30, 1.5, "", "odd", [], {}, [[]], [{}], [None], [1, "a"], {"type": "odd"}, {"type": 5},
@@ -128,6 +130,7 @@ def test_refusals_are_in_our_words(route: Route) -> None:
                 found = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
                 message = str(to_api_error(RequestValidationError(found, body=body)))
                 assert not FOREIGN.search(message) and "\n" not in message, (body, message)
+                assert not PYTHONS.search(message), (body, message)
                 refused += 1
     assert refused > 20
 
@@ -136,7 +139,7 @@ def test_refusals_are_in_our_words(route: Route) -> None:
 @pytest.mark.parametrize("body", ["5", "[]", "{", '{"model": 5}', '{"a": NaN}', '{"odd": 1, "model": []}', "{}", ""])
 def test_answers_over_http_are_in_our_words(client: TestClient, route: Route, body: str) -> None:
     response = client.request(route.method, route.path, content=body, headers={"Content-Type": "application/json"})
-    assert not FOREIGN.search(response.text), response.text
+    assert not FOREIGN.search(response.text) and not PYTHONS.search(response.text), response.text
     if response.status_code != 200:
         assert response.status_code in (400, 404) and "error" in json.loads(response.text)
 
@@ -155,3 +158,37 @@ def test_a_form_and_an_address_too(client: TestClient) -> None:
 def test_every_kind_of_error_is_one_that_pydantic_has() -> None:
     in_python = {"path_type"}  # the others are those of its core
     assert set(ACCEPTED) - in_python <= set(get_args(ErrorType))
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "says"),
+    [
+        ("/v1/responses", "prediction", "it is a field of /v1/chat/completions"),
+        ("/v1/responses", "n", "it is a field of /v1/chat/completions, /v1/completions"),
+        ("/v1/responses", "max_tokens", "here it is 'max_output_tokens'"),
+        ("/v1/responses", "response_format", "here it is 'text.format'"),
+        ("/v1/responses", "temperatur", "did you mean 'temperature'?"),
+        ("/v1/chat/completions", "max_output_tokens", "here it is 'max_completion_tokens'"),
+        ("/v1/chat/completions", "dimensions", "it is a field of /v1/embeddings"),
+        ("/v1/completions", "max_completion_tokens", "here it is 'max_tokens'"),
+        ("/v1/completions", "odd", "unknown field 'odd'"),
+        ("/v1/messages", "min_tokens", "it is a field of /v1/chat/completions, /v1/completions, /v1/responses"),
+        ("/v1/embeddings", "output_dimension", "here it is 'dimensions'"),
+        ("/v2/embed", "dimensions", "here it is 'output_dimension'"),
+    ],
+)
+def test_a_field_of_another_route_is_no_slip_of_the_pen(client: TestClient, path: str, field: str, says: str) -> None:
+    base = BODIES[path]
+    response = client.post(path, json={**base, field: 5})  # type: ignore[dict-item]
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["message"].startswith(f"unknown field '{field}'")
+    assert error["message"].endswith(says) and error.get("param", field) == field
+
+
+def test_names_here_are_fields_of_the_body() -> None:
+    spelt = [(model, *names) for route in BODY_ROUTES for model in route.models for names in model.called_here.items()]
+    assert len(spelt) > 30
+    for model, name, here in spelt:
+        field, _, inner = here.partition(".")
+        assert name not in model.field_names() and field in model.field_names(), (model, name)
+        assert not inner or inner in str(model.model_json_schema(by_alias=True)["$defs"])
