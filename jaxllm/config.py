@@ -11,12 +11,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
 from jaxllm.logs import LogFormat
 from jaxllm.setting_values import (
-    STRICT,
     Bytes,
     Isq,
     IsqOrNone,
     Object,
     Seconds,
+    Settings,
     Sizes,
     SomeOf,
     check_served_name,
@@ -35,11 +35,11 @@ DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
 """The environment variable that forces an instruction set of the C++ kernels. It is no setting of a deployment."""
 
+ADAPTER_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
-class EngineConfig(BaseModel):
+
+class EngineConfig(Settings):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
-
-    model_config = STRICT
 
     model: str = "smollm2-135m"
     """A built-in name (`jaxllm pull --list`), a directory, a .gguf file, or a Hugging Face hub id."""
@@ -146,15 +146,26 @@ class EngineConfig(BaseModel):
     """Run the engine loop in a process of its own (default: yes for serve, no in notebooks)."""
 
     @property
+    def may_use_adapters(self) -> bool:
+        """Whether the sizes of adapters are used."""
+        return self.enable_lora
+
+    @model_validator(mode="after")
+    def _sizes_are_of_adapters(self) -> Self:
+        for name in ADAPTER_SIZES:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and not self.may_use_adapters:
+                raise ValueError(f"{name} is {value}, and enable_lora is false: no request could use an adapter")
+        return self
+
+    @property
     def in_group(self) -> bool:
         """Whether several processes run the model together."""
         return (self.num_processes or 1) > 1
 
 
-class LoRAModule(BaseModel):
+class LoRAModule(Settings):
     """A LoRA adapter that a server has from the start, in vLLM's words."""
-
-    model_config = STRICT
 
     name: Annotated[str, AfterValidator(check_served_name)]
     """What requests call it, as their model."""
@@ -213,10 +224,8 @@ class ModelConfig(EngineConfig):
         return comma_separated(self.served_model_name) or [self.model]
 
 
-class ServerConfig(BaseModel):
+class ServerConfig(Settings):
     """What belongs to the HTTP server, whatever models it serves."""
-
-    model_config = STRICT
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -336,6 +345,19 @@ class ServerConfig(BaseModel):
         """Whether there is a line of the log for each request."""
         return self.log_format == "json" if self.enable_request_logging is None else self.enable_request_logging
 
+    @model_validator(mode="after")
+    def _nothing_is_set_in_vain(self) -> Self:
+        lines = self.log_format == "json" and self.logs_requests
+        if self.log_prompts and not (lines or self.otlp_traces_endpoint):
+            raise ValueError(
+                "log_prompts is true, but no request is logged as JSON (log_format, enable_request_logging), "
+                "and no trace is sent (otlp_traces_endpoint)"
+            )
+        for name, needed in (("monitor_host", "monitor_port"), ("rate_limit_store", "api_key_file")):
+            if name in self.model_fields_set and getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{name} is {getattr(self, name)}, which changes nothing without {needed}")
+        return self
+
     monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """A port of its own for metrics, probes and /debug/, which looks into the processes; 0 takes a free one."""
     monitor_host: str = "127.0.0.1"
@@ -350,6 +372,11 @@ class ServerConfig(BaseModel):
 
 class ServeConfig(ServerConfig, ModelConfig):
     """A server and its model, side by side as flags, variables and flat YAML files give them."""
+
+    @property
+    def may_use_adapters(self) -> bool:
+        """With several models any of them may, by its own settings."""
+        return self.enable_lora or self.models is not None or self.model_directory is not None
 
     @property
     def of_model(self) -> ModelConfig:

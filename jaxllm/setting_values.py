@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticKnownError
 
-STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-"""Of every group of settings: they do not change, and one that is not known is refused."""
+
+class Settings(BaseModel):
+    """A group of settings: they do not change, one that is not known is refused, and a switch is no number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switches_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1, and `yes` in a YAML file is true."""
+        assert info.field_name is not None
+        if isinstance(value, bool) and _counts(cls.model_fields[info.field_name].annotation):
+            raise PydanticKnownError("float_type")
+        return value
+
+
+def _counts(annotation: Any) -> bool:
+    """Whether a type is one of numbers, or of several that have no bool among them."""
+    kinds = {kind for part in _parts(annotation) for kind in (part if isinstance(part, type) else type(part),)}
+    return bool(kinds & {int, float}) and bool not in kinds
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    inner = get_args(annotation)
+    yield from (part for one in inner for part in _parts(one)) if inner else (annotation,)
+
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from jaxllm.setting_values import STRICT
+from jaxllm.setting_values import Settings
 
 
-class SpeculativeConfig(BaseModel):
+class SpeculativeConfig(Settings):
     """How tokens are drafted that a step tries ahead, in vLLM's words."""
-
-    model_config = STRICT
 
     method: Literal["ngram", "suffix", "draft_model"] | None = None
     """ngram: what followed in the request's own text the last time that it said what it has just said. suffix: in the

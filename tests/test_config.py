@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig, make_config
 from jaxllm.errors import ConfigError
@@ -120,3 +121,27 @@ def test_names_of_a_model(setting: str | None, names: list[str]) -> None:
 def test_no_example_opens_a_port_to_other_machines_without_a_key(path: Path) -> None:
     config = make_config(ServeConfig, **yaml.safe_load(path.read_text(encoding="utf-8")))
     assert config.host in ("127.0.0.1", "localhost", "::1") or config.api_key is not None
+
+
+@pytest.mark.parametrize("name", ServeConfig.model_fields)
+def test_a_switch_is_no_number(name):
+    """`max_model_len: yes` in a YAML file would be a context of one token."""
+    kinds = str(ServeConfig.model_fields[name].annotation)
+    for switch in (True, False):
+        try:
+            value = getattr(ServeConfig(**{name: switch}), name)
+        except ValidationError as error:
+            assert "bool" not in kinds or name == "log_prompts", error
+        else:
+            assert value is switch and "bool" in kinds
+
+
+def test_a_switch_is_no_number_inside_a_setting_either():
+    with pytest.raises(ConfigError, match=r"^port is True: it must be a number$"):
+        make_config(ServeConfig, port=True)
+    for settings in (
+        {"speculative_config": {"num_speculative_tokens": True}},
+        {"lora_modules": [{"name": "a", "path": "/a", "scale": True}]},
+    ):
+        with pytest.raises(ConfigError, match=r"it must be a number"):
+            make_config(ServeConfig, **settings)

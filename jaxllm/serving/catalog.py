@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
-from jaxllm.config import LoRAModules, ModelConfig, ServeConfig, make_config, part_of
+from jaxllm.config import ADAPTER_SIZES, LoRAModules, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.serving.candle_vllm import is_candle_vllm, read_candle_vllm
@@ -148,8 +148,11 @@ def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> CatalogEntry:
+    settings = {**defaults, **_expanded(fields)}
+    if not (settings.get("enable_lora") or settings.get("adapters")):  # those of all models are for others
+        settings = {name: settings[name] for name in settings if name not in ADAPTER_SIZES or name in fields}
     try:
-        entry: CatalogEntry = make_config(CatalogEntry, **{**defaults, **_expanded(fields)})
+        entry: CatalogEntry = make_config(CatalogEntry, **settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if entry.data_parallel_size > 1:

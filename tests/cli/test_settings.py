@@ -93,10 +93,20 @@ SAMPLES: dict[str, Any] = {
 }  # fmt: skip
 
 
+NEEDED = {
+    **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras"), "enable_lora"),
+    "log_prompts": "log_format", "monitor_host": "monitor_port", "rate_limit_store": "api_key_file",
+}  # fmt: skip
+"""Settings that change nothing without another one."""
+
+
 @pytest.mark.parametrize("name", list(ServeConfig.model_fields))
 def test_every_field_is_a_flag_a_variable_and_a_key(cli, served, yaml_file, monkeypatch, name: str) -> None:
     value = SAMPLES[name]
-    expected = ServeConfig(**{name: value})
+    needed = {NEEDED[name]: SAMPLES[NEEDED[name]]} if name in NEEDED else {}
+    for other, sample in needed.items():
+        monkeypatch.setenv(f"JAXLLM_{other.upper()}", str(sample))
+    expected = ServeConfig(**{name: value}, **needed)
     assert expected != ServeConfig(), "the sample must differ from the default"
     flag = f"--{name.replace('_', '-')}"
     text = json.dumps(value) if isinstance(value, dict) else str(value)
@@ -179,3 +189,11 @@ def test_an_empty_list_of_names_is_refused(cli, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv(f"JAXLLM_{name.upper()}", value)
     result = cli("serve")
     assert result.code == 2 and f"JAXLLM_{name.upper()} is {value!r}: it must have at least one entry" in result.err
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_would_change_nothing_is_refused(cli, served, name: str) -> None:
+    value = SAMPLES[name]
+    outcome = cli("serve", f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    assert outcome.code != 0 and served == []
+    assert f"{name} is " in outcome.err and NEEDED[name] in outcome.err

@@ -160,3 +160,11 @@ def test_adapters_of_several_models_are_in_their_file(tmp_path: Path) -> None:
         read(tmp_path, {"a": {"model": "m", "lora_modules": "a=b"}})
     with pytest.raises(ConfigError, match="model 'a': adapters is set, and enable_lora is false"):
         read(tmp_path, {"a": {"model": "m", "adapters": "a=b", "enable_lora": False}})
+
+
+def test_sizes_of_adapters_are_for_those_that_take_some(tmp_path: Path) -> None:
+    document = {"a": {"model": "m"}, "b": {"model": "n", "adapters": "x=/x"}}
+    first, second = read(tmp_path, document, max_loras=2)
+    assert not first.enable_lora and (second.enable_lora, second.max_loras) == (True, 2)
+    with pytest.raises(ConfigError, match=r"model 'a': max_loras is 2, and enable_lora is false"):
+        read(tmp_path, {"a": {"model": "m", "max_loras": 2}})

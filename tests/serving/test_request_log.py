@@ -125,7 +125,7 @@ def test_each_line_of_a_batch_has_one(
 def test_text_tells_the_same_in_one_line(
     make_client: Callable[..., TestClient], engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = make_client(engine, enable_request_logging=True, log_prompts=True)
+    client = make_client(engine, enable_request_logging=True)
     with caplog.at_level(logging.INFO, LOG):
         client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3})
     [line] = [record.getMessage() for record in caplog.records if record.name == LOG]
