@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from jaxllm.errors import ConfigError
+from jaxllm.wording import kind_of
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,5 +46,5 @@ def read_mapping(path: Path, flag: str, holds: str) -> dict[Any, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds a {type(document).__name__}; it must be a mapping of {holds}")
+        raise ConfigError(f"{path} holds {kind_of(document)}; it must be a mapping of {holds}")
     return document

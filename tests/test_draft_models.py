@@ -13,6 +13,7 @@ import pytest
 from jaxllm import LLM, ConfigError, EngineConfig, LoRARequest, RequestOutput, SamplingParams, Steer
 from jaxllm.engine.device.slots import Slots
 from jaxllm.engine.start.plan import plan_engine
+from jaxllm.errors import ModelNotFoundError
 from tests.engine.device.test_device import device_of
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
@@ -188,3 +189,8 @@ def test_a_draft_model_of_another_vocabulary_is_refused():
     config = {"num_speculative_tokens": 3, "model": "gemma3-270m"}
     with pytest.raises(ConfigError, match=r"its token \d+ is .*; a draft model must have the same"):
         LLM("smollm2-135m", **FIELDS | {"skip_tokenizer_init": False}, speculative_config=config)
+
+
+def test_a_draft_model_that_is_nowhere_is_named_as_one(directory):
+    with pytest.raises(ModelNotFoundError, match=r"^speculative_config\.model: model 'nope' is no built-in name"):
+        LLM(directory, **FIELDS, speculative_config={"num_speculative_tokens": 3, "model": "nope"})

@@ -19,11 +19,10 @@ class ServerClient:
     """One running server, as OpenAI's routes see it.
 
     Use it in `async with`. Every method raises ServerError when the server refuses or breaks off, ConfigError when
-    nothing listens at `url`, which `flag` gave.
+    nothing listens at `url`.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, flag: str = "--url"):
-        self._flag = flag
+    def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -72,7 +71,7 @@ class ServerClient:
         raise ServerError(f"{self.url} closed the stream before [DONE]")
 
     def _unreachable(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self._flag} is {self.url!r}: no server answers there ({error or type(error).__name__})")
+        return ConfigError(f"no server answers at {self.url} ({error or type(error).__name__})")
 
 
 def _refusal(response: httpx.Response) -> ServerError:

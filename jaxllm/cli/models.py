@@ -76,7 +76,7 @@ def _list_families(json_output: bool) -> None:
 async def _served(url: str, api_key: str | None) -> list[dict[str, Any]]:
     from jaxllm.cli.client import ServerClient
 
-    async with ServerClient(url, api_key, "--server") as client:
+    async with ServerClient(url, api_key) as client:
         return await client.models()
 
 

@@ -24,11 +24,11 @@ def rm(
     Args:
         yes: Do not ask.
     """
-    from jaxllm.weights.local import find_local, remove_local
+    from jaxllm.weights.local import find_removable, remove_local
 
     if "model" not in config.model_fields_set:
         raise ConfigError("rm needs the name of a model; `jaxllm list` shows them")
-    model = find_local(config.model, config.download_dir)
+    model = find_removable(config.model, config.download_dir)
     if not yes and not agrees("rm", f"Remove {model.name} ({format_bytes(model.nbytes)}) from {model.path}? [y/N] "):
         print("kept")
         return

@@ -41,17 +41,18 @@ def in_words(error: CycloptsError) -> str:
             value = " ".join(token.value for token in argument.tokens)
             return f"{name} is {value!r}: {_within(argument) or error.exception_message}"
         case MissingArgumentError() if argument is not None:
-            return (
-                f"{argument.name} requires an argument"
-                if argument.field_info.is_keyword
-                else f"{argument.name} must be given"
-            )
+            return f"{error.keyword} requires an argument" if error.keyword else f"{_shown(argument)} must be given"
         case MixedArgumentError() if argument is not None:
             return f"{argument.name} is given as a whole and by its keys; one of the two is accepted"
         case RepeatArgumentError():
             return f"{error.token.keyword} is given more than once"
     error.verbose = False
     return str(error)
+
+
+def _shown(argument: Argument) -> str:
+    """The name by which the usage shows it: MODEL for what is given by its place, as --model may be."""
+    return argument.name if argument.index is None else argument.name.lstrip("-").upper()
 
 
 def _given(argument: Argument, wrong: Token | None) -> Token:

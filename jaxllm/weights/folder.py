@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.weights.fields import shown
+from jaxllm.wording import kind_of
 
 MAX_TEXT_BYTES = 2**28
 """Of one JSON file or template; the largest published tokenizer.json have 40 MB."""
@@ -75,7 +76,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     """The object in a JSON file of the folder. Raises CheckpointError as `read_json`, and for anything else."""
     value = read_json(folder, name)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{folder / name}: holds a JSON {type(value).__name__}, not an object")
+        raise CheckpointError(f"{folder / name}: holds {kind_of(value)}, not an object")
     return value
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.folders import existing
 from jaxllm.weights.source import BUILTIN_MODELS, list_builtin_models
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
 
 
 class LocalModel(NamedTuple):
@@ -41,22 +44,33 @@ def find_local(name: str, download_dir: Path | None = None) -> LocalModel:
     return found
 
 
+def find_removable(name: str, download_dir: Path | None = None) -> LocalModel:
+    """A model that `remove_local` would delete; raises ModelNotFoundError as that does."""
+    model = find_local(name, download_dir)
+    if name not in BUILTIN_MODELS and _cached_repository(name.partition(":")[0]) is None:
+        raise ModelNotFoundError(f"model {name!r} is a file or folder of yours: only what was downloaded is removed")
+    return model
+
+
+def _cached_repository(repo: str) -> CachedRepoInfo | None:
+    cached = _hub_cache()
+    kept = cached.repos if cached is not None else ()
+    return next((one for one in kept if one.repo_id == repo and one.repo_type == "model"), None)
+
+
 def remove_local(name: str, download_dir: Path | None = None) -> LocalModel:
     """Delete a model from the cache that it is in, and return what it was.
 
     Raises ModelNotFoundError: it is in no cache, or is a file or folder of the user's own.
     """
-    model = find_local(name, download_dir)
+    model = find_removable(name, download_dir)
     assert model.path is not None
     if name in BUILTIN_MODELS:
         shutil.rmtree(model.path.parent)
         return model
     repo, _, file = name.partition(":")
-    cached = _hub_cache()
-    kept = cached.repos if cached is not None else ()
-    found = next((one for one in kept if one.repo_id == repo and one.repo_type == "model"), None)
-    if found is None:
-        raise ModelNotFoundError(f"model {name!r} is a file or folder of yours: only what was downloaded is removed")
+    found = _cached_repository(repo)
+    assert found is not None
     if file:
         model.path.resolve().unlink()
         model.path.unlink()

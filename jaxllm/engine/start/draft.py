@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.options import build_options, choose_kinds
 from jaxllm.engine.start.platform import Platform
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ModelNotFoundError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
 from jaxllm.models.decoder import Decoder
@@ -65,7 +65,10 @@ def draft_blueprint(
     own = draft_config(config)
     if own is None:
         return None
-    path = source.resolve_model(own.model, revision=own.revision, download_dir=own.download_dir)
+    try:
+        path = source.resolve_model(own.model, revision=own.revision, download_dir=own.download_dir)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"speculative_config.model: {error}") from None
     checkpoint = open_model(own, path)
     try:
         spec = model_spec(checkpoint)
