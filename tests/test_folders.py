@@ -87,6 +87,15 @@ def test_a_server_whose_data_cannot_be_written_does_not_start(tmp_path):
     assert f"data_dir is '{tmp_path / 'file'}', where nothing can be written: File exists" in line
 
 
+def test_a_url_of_no_database_is_refused_before_a_model_is_loaded(tmp_path):
+    model = write_checkpoint("llama_gqa", tmp_path / "model")
+    command = [sys.executable, "-m", "jaxllm", "serve", str(model), "--port", "0", "--database-url", "bogus"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "database_url cannot be used" in line
+
+
 @pytest.mark.parametrize("text", ["~nobody-of-that-name/x", "x" * 5000, "x\0y"])
 def test_a_text_that_can_be_no_path_is_no_model_tokenizer_or_adapter(text):
     assert existing(text) is None

@@ -39,6 +39,7 @@ from jaxllm.serving.running import noted
 from jaxllm.serving.served_model import stopped
 from jaxllm.serving.start_models import ServerModels
 from jaxllm.serving.state import ServerState
+from jaxllm.serving.store.database import Database
 from jaxllm.serving.systemd import Watchdog, notify
 from jaxllm.serving.telemetry import check_telemetry
 from jaxllm.sharding.clusters import settled
@@ -78,6 +79,8 @@ def serve(config: ServeConfig) -> None:
     with listening(config) as listener, _ending_on_sigterm():
         if (reason := unwritable(in_home(config.data_dir))) is not None:
             raise ConfigError(f"data_dir is {str(config.data_dir)!r}, where nothing can be written: {reason}")
+        if config.database_url is not None:
+            Database(config.database_url)  # connects to nothing
         check_telemetry(config)
         models = ServerModels(config)  # refuses what is wrong before anything is loaded
         if config.api_key_file is not None:

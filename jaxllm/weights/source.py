@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxllm.config import CACHE_DIR
-from jaxllm.errors import CheckpointError, ModelNotFoundError
+from jaxllm.errors import CheckpointError, ModelNotFoundError, reason
 from jaxllm.folders import existing, in_home
 from jaxllm.weights.folder import NO_PICKLES, PICKLES, is_saved
 from jaxllm.weights.generation import generation_config_of
@@ -245,7 +245,7 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
                 _fetch(name, model, target)
             recommended.write_text(json.dumps(model.sampling))
     except OSError as error:
-        raise ModelNotFoundError(f"model {name!r} cannot be kept in {target.parent}: {error}") from None
+        raise ModelNotFoundError(f"model {name!r} cannot be kept in {target.parent}: {reason(error)}") from None
     return target
 
 
