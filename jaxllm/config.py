@@ -16,7 +16,7 @@ from jaxllm.setting_values import (
     IsqOrNone,
     Object,
     Seconds,
-    Settings,
+    SettingsGroup,
     Sizes,
     SomeOf,
     check_served_name,
@@ -38,7 +38,7 @@ CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
 ADAPTER_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
 
-class EngineConfig(Settings):
+class EngineConfig(SettingsGroup):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
     model: str = "smollm2-135m"
@@ -164,7 +164,7 @@ class EngineConfig(Settings):
         return (self.num_processes or 1) > 1
 
 
-class LoRAModule(Settings):
+class LoRAModule(SettingsGroup):
     """A LoRA adapter that a server has from the start, in vLLM's words."""
 
     name: Annotated[str, AfterValidator(check_served_name)]
@@ -224,7 +224,7 @@ class ModelConfig(EngineConfig):
         return comma_separated(self.served_model_name) or [self.model]
 
 
-class ServerConfig(Settings):
+class ServerConfig(SettingsGroup):
     """What belongs to the HTTP server, whatever models it serves."""
 
     host: str = "127.0.0.1"

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 
-class Settings(BaseModel):
+class SettingsGroup(BaseModel):
     """A group of settings: they do not change, one that is not known is refused, and a switch is no number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

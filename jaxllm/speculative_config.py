@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jaxllm.setting_values import Settings
+from jaxllm.setting_values import SettingsGroup
 
 
-class SpeculativeConfig(Settings):
+class SpeculativeConfig(SettingsGroup):
     """How tokens are drafted that a step tries ahead, in vLLM's words."""
 
     method: Literal["ngram", "suffix", "draft_model"] | None = None
