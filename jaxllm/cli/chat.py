@@ -17,6 +17,7 @@ from jaxllm.cli.chat_file import SavedChat, check_setting, load_chat, save_chat
 from jaxllm.cli.chat_input import prepare_terminal, read_message
 from jaxllm.cli.sampling import sampling_params, takes_sampling
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
+from jaxllm.cli.streams import as_typed
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
 from jaxllm.folders import in_home
@@ -159,7 +160,7 @@ class Chat:
         from rich.console import Console
 
         self.backend = backend
-        self.system = system
+        self.system = system and as_typed(system)
         self.messages: ChatHistory = []
         self.console = Console(highlight=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxllm.cli.streams import as_typed
 from jaxllm.config import CACHE_DIR
 from jaxllm.folders import unwritable
 
@@ -13,13 +14,13 @@ def read_message(prompt: str, continuation: str) -> tuple[str, bool]:
 
     Raises EOFError at the end of the input, and KeyboardInterrupt for Ctrl-C.
     """
-    line = input(prompt).strip()
+    line = as_typed(input(prompt)).strip()
     if not line.startswith(BLOCK):
         return line, "\n" not in line
     lines = [line.removeprefix(BLOCK)]
     while BLOCK not in lines[-1]:
         try:
-            lines.append(input(continuation))
+            lines.append(as_typed(input(continuation)))
         except EOFError:
             break
     lines[-1] = lines[-1].partition(BLOCK)[0]

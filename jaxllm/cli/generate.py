@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from jaxllm.cli.sampling import sampling_params, takes_sampling
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
+from jaxllm.cli.streams import as_typed
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
 
@@ -95,11 +96,11 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if prompts and file:
         raise ConfigError("give prompts as arguments or with --file, not both")
     if prompts:
-        return prompts
+        return [as_typed(prompt) for prompt in prompts]
     if file is None and sys.stdin.isatty():
         raise ConfigError("no prompt: give one as an argument, with --file, or on standard input")
     try:
-        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
+        text = as_typed(sys.stdin.read()) if file is None or str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--file is {str(file)!r}: {reason(error)}") from None
     lines = [line for line in text.splitlines() if line.strip()]

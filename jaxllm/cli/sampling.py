@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from cyclopts import Group, Parameter
 
 from jaxllm.cli.documentation import documentation, documented
+from jaxllm.cli.streams import as_typed
 from jaxllm.config import EngineConfig
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
@@ -50,7 +51,15 @@ def sampling_params(given: Mapping[str, Any], model_defaults: SamplingDefaults =
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **model_defaults.fields(), **given})
+    typed = {name: _as_typed(value) for name, value in given.items()}
+    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **model_defaults.fields(), **typed})
+
+
+def _as_typed(value: Any) -> Any:
+    """The texts of a flag, alone or in a list."""
+    if isinstance(value, list):
+        return [_as_typed(entry) for entry in value]
+    return as_typed(value) if isinstance(value, str) else value
 
 
 def sampling_flags() -> list[inspect.Parameter]:

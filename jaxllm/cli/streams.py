@@ -66,6 +66,17 @@ def prepare_streams() -> None:
         sys.stdout = Output(sys.stdout)
 
 
+def as_typed(text: str) -> str:
+    """A text of the command line or standard input as it was typed, in UTF-8, where the locale knows ASCII alone.
+
+    Python then keeps each other byte as half of a character, which paths need and no tokenizer takes.
+    """
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        return text
+
+
 def _is_open(descriptor: int) -> bool:
     try:
         os.fstat(descriptor)

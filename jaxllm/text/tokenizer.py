@@ -39,6 +39,15 @@ _CONFIG_FIELDS: FieldKinds = ADDED_TOKEN_FIELDS | {
 """Of tokenizer_config.json."""
 
 
+def _check_characters(text: str) -> None:
+    """Raises InvalidRequestError where Python's text is none: it may hold halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise InvalidRequestError(f"the text has {half}, half of a character, at position {error.start}") from None
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
@@ -78,6 +87,7 @@ class Tokenizer:
 
         Raises InvalidRequestError for a text that the tokenizer fails on.
         """
+        _check_characters(text)
         with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
             if len(text) < LONG_TEXT:
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -107,6 +117,8 @@ class Tokenizer:
 
         Also where the tokens of the second type begin, which encoders tell from the first; 0 where all are of one type.
         """
+        _check_characters(text)
+        _check_characters(other)
         with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
             found = self.backend.encode(text, other)
         return found.ids, found.type_ids.index(1) if 1 in found.type_ids else 0

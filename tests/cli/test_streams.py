@@ -49,6 +49,23 @@ def test_what_an_encoding_lacks_is_written_as_an_escape(command: str) -> None:
     assert ended.stdout.isascii() and b"\\u20" in ended.stdout
 
 
+TEXTS = """
+import sys
+from pathlib import Path
+from jaxllm.cli.chat_input import read_message
+from jaxllm.cli.generate import read_prompts
+from jaxllm.cli.sampling import sampling_params
+
+print(ascii([*read_prompts(sys.argv[1:], None), *sampling_params({"stop": sys.argv[1:]}).stop]))
+print(ascii(read_message("", "")[0]), ascii(read_prompts([], Path("-"))))
+"""
+
+
+def test_texts_are_in_utf_8_where_the_locale_knows_ascii_alone() -> None:
+    ended = shell("<<< $'ü\\n😀'", "-c", TEXTS, "ü😀", LC_ALL="C", PYTHONUTF8="0")
+    assert ended.stdout.decode().splitlines() == [ascii(["ü😀"] * 2), f"{'ü'!a} {['😀']!a}"], ended.stderr
+
+
 SERVER = """
 from jaxllm.cli.main import app, run
 from jaxllm.config import ServeConfig

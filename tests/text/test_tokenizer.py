@@ -495,3 +495,10 @@ def test_gemma3_encodes_as_transformers_conversion_does(gemma3):
     oracle, _ = mapping.convert_gguf_tokenizer("gemma3", fields)
     for text in [*TEXTS, "<table>\n\n\n     x <unused5> <end_of_turn>", Path(__file__).read_text(encoding="utf-8")]:
         assert gemma3.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False).ids
+
+
+def test_half_of_a_character_is_named(tmp_path):
+    tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": "{{ messages[0].content }}"}))
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_pair("a", text)):
+        with pytest.raises(InvalidRequestError, match=r"^the text has U\+D83D, half of a character, at position 2$"):
+            encode("hi\ud83d")
