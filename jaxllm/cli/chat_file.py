@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.cli.sampling import sampling_flags, sampling_params
-from jaxllm.errors import ConfigError, one_line
+from jaxllm.errors import ConfigError, one_line, reason
 
 ROLES = ("user", "assistant")
 NOT_IN_CHATS = {
@@ -35,8 +35,10 @@ def load_chat(file: Path) -> SavedChat:
     """Raises ConfigError when the file cannot be read or is no chat that /save has written."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {one_line(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {reason(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read, as it is no JSON: {one_line(error)}") from None
     if not isinstance(found, dict) or found.keys() != set(SavedChat._fields):
         raise ConfigError(f"{file} is no saved chat: it must be an object with {', '.join(SavedChat._fields)}")
     system, messages, settings = (found[name] for name in SavedChat._fields)

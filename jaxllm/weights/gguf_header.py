@@ -53,6 +53,8 @@ def read_header(path: Path, *, skip: Container[str] = VOCABULARY_ARRAYS) -> GGUF
     Raises CheckpointError when the file is not GGUF, truncated (tensor data included), or of unknown version or type.
     """
     try:
+        if path.stat().st_size == 0:
+            raise CheckpointError(f"{path}: the file is empty")
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header(skip)
     except (OSError, ValueError) as error:

@@ -139,7 +139,7 @@ def test_a_chat_is_saved_and_goes_on_later(monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{", "cannot be read"),
+        ("{", "cannot be read, as it is no JSON"),
         ("[]", "it must be an object with system, messages, settings"),
         ('{"system": 1, "messages": [], "settings": {}}', "system must be text or null"),
         ('{"system": null, "messages": [{"role": "x", "content": "a"}], "settings": {}}', "user or assistant"),
@@ -149,9 +149,12 @@ def test_a_chat_is_saved_and_goes_on_later(monkeypatch, tmp_path) -> None:
 )
 def test_files_that_are_no_chats(monkeypatch, capsys, tmp_path, content: str, problem: str) -> None:
     (tmp_path / "x.json").write_text(content)
-    chat = talk(Scripted(), [f"/load {tmp_path / 'x.json'}", "/load", f"/save {tmp_path}/none/x"], monkeypatch)
+    chat = talk(
+        Scripted(), [f"/load {tmp_path / 'x.json'}", "/load", f"/save {tmp_path}/none/x", "/load /none"], monkeypatch
+    )
     out = capsys.readouterr().out.replace("\n", " ")
     assert problem in out and "/load needs a file" in out and "cannot be written" in out
+    assert "/none cannot be read: no such file or directory" in out
     assert chat.messages == []
 
 

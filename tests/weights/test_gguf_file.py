@@ -7,6 +7,7 @@ from gguf import GGMLQuantizationType
 from jaxllm.errors import CheckpointError
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.gguf_header import read_header
 from tests.weights.models import real_model
 
 
@@ -144,3 +145,9 @@ def test_every_tensor_of_gemma3_is_finite_and_of_its_shape():
         array = checkpoint.read(name).expand()
         assert array.shape == info.shape and np.isfinite(array).all(), name
         assert array.std() > 0, name
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path):
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"x\.gguf: the file is empty$"):
+        read_header(tmp_path / "x.gguf")

@@ -10,6 +10,7 @@ from jaxllm.cli.convert.destination import new_destination
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.errors import ConfigError
 from jaxllm.progress import Progress
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.source import resolve_model
@@ -43,6 +44,10 @@ def convert_model(
         "safetensors": write_safetensors,
         "gguf": write_gguf,
     }
+    if to != "gguf" and destination.suffix == ".gguf":
+        raise ConfigError(
+            f"destination is {str(destination)!r}, and --to {to} writes a directory; --to gguf writes a file"
+        )
     adapters = [MergedAdapter.parse(text) for text in merge_lora]
     source = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     with new_destination(destination, source) as target:

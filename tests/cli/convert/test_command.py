@@ -41,8 +41,8 @@ def test_adapters_are_given_one_by_one(cli, conversions) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("convert",), "--model"),
-        (("convert", "m"), "--destination"),
+        (("convert",), "MODEL must be given"),
+        (("convert", "m"), "DESTINATION must be given"),
         (("convert", "m", "out", "--to", "onnx"), "onnx"),
         (("convert", "m", "out", "--isq", "q9"), "--isq is 'q9'"),
         (("convert", "m", "out", "--port", "1"), "--port"),
@@ -53,3 +53,9 @@ def test_what_is_wrong_is_said_in_a_line(arguments, said, cli, conversions) -> N
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said.lower() in err.lower()
     assert conversions == []
+
+
+@pytest.mark.parametrize("to", ["orbax", "safetensors"])
+def test_a_gguf_file_is_not_made_a_directory(cli, tmp_path: Path, to: str) -> None:
+    outcome = cli("convert", "m", str(tmp_path / "x.gguf"), "--to", to)
+    assert outcome.code == 2 and f"--to {to} writes a directory; --to gguf writes a file" in outcome.err
