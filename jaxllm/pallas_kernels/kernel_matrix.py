@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllm.sharding.collectives import gather_over_tensor
+
 
 @dataclass(frozen=True)
 class KernelMatrix:
@@ -27,6 +29,8 @@ class KernelMatrix:
         bits: of a code.
         middle: the code that stands for zero.
         levels: what each code stands for; empty: itself.
+        order: int32 `[*stack, i]`: column `j` is for input `order[j]`; None where columns lie as inputs do.
+        divided: whether the columns are for inputs of all devices.
     """
 
     codes: jax.Array
@@ -38,6 +42,12 @@ class KernelMatrix:
     bits: int = 8
     middle: int = 0
     levels: tuple[float, ...] = ()
+    order: Any = None
+    divided: bool = False
+
+    def arranged(self, x: jax.Array) -> jax.Array:
+        """The inputs `[n, i]` of this one matrix as its columns lie."""
+        return x if self.order is None else arranged(x, self.order, self.divided)
 
     @property
     def planes(self) -> int:
@@ -73,3 +83,9 @@ class KernelMatrix:
     def scales_whole_rows(self) -> bool:
         """A row's scale can be applied to the product."""
         return self.scale is not None and self.zero is None and self.scale_columns == self.shape[-1]
+
+
+def arranged(x: jax.Array, order: jax.Array, divided: bool = False) -> jax.Array:
+    """The inputs `order` of `x` `[n, i]`, which is `divided` over the devices or whole on each."""
+    x = gather_over_tensor(x) if divided else x
+    return x.at[:, order].get(mode="promise_in_bounds", unique_indices=True)

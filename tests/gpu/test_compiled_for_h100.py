@@ -105,6 +105,16 @@ def test_quantized_weights_are_expanded_in_registers(compiled: Any, kind: str) -
     assert found["temporaries"] < 0.02 * found["weights"]
 
 
+@pytest.mark.parametrize("step", [("decode", "16", "plain"), ("backbone", "512", "plain")], ids=" ".join)
+def test_sorted_inputs_are_gathered_and_weights_left_alone(compiled: Any, step: tuple[str, ...]) -> None:
+    """Once for queries, keys and values, once for outputs, once for gate and up; where an activation stands in front of
+    it, the gather is part of that."""
+    ordered, plain = (compiled("Llama-3.1-8B", *step, "--packing", p, layers=4) for p in ("gptq_sorted", "gptq"))
+    check(ordered, decode=step[0] == "decode")
+    assert ordered["temporaries"] < 0.02 * ordered["weights"] + plain["temporaries"]
+    assert ordered["kernels"] - plain["kernels"] <= 3 * 4
+
+
 def test_several_devices_are_one_graph_too(compiled: Any) -> None:
     check(compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", "2", layers=4))
 

@@ -8,7 +8,6 @@ residual (`norm`). Biases, and gates other than an activation, are XLA's, betwee
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -44,8 +43,14 @@ def experts(
     rows = tokens * routing.top_k
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
-    multiply = partial(grouped_matmul, lists=lists, rows=rows, interpret=interpret)
-    group = None if biases is None else groups_of_rows(lists, rows, tile_rows)
+    sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
+    group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
+
+    def multiply(x: jax.Array, matrix: KernelMatrix, **options: Any) -> jax.Array:
+        if matrix.order is not None and group is not None:
+            x = _in_their_order(x, matrix.order, group)
+        return grouped_matmul(x, matrix, lists, rows, interpret=interpret, **options)
+
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
     else:
@@ -55,6 +60,12 @@ def experts(
     outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
     outputs = outputs if biases is None else outputs + biases[1][group]
     return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
+
+
+def _in_their_order(x: Float[Array, "n i"], order: Int[Array, "X i"], group: Int[Array, "N"]) -> Float[Array, "N i"]:
+    """Every row as its group's columns lie; rows side by side share one of `x`, but each has an order of its own."""
+    rows = jnp.repeat(x, group.shape[0] // x.shape[0], axis=0)
+    return jnp.take_along_axis(rows, order[group], axis=1, mode="promise_in_bounds")
 
 
 def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Array]) -> Float[Array, "N n//2"]:

@@ -61,6 +61,7 @@ def add_norm(
 
 
 def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
+    x = matrix.arranged(x)
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
         from jaxllm.pallas_kernels.gpu import few_rows, matmul
 

@@ -1,0 +1,37 @@
+"""Quantized checkpoints on the kernels of NVIDIA GPUs, interpreted or on one: the logits of what they stand for."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.models.registry import model_spec
+from jaxllm.pallas_kernels.gpu import few_rows, matmul
+from jaxllm.weights import open_checkpoint
+from jaxllm.weights.kinds import KindChooser
+from tests.gpu_here import INTERPRET
+from tests.models.harness import Chunk, Harness
+from tests.models.packed_models import prompt, write
+from tests.models.test_gpu_kernels import INTERPRETED
+
+CASES = ("llama:gptq_sorted", "llama:gptq_sorted_each", "phi3:gptq_sorted", "mixtral:gptq_sorted_each")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((few_rows, "few_rows"), (matmul, "matmul")):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_packed_checkpoint_gives_the_logits_of_its_numbers(case: str, tmp_path: Path) -> None:
+    """Few rows in a decode, many in a prompt."""
+    packed, plain = write(case, tmp_path)
+    checkpoint, ids = open_checkpoint(packed), prompt()
+    model = Harness(packed, kernels=INTERPRETED, kinds=KindChooser(checkpoint, model_spec(checkpoint).names))
+    expected = Harness(plain).run([ids], [Chunk(0, 0, len(ids))])[0]
+    found = [model.run([ids], [Chunk(0, 0, len(ids) - 1)])[0], model.decode(ids[-1], len(ids) - 1)[None]]
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
