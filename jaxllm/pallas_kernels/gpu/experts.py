@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.pallas_kernels.gpu import block_scaled
 from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
@@ -49,7 +50,9 @@ def experts(
     def multiply(x: jax.Array, matrix: KernelMatrix, **options: Any) -> jax.Array:
         if matrix.order is not None and group is not None:
             x = _in_their_order(x, matrix.order, group)
-        return grouped_matmul(x, matrix, lists, rows, interpret=interpret, **options)
+        few = tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix)
+        product = block_scaled.grouped_few_rows if few else grouped_matmul
+        return product(x, matrix, lists, rows, interpret=interpret, **options)
 
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)

@@ -63,8 +63,10 @@ def add_norm(
 def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
     x = matrix.arranged(x)
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
-        from jaxllm.pallas_kernels.gpu import few_rows, matmul
+        from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, matmul
 
+        if x.shape[0] <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
+            return block_scaled.few_rows(x, matrix, dtype)
         if x.shape[0] <= few_rows.MOST_ROWS and few_rows.knows(matrix):
             return few_rows.few_rows(x, matrix).astype(dtype)
         return matmul.matmul(x, matrix).astype(dtype)

@@ -1,0 +1,170 @@
+"""Products of few rows with weights of e4m3 in blocks that share a scale, on NVIDIA GPUs: each byte is read once.
+
+One program per (block of outputs, part of the inputs, or tile of a group's rows). A program walks its inputs as many at
+a time as share a scale while the next ones are loaded, makes 16-bit floats of codes in registers, and multiplies the
+sums by the scale, in float32: that is one operation for each row where scaling weights would be one for each weight,
+and rounds nothing. Outputs come first in the tensor cores' products, of which then 8 rows are enough. The parts of long
+rows are walked side by side, and their sums joined by one more kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu.float8 import numbers_of_e4m3
+from jaxllm.pallas_kernels.gpu.groups import RowLists
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+
+MOST_ROWS = 16
+"""As many as are multiplied at a time; `matmul` is for more."""
+BLOCK_OUT = 64
+FEWEST_INPUTS, MOST_INPUTS = 32, 128
+"""That are multiplied at a time."""
+PROGRAMS = 512
+"""Rows are parted until there are that many, as far as parts have `PART_STEPS` steps."""
+PART_STEPS = 4
+NUM_WARPS, NUM_STAGES = 2, 3
+
+
+def knows(matrix: KernelMatrix) -> bool:
+    """Codes of e4m3 for a model of 16-bit floats, with a scale for some neighbouring inputs, a power of two."""
+    columns = matrix.scale_columns
+    blocks = matrix.codes.dtype == jnp.float8_e4m3fn and matrix.scale is not None and not matrix.scales_whole_rows
+    return (
+        blocks
+        and np.dtype(matrix.dtype).itemsize == 2
+        and columns >= FEWEST_INPUTS
+        and columns == pl.next_power_of_2(columns)
+    )
+
+
+def few_rows(
+    x: Float[Array, "T i"], matrix: KernelMatrix, dtype: Any = jnp.float32, *, interpret: bool = False
+) -> Float[Array, "T o"]:
+    """`x @ matrix.T` of at most MOST_ROWS rows, summed in float32."""
+    outputs, inputs = matrix.shape
+    blocks, steps = pl.cdiv(outputs, BLOCK_OUT), inputs // _step(matrix)
+    parts = max(1, min(pl.cdiv(PROGRAMS, blocks), steps // PART_STEPS))
+    sums = _call(
+        x, matrix, (), x.shape[0], outputs, (blocks, parts), jnp.float32 if parts > 1 else dtype, None, interpret
+    )
+    return sums[0] if parts == 1 else jnp.sum(sums, axis=0).astype(dtype)
+
+
+def grouped_few_rows(
+    x: Float[Array, "n i"],
+    matrix: KernelMatrix,
+    lists: RowLists,
+    rows: int,
+    *,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    dtype: Any = jnp.float32,
+    interpret: bool = False,
+) -> Float[Array, "N o"]:
+    """See `matmul.grouped_matmul`; tiles have at most MOST_ROWS rows."""
+    width = matrix.shape[-2] if activation is None else matrix.shape[-2] // 2
+    grid = (pl.cdiv(matrix.shape[-2], BLOCK_OUT), len(lists.tiles))
+    return _call(x, matrix, (lists.tiles, lists.rows), rows, width, grid, dtype, activation, interpret)[0]
+
+
+def _step(matrix: KernelMatrix) -> int:
+    return min(MOST_INPUTS, matrix.scale_columns)
+
+
+def _call(
+    x: jax.Array, matrix: KernelMatrix, lists: tuple[jax.Array, ...], rows: int, width: int, grid: tuple[int, int],
+    dtype: Any, activation: Callable[[jax.Array], jax.Array] | None, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    outputs, inputs = matrix.shape[-2:]
+    codes = lax.bitcast_convert_type(matrix.codes, jnp.uint8).reshape(-1, inputs)
+    kernel = functools.partial(
+        _kernel, outputs=outputs, scale_rows=matrix.scale_rows, scale_columns=matrix.scale_columns, step=_step(matrix),
+        share=rows // x.shape[0], grouped=bool(lists), activation=activation, plain=interpret,
+    )  # fmt: skip
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((1 if lists else grid[1], rows, width), dtype),
+        grid=grid,
+        interpret=interpret,
+        compiler_params=triton_compiler_params(NUM_WARPS, NUM_STAGES),
+        name="block_scaled_few_rows",
+    )(*lists, x.astype(matrix.dtype), codes, matrix.scale.reshape(-1, matrix.scale.shape[-1]))
+
+
+def _kernel(
+    *refs: Any, outputs: int, scale_rows: int, scale_columns: int, step: int, share: int, grouped: bool,
+    activation: Callable[[jax.Array], jax.Array] | None, plain: bool,
+) -> None:  # fmt: skip
+    *list_refs, x_ref, codes_ref, scale_ref, out_ref = refs
+    block, second = pl.program_id(0), pl.program_id(1)
+    count_of_rows = MOST_ROWS if grouped or x_ref.shape[0] > 8 else 8
+    of_tile = jnp.arange(count_of_rows)
+    steps = codes_ref.shape[1] // step
+    if grouped:
+        tiles_ref, rows_ref = list_refs
+        group, first, count = (tiles_ref[second, column] for column in range(3))
+        part, begin, end = 0, 0, steps
+        live = of_tile < count
+        row = triton_load(rows_ref.at[first + of_tile], mask=live, other=out_ref.shape[1])
+    else:
+        group, count, part, row = 0, x_ref.shape[0], second, of_tile
+        each = pl.cdiv(steps, out_ref.shape[0])
+        begin, end = part * each, jnp.minimum((part + 1) * each, steps)
+        live = of_tile < count
+    lane = block * BLOCK_OUT + jnp.arange(BLOCK_OUT)
+    inside = lane < outputs
+    # A gate's output and the one that it is for are neighbours.
+    output = lane if activation is None else lax.rem(lane, 2) * (outputs // 2) + lax.div(lane, 2)
+    output = jnp.where(inside, output, 0)
+    matrix_row = group * outputs + output
+    scale_row = group * pl.cdiv(outputs, scale_rows) + lax.div(output, scale_rows)
+    x_row = lax.div(row, share)
+
+    def add_step(index: Array, sums: Array) -> Array:
+        at = index * step + jnp.arange(step)
+        codes = codes_ref[matrix_row[:, None], at[None, :]]
+        rows = triton_load(
+            x_ref.at[x_row[:, None], at[None, :]],
+            mask=jnp.broadcast_to(live[:, None], (count_of_rows, step)),
+            other=0,
+        )
+        scale = scale_ref[scale_row, jnp.broadcast_to(lax.div(index * step, scale_columns), scale_row.shape)]
+        product = lax.dot_general(
+            numbers_of_e4m3(codes, rows.dtype, plain=plain),
+            rows,
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return sums + product * scale[:, None]
+
+    @pl.when(count > 0)
+    def _() -> None:
+        sums = lax.fori_loop(begin, end, add_step, jnp.zeros((BLOCK_OUT, count_of_rows), jnp.float32))
+        place, there = lane, inside
+        if activation is not None:
+            gate, up = _neighbours(sums)
+            sums = activation(gate) * up
+            place = block * (BLOCK_OUT // 2) + jnp.arange(BLOCK_OUT // 2)
+            there = place < outputs // 2
+        triton_store(
+            out_ref.at[part, row[None, :], place[:, None]],
+            sums.astype(out_ref.dtype),
+            mask=live[None, :] & there[:, None],
+        )
+
+
+def _neighbours(x: Float[Array, "o n"]) -> tuple[Float[Array, "o//2 n"], Float[Array, "o//2 n"]]:
+    """The even and the odd rows."""
+    pairs = x.reshape(-1, 2, x.shape[1])
+    even = (jnp.arange(2) == 0)[None, :, None]
+    return jnp.sum(jnp.where(even, pairs, 0), axis=1), jnp.sum(jnp.where(even, 0, pairs), axis=1)
