@@ -29,6 +29,7 @@ class KernelMatrix:
         bits: of a code.
         middle: the code that stands for zero.
         levels: what each code stands for; empty: itself.
+        rounds: whether inputs are rounded to int8 too, by runs (`rounded.quantize_runs`).
         order: int32 `[*stack, i]`: column `j` is for input `order[j]`; None where columns lie as inputs do.
         divided: whether the columns are for inputs of all devices.
     """
@@ -42,6 +43,7 @@ class KernelMatrix:
     bits: int = 8
     middle: int = 0
     levels: tuple[float, ...] = ()
+    rounds: bool = False
     order: Any = None
     divided: bool = False
 

@@ -26,7 +26,7 @@ from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs
-from jaxllm.pallas_kernels.gpu import block_scaled
+from jaxllm.pallas_kernels.gpu import block_scaled, int8
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
 from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu.few_rows import few_rows
@@ -199,6 +199,27 @@ def few_of_blocks(dtype: np.dtype) -> Program:
     )  # fmt: skip
 
 
+def integers() -> Program:
+    """Tiles of 16 rows in parts, of 64 and 128; and those of experts, with an activation and without."""
+    kind = PerChannelKind(INT8, BF16, activations=True)
+    count, _, size = EXPERTS
+    rows = 32
+
+    def run(weight: Weight, few: Any, some: Any, many: Any, experts: Weight, x: Any, lists: RowLists) -> Any:
+        (matrix,) = weight.kernel_matrices or ()
+        found = [int8.matmul(x, matrix, BF16) for x in (few, some, many)]
+        (matrix,) = experts.kernel_matrices or ()
+        for activation in (jax.nn.silu, None):
+            found.append(int8.grouped_matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
+        return found
+
+    lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
+    return run, (
+        kind.abstract((4096, 14336)), *(array(n, 14336, dtype=BF16) for n in (1, 64, 512)), kind.abstract(EXPERTS),
+        array(rows // 2, size, dtype=BF16), lists,
+    )  # fmt: skip
+
+
 def delta(key_heads: int, heads: int, size: int) -> Program:
     """A token of each of 64 sequences."""
     keys, seqs = key_heads * size, 64
@@ -311,6 +332,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "few rows, 4 bits, f32": lambda: few(GroupsKind(F32)),
     "few rows, 2 bits": lambda: few(GroupsKind(BF16, 2)),
     "few rows, 8 bits": lambda: few(GroupsKind(BF16, 8)),
+    "integers": integers,
     "few rows, fp8 in blocks": lambda: few_of_blocks(BF16),
     "few rows, fp8 in blocks, f16": lambda: few_of_blocks(F16),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},

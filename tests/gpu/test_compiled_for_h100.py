@@ -115,6 +115,14 @@ def test_blocks_of_fp8_are_read_as_they_are(compiled: Any) -> None:
     assert (more["kernels"] - found["kernels"]) / 2 <= 10 + 4
 
 
+def test_integers_are_multiplied_as_they_are(compiled: Any) -> None:
+    """By kernels as many as bfloat16 has, those that round the inputs of four products, and that add parts up."""
+    found, more = (compiled("Llama-3.1-8B", "decode", "16", "plain", "--packing", "w8a8", layers=n) for n in (2, 4))
+    check(found)
+    assert found["temporaries"] < 0.02 * found["weights"]
+    assert (more["kernels"] - found["kernels"]) / 2 <= 10 + 4 + 4
+
+
 @pytest.mark.parametrize("step", [("decode", "16", "plain"), ("backbone", "512", "plain")], ids=" ".join)
 def test_sorted_inputs_are_gathered_and_weights_left_alone(compiled: Any, step: tuple[str, ...]) -> None:
     """Once for queries, keys and values, once for outputs, once for gate and up; where an activation stands in front of

@@ -51,6 +51,7 @@ OTHERS: dict[str, tuple[str, Mapping[int, int], Packing]] = {
     "phi3:fp8_blocks": ("phi3", {}, packings.fp8_blocks(48, 32)),
     "mixtral:gptq_sorted": ("mixtral", {}, packings.gptq(4, 8, symmetric=False, act_order=True)),
     "mixtral:gptq_sorted_each": ("mixtral", {}, packings.gptq(4, 8, symmetric=True, act_order=True, each=True)),
+    "mixtral:compressed_w8a8": ("mixtral", {}, packings.compressed_int8(rounds_inputs=True)),
     "mixtral:awq": ("mixtral", {}, packings.awq(8)),
     "mixtral:bitsandbytes_nf4": ("mixtral", {}, packings.bitsandbytes_nf4()),
     "mixtral:mxfp4": ("mixtral", {80: 64, 104: 96}, packings.mxfp4()),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm.models.registry import model_spec
-from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, matmul
+from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, matmul
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from tests.gpu_here import INTERPRET
@@ -24,7 +24,7 @@ CASES = ("llama:gptq_sorted", "llama:gptq_sorted_each", "phi3:gptq_sorted", "mix
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((few_rows, "few_rows"), (matmul, "matmul"), (block_scaled, "few_rows")):
+    for module, name in ((few_rows, "few_rows"), (matmul, "matmul"), (block_scaled, "few_rows"), (int8, "matmul")):
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
 
 
@@ -57,3 +57,19 @@ def test_bfloat16_is_as_close_as_in_plain_xla(case: str, tmp_path: Path) -> None
         return float(np.sqrt(((np.concatenate(found) - expected) ** 2).mean()))
 
     assert error(kernels=INTERPRETED) < 1.3 * error() < 0.1 * expected.std()
+
+
+@pytest.mark.parametrize("case", ["llama:compressed_w8a8", "mixtral:compressed_w8a8"])
+def test_rounded_inputs_give_the_logits_of_plain_xla(case: str, tmp_path: Path) -> None:
+    """But for inputs that lie between two codes, which are rounded to either; what rounding as such does is more."""
+    packed, plain = write(case, tmp_path)
+    ids = prompt()
+    model = Harness(packed, kernels=INTERPRETED, kinds=kinds(packed))
+    found = np.concatenate(
+        [model.run([ids], [Chunk(0, 0, len(ids) - 1)])[0], model.decode(ids[-1], len(ids) - 1)[None]]
+    )
+    expected = Harness(packed, kinds=kinds(packed)).run([ids], [Chunk(0, 0, len(ids))])[0]
+    exact = Harness(plain).run([ids], [Chunk(0, 0, len(ids))])[0]
+    differences = [np.sqrt(((other - expected) ** 2).mean()) for other in (found, exact)]
+    print(differences, expected.std())
+    assert differences[0] < 0.1 * differences[1]

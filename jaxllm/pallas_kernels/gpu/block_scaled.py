@@ -20,9 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.compat import triton_compiler_params, triton_load
 from jaxllm.pallas_kernels.gpu.float8 import numbers_of_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists
+from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 
 MOST_ROWS = 16
@@ -89,7 +90,7 @@ def _call(
     codes = lax.bitcast_convert_type(matrix.codes, jnp.uint8).reshape(-1, inputs)
     kernel = functools.partial(
         _kernel, outputs=outputs, scale_rows=matrix.scale_rows, scale_columns=matrix.scale_columns, step=_step(matrix),
-        share=rows // x.shape[0], grouped=bool(lists), activation=activation, plain=interpret,
+        share=rows // x.shape[0], activation=activation, plain=interpret,
     )  # fmt: skip
     return pl.pallas_call(
         kernel,
@@ -102,69 +103,35 @@ def _call(
 
 
 def _kernel(
-    *refs: Any, outputs: int, scale_rows: int, scale_columns: int, step: int, share: int, grouped: bool,
+    *refs: Any, outputs: int, scale_rows: int, scale_columns: int, step: int, share: int,
     activation: Callable[[jax.Array], jax.Array] | None, plain: bool,
 ) -> None:  # fmt: skip
     *list_refs, x_ref, codes_ref, scale_ref, out_ref = refs
     block, second = pl.program_id(0), pl.program_id(1)
-    count_of_rows = MOST_ROWS if grouped or x_ref.shape[0] > 8 else 8
-    of_tile = jnp.arange(count_of_rows)
-    steps = codes_ref.shape[1] // step
-    if grouped:
-        tiles_ref, rows_ref = list_refs
-        group, first, count = (tiles_ref[second, column] for column in range(3))
-        part, begin, end = 0, 0, steps
-        live = of_tile < count
-        row = triton_load(rows_ref.at[first + of_tile], mask=live, other=out_ref.shape[1])
-    else:
-        group, count, part, row = 0, x_ref.shape[0], second, of_tile
-        each = pl.cdiv(steps, out_ref.shape[0])
-        begin, end = part * each, jnp.minimum((part + 1) * each, steps)
-        live = of_tile < count
-    lane = block * BLOCK_OUT + jnp.arange(BLOCK_OUT)
-    inside = lane < outputs
-    # A gate's output and the one that it is for are neighbours.
-    output = lane if activation is None else lax.rem(lane, 2) * (outputs // 2) + lax.div(lane, 2)
-    output = jnp.where(inside, output, 0)
-    matrix_row = group * outputs + output
-    scale_row = group * pl.cdiv(outputs, scale_rows) + lax.div(output, scale_rows)
-    x_row = lax.div(row, share)
+    num_rows = out_ref.shape[1]
+    size = MOST_ROWS if list_refs or num_rows > 8 else 8
+    rows = rows_of_program(list_refs, out_ref, num_rows, size, codes_ref.shape[1] // step, second=second)
+    mine = outputs_of_program(block, BLOCK_OUT, outputs, gated=activation is not None)
+    matrix_row = rows.group * outputs + mine.output
+    scale_row = rows.group * (outputs // scale_rows) + lax.div(mine.output, scale_rows)
+    x_row = lax.div(rows.row, share)
 
     def add_step(index: Array, sums: Array) -> Array:
         at = index * step + jnp.arange(step)
         codes = codes_ref[matrix_row[:, None], at[None, :]]
-        rows = triton_load(
-            x_ref.at[x_row[:, None], at[None, :]],
-            mask=jnp.broadcast_to(live[:, None], (count_of_rows, step)),
-            other=0,
+        inputs = triton_load(
+            x_ref.at[x_row[:, None], at[None, :]], mask=jnp.broadcast_to(rows.live[:, None], (size, step)), other=0
         )
         scale = scale_ref[scale_row, jnp.broadcast_to(lax.div(index * step, scale_columns), scale_row.shape)]
         product = lax.dot_general(
-            numbers_of_e4m3(codes, rows.dtype, plain=plain),
-            rows,
+            numbers_of_e4m3(codes, inputs.dtype, plain=plain),
+            inputs,
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         return sums + product * scale[:, None]
 
-    @pl.when(count > 0)
+    @pl.when(rows.count > 0)
     def _() -> None:
-        sums = lax.fori_loop(begin, end, add_step, jnp.zeros((BLOCK_OUT, count_of_rows), jnp.float32))
-        place, there = lane, inside
-        if activation is not None:
-            gate, up = _neighbours(sums)
-            sums = activation(gate) * up
-            place = block * (BLOCK_OUT // 2) + jnp.arange(BLOCK_OUT // 2)
-            there = place < outputs // 2
-        triton_store(
-            out_ref.at[part, row[None, :], place[:, None]],
-            sums.astype(out_ref.dtype),
-            mask=live[None, :] & there[:, None],
-        )
-
-
-def _neighbours(x: Float[Array, "o n"]) -> tuple[Float[Array, "o//2 n"], Float[Array, "o//2 n"]]:
-    """The even and the odd rows."""
-    pairs = x.reshape(-1, 2, x.shape[1])
-    even = (jnp.arange(2) == 0)[None, :, None]
-    return jnp.sum(jnp.where(even, pairs, 0), axis=1), jnp.sum(jnp.where(even, 0, pairs), axis=1)
+        sums = lax.fori_loop(*rows.steps, add_step, jnp.zeros((BLOCK_OUT, size), jnp.float32))
+        store_sums(out_ref, sums, block, mine, rows, activation)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.gpu import block_scaled
+from jaxllm.pallas_kernels.gpu import block_scaled, int8
 from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
@@ -50,6 +50,8 @@ def experts(
     def multiply(x: jax.Array, matrix: KernelMatrix, **options: Any) -> jax.Array:
         if matrix.order is not None and group is not None:
             x = _in_their_order(x, matrix.order, group)
+        if matrix.rounds:
+            return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
         few = tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix)
         product = block_scaled.grouped_few_rows if few else grouped_matmul
         return product(x, matrix, lists, rows, interpret=interpret, **options)

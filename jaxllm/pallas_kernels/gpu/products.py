@@ -62,6 +62,10 @@ def add_norm(
 
 def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
     x = matrix.arranged(x)
+    if matrix.rounds:
+        from jaxllm.pallas_kernels.gpu import int8
+
+        return int8.matmul(x, matrix, dtype)
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
         from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, matmul
 
