@@ -74,7 +74,7 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()
     program = lowered.compile(compiler_options=options | {"xla_dump_to": str(given.directory), **DUMP})
     seconds = time.process_time() - began
-    memory = program.memory_analysis()
+    memory, text = program.memory_analysis(), program.as_text()
     buffers = jax.tree.leaves(functions.state.abstract().caches)
     taken = taken_by_kernels(given.directory)
     return {
@@ -86,7 +86,8 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         "planned": blueprint.plan.workspace_bytes,
         "aliased": memory.alias_size_in_bytes,
         "pages": sum(buffer.size * buffer.dtype.itemsize for buffer in buffers) // given.tp,
-        "copies": Program(program.as_text()).copies(),
+        "copies": Program(text).copies(),
+        "reduced": sorted(set(re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-reduce(?:-start)?\(", text))),
         "spilled": {name: kernel.spilled for name, kernel in taken.items() if kernel.spilled},
         **graphs(given.directory),
     }

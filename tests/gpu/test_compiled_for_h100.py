@@ -133,8 +133,24 @@ def test_sorted_inputs_are_gathered_and_weights_left_alone(compiled: Any, step: 
     assert ordered["kernels"] - plain["kernels"] <= 3 * 4
 
 
-def test_several_devices_are_one_graph_too(compiled: Any) -> None:
-    check(compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", "2", layers=4))
+@pytest.mark.parametrize("tp", ["2", "4"])
+@pytest.mark.parametrize("more", [(), ("--isq", "int4"), ("--packing", "gptq_sorted")], ids=" ".join)
+def test_several_devices_are_one_graph_too(compiled: Any, more: tuple[str, ...], tp: str) -> None:
+    """With what they add up inside it, in the type of the model."""
+    found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", tp, *more, layers=4)
+    check(found)
+    assert found["reduced"] == ["bf16"]
+
+
+def test_sums_of_several_devices_take_no_more_kernels(compiled: Any) -> None:
+    few, more = (compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", "2", layers=n) for n in (2, 4))
+    assert (more["kernels"] - few["kernels"]) / 2 <= 10
+
+
+def test_experts_over_several_devices_are_one_graph_too(compiled: Any) -> None:
+    found = compiled("Qwen3-30B-A3B", "decode", "16", "plain", "--tp", "2", layers=2)
+    check(found)
+    assert found["reduced"] == ["bf16"]
 
 
 def test_a_decode_step_is_sent_little_whatever_the_context(compiled: Any) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.compat import triton_load, triton_store
 
 
-class Rows(NamedTuple):
+class ProgramRows(NamedTuple):
     """A program's rows.
 
     Attributes:
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 def rows_of_program(
     list_refs: Sequence[Any], out_ref: Any, num_rows: int, size: int, steps: int, *, second: Array
-) -> Rows:
+) -> ProgramRows:
     """Of the tile `second` of `RowLists` (tiles and rows), or without such of the rows or the part `second`.
 
     `size` rows lie in a tile. The output `[parts, N, o]` has several parts where rows are one tile.
@@ -46,17 +46,17 @@ def rows_of_program(
         group, first, count = (tiles_ref[second, column] for column in range(3))
         live = of_tile < count
         row = triton_load(rows_ref.at[first + of_tile], mask=live, other=num_rows)
-        return Rows(group, count, row, live, 0, (0, steps))
+        return ProgramRows(group, count, row, live, 0, (0, steps))
     parts = out_ref.shape[0]
     if parts == 1:
         row = second * size + of_tile
-        return Rows(0, 1, row, row < num_rows, 0, (0, steps))
+        return ProgramRows(0, 1, row, row < num_rows, 0, (0, steps))
     each = pl.cdiv(steps, parts)
     ends = second * each, jnp.minimum((second + 1) * each, steps)
-    return Rows(0, 1, of_tile, of_tile < num_rows, second, ends)
+    return ProgramRows(0, 1, of_tile, of_tile < num_rows, second, ends)
 
 
-class Outputs(NamedTuple):
+class ProgramOutputs(NamedTuple):
     """A program's outputs: `lane` numbers them; `output` is which of a matrix's rows each is, 0 where there is none."""
 
     lane: Int[Array, "n"]
@@ -64,16 +64,16 @@ class Outputs(NamedTuple):
     output: Int[Array, "n"]
 
 
-def outputs_of_program(block: Array, size: int, outputs: int, *, gated: bool) -> Outputs:
+def outputs_of_program(block: Array, size: int, outputs: int, *, gated: bool) -> ProgramOutputs:
     """Where they are gated, a gate's output and the one that it is for are neighbours."""
     lane = block * size + jnp.arange(size)
     inside = lane < outputs
     output = lax.rem(lane, 2) * (outputs // 2) + lax.div(lane, 2) if gated else lane
-    return Outputs(lane, inside, jnp.where(inside, output, 0))
+    return ProgramOutputs(lane, inside, jnp.where(inside, output, 0))
 
 
 def store_sums(
-    out_ref: Any, sums: Float[Array, "o n"], block: Array, outputs: Outputs, rows: Rows,
+    out_ref: Any, sums: Float[Array, "o n"], block: Array, outputs: ProgramOutputs, rows: ProgramRows,
     activation: Callable[[jax.Array], jax.Array] | None,
 ) -> None:  # fmt: skip
     """Writes sums, or `activation(gate) * up` of neighbouring ones, where they belong."""
