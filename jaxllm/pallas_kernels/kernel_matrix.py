@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllm.sharding.collectives import gather_over_tensor
-
 
 @dataclass(frozen=True)
 class KernelMatrix:
@@ -30,8 +28,6 @@ class KernelMatrix:
         middle: the code that stands for zero.
         levels: what each code stands for; empty: itself.
         rounds: whether inputs are rounded to int8 too, by runs (`rounded.quantize_runs`).
-        order: int32 `[*stack, i]`: column `j` is for input `order[j]`; None where columns lie as inputs do.
-        divided: whether the columns are for inputs of all devices.
     """
 
     codes: jax.Array
@@ -44,12 +40,6 @@ class KernelMatrix:
     middle: int = 0
     levels: tuple[float, ...] = ()
     rounds: bool = False
-    order: Any = None
-    divided: bool = False
-
-    def arranged(self, x: jax.Array) -> jax.Array:
-        """The inputs `[n, i]` of this one matrix as its columns lie."""
-        return x if self.order is None else arranged(x, self.order, self.divided)
 
     @property
     def planes(self) -> int:
@@ -85,9 +75,3 @@ class KernelMatrix:
     def scales_whole_rows(self) -> bool:
         """A row's scale can be applied to the product."""
         return self.scale is not None and self.zero is None and self.scale_columns == self.shape[-1]
-
-
-def arranged(x: jax.Array, order: jax.Array, divided: bool = False) -> jax.Array:
-    """The inputs `order` of `x` `[n, i]`, which is `divided` over the devices or whole on each."""
-    x = gather_over_tensor(x) if divided else x
-    return x.at[:, order].get(mode="promise_in_bounds", unique_indices=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix, arranged
+from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix, arranged
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Weight, WeightKind
 from jaxllm.sharding.layout import Layout
@@ -51,11 +51,9 @@ class Ordered(Weight):
         return self.weight.matmul(arranged(x, self.order, self.divided))
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix, ...] | None:
+    def kernel_matrices(self) -> tuple[OrderedMatrix, ...] | None:
         found = self.weight.kernel_matrices
-        if found is None:
-            return None
-        return tuple(replace(matrix, order=self.order, divided=self.divided) for matrix in found)
+        return None if found is None else tuple(OrderedMatrix(matrix, self.order, self.divided) for matrix in found)
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
         return self.weight.rows(ids)[:, jnp.argsort(self.order)]

@@ -21,14 +21,15 @@ from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
+from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
 
 
 def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: tuple[KernelMatrix, ...],
-    down: tuple[KernelMatrix, ...],
+    gate_up: tuple[KernelMatrix | OrderedMatrix, ...],
+    down: tuple[KernelMatrix | OrderedMatrix, ...],
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -44,12 +45,13 @@ def experts(
     rows = tokens * routing.top_k
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
-    sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
+    sorted_ = any(isinstance(matrix, OrderedMatrix) for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
 
-    def multiply(x: jax.Array, matrix: KernelMatrix, **options: Any) -> jax.Array:
-        if matrix.order is not None and group is not None:
-            x = _in_their_order(x, matrix.order, group)
+    def multiply(x: jax.Array, matrix: KernelMatrix | OrderedMatrix, **options: Any) -> jax.Array:
+        if isinstance(matrix, OrderedMatrix):
+            assert group is not None
+            return multiply(_in_their_order(x, matrix.order, group), matrix.matrix, **options)
         if matrix.rounds:
             return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
         few = tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix)

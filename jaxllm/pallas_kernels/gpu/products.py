@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
+from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
 from jaxllm.pallas_kernels.products import linear as reference_linear
 
 
@@ -60,8 +61,9 @@ def add_norm(
     return kernel.add_norm(x, out if isinstance(out, Mixture) else out.astype(x.dtype), norm)
 
 
-def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
-    x = matrix.arranged(x)
+def _product(x: jax.Array, matrix: KernelMatrix | OrderedMatrix, dtype: Any) -> jax.Array:
+    if isinstance(matrix, OrderedMatrix):
+        return _product(matrix.arranged(x), matrix.matrix, dtype)
     if matrix.rounds:
         from jaxllm.pallas_kernels.gpu import int8
 
