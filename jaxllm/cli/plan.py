@@ -41,7 +41,7 @@ def plan(
     bandwidth = stated or (measure_bandwidth() if known is None else known.bandwidth)
     schemes = compare_schemes(config, bandwidth, platform)
     if json_output:
-        more = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
+        more: dict[str, Any] = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
         more |= {} if known is None else {"gpu": known.device, "gpu_source": known.source}
         print(json.dumps(sizes | more, default=str))
         return

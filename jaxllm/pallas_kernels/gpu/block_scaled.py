@@ -131,7 +131,7 @@ def _kernel(
         )
         return sums + product * scale[:, None]
 
-    @pl.when(rows.count > 0)
+    @pl.when(rows.there > 0)
     def _() -> None:
         sums = lax.fori_loop(*rows.steps, add_step, jnp.zeros((BLOCK_OUT, size), jnp.float32))
         store_sums(out_ref, sums, block, mine, rows, activation)

@@ -174,7 +174,7 @@ def _kernel(
             sums = add_run(index * runs + run, sums)
         return sums
 
-    @pl.when(rows.count > 0)
+    @pl.when(rows.there > 0)
     def _() -> None:
         sums = lax.fori_loop(*rows.steps, add_step, jnp.zeros((block_out, size), jnp.float32))
         store_sums(out_ref, sums * scale_ref[matrix_row][:, None], block, mine, rows, activation)

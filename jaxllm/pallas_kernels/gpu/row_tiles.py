@@ -19,14 +19,14 @@ class ProgramRows(NamedTuple):
 
     Attributes:
         group: whose matrix they are multiplied by.
-        count: how many there are; the rest of a tile is not `live`.
+        there: how many of them there are, or 1 where that is not counted; the rest of a tile is not `live`.
         row: their places in the output, and beyond it of those that are not live.
         part: of the output, which has a part for each of several programs that walk some of the inputs.
         steps: the first of theirs, and the end.
     """
 
     group: Array | int
-    count: Array | int
+    there: Array | int
     row: Int[Array, "n"]
     live: Bool[Array, "n"]
     part: Array | int
