@@ -32,7 +32,7 @@ BLOCK_OUT = 64
 FEWEST_INPUTS, MOST_INPUTS = 32, 128
 """That are multiplied at a time."""
 PROGRAMS = 512
-"""Rows are parted until there are that many, as far as parts have `PART_STEPS` steps."""
+"""Rows are parted until there would be more, as far as parts have `PART_STEPS` steps."""
 PART_STEPS = 4
 NUM_WARPS, NUM_STAGES = 2, 3
 
@@ -55,7 +55,7 @@ def few_rows(
     """`x @ matrix.T` of at most MOST_ROWS rows, summed in float32."""
     outputs, inputs = matrix.shape
     blocks, steps = pl.cdiv(outputs, BLOCK_OUT), inputs // _step(matrix)
-    parts = max(1, min(pl.cdiv(PROGRAMS, blocks), steps // PART_STEPS))
+    parts = max(1, min(PROGRAMS // blocks, steps // PART_STEPS))
     sums = _call(
         x, matrix, (), x.shape[0], outputs, (blocks, parts), jnp.float32 if parts > 1 else dtype, None, interpret
     )

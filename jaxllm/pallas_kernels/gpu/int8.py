@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
     Attributes:
         block_out: outputs of a program.
         warps, stages: of a program, and steps that are on their way.
-        programs: the inputs of a single tile of rows are parted until there are that many, as far as parts have
+        programs: the inputs of a single tile of rows are parted until there would be more, as far as parts have
             `PART_STEPS` steps.
         runs: that a step has, if rows are whole ones of it.
     """
@@ -62,7 +62,7 @@ def matmul(
     tiling = _tiling(size)
     tiles, blocks = pl.cdiv(x.shape[0], size), pl.cdiv(outputs, tiling.block_out)
     steps = pl.cdiv(inputs, RUN * _step_runs(tiling, inputs))
-    parts = 1 if tiles > 1 else max(1, min(pl.cdiv(tiling.programs, blocks), steps // PART_STEPS))
+    parts = 1 if tiles > 1 else max(1, min(tiling.programs // blocks, steps // PART_STEPS))
     out = jax.ShapeDtypeStruct((parts, x.shape[0], outputs), jnp.float32 if parts > 1 else dtype)
     sums = _call(x, matrix, (), size, (blocks, max(tiles, parts)), out, None, interpret)
     return sums[0] if parts == 1 else jnp.sum(sums, axis=0).astype(dtype)
