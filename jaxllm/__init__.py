@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ConfigError,
         ContextLengthError,
         EngineDeadError,
+        EnginePausedError,
         InvalidRequestError,
         JaxLLMError,
         ModelNotFoundError,
@@ -52,6 +53,7 @@ _HOMES = {
     "ConfigError": "jaxllm.errors",
     "ContextLengthError": "jaxllm.errors",
     "EngineDeadError": "jaxllm.errors",
+    "EnginePausedError": "jaxllm.errors",
     "InvalidRequestError": "jaxllm.errors",
     "ModelNotFoundError": "jaxllm.errors",
     "QueueFullError": "jaxllm.errors",
@@ -59,9 +61,9 @@ _HOMES = {
 
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
-    "EngineDeadError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "ModelNotFoundError", "PoolingParams",
-    "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams", "Steer", "StructuredOutputs",
-    "__version__", "generate",
+    "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "ModelNotFoundError",
+    "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams", "Steer",
+    "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 
 

@@ -81,5 +81,9 @@ class QueueFullError(JaxLLMError):
     """The waiting queue is at its limit; the client should retry later."""
 
 
+class EnginePausedError(JaxLLMError):
+    """The engine was told to pause and takes no requests until it is told to go on."""
+
+
 class EngineDeadError(JaxLLMError):
     """The engine loop has stopped; every running request fails with this."""

@@ -14,6 +14,7 @@ from typing import Any
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.front.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
+from jaxllm.engine.front.controls import Controls
 from jaxllm.engine.front.drive import drive
 from jaxllm.engine.front.limits import check_capture, check_pooling, check_request, refuse_text
 from jaxllm.engine.front.sequences import Collector, Prompt, is_many, pooled_output, prompt_ids, prompt_list
@@ -44,7 +45,7 @@ _adapter_ids = itertools.count(-1, -1)
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-class LLM(Inside):
+class LLM(Inside, Controls):
     """A model ready to generate. Names and meanings are vLLM's; keyword arguments are the fields of EngineConfig.
 
     The engine runs in a thread of its own, so this works in scripts and in notebooks whose event loop is running. If it

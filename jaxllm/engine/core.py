@@ -23,7 +23,15 @@ from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.idle_check import IdleCheck
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
-from jaxllm.engine.messages import STEP_TOKENS, CapturedRows, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.messages import (
+    INITIAL_VERSION,
+    STEP_TOKENS,
+    CapturedRows,
+    EngineRequest,
+    EngineStats,
+    TokenDelta,
+)  # fmt: skip
+from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
@@ -57,9 +65,16 @@ class EngineCore:
         grammars: Grammars | None = None,
         adapters: AdapterStore | None = None,
         model: LiveModel | None = None,
+        weights: ReadsWeights | None = None,
     ):
-        """`model` is there for those who take it apart."""
+        """`model` is there for those who take it apart, `weights` for those who exchange them."""
         self.model = model
+        self._weights = weights
+        self.weight_version = INITIAL_VERSION
+        """What the weights that steps run with are called."""
+        self._paused: PauseMode | None = None
+        self._cache_generation = 0
+        """Requests share what they have computed with those of their own generation."""
         self._scheduler = scheduler
         self._pool = pool
         self._idle_check = IdleCheck(pool, scheduler.states, scheduler.adapters)
@@ -80,6 +95,8 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._failed: list[TokenDelta] = []
         self._pending: Handle | None = None
+        self._pending_version = self._read_version = self.weight_version
+        """Of the weights that the step under way runs with, and that the step being read ran with."""
         self._steps = 0
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
@@ -96,11 +113,17 @@ class EngineCore:
     def has_work(self) -> bool:
         """There is something to schedule or a step to read."""
         return (
-            self._pending is not None
-            or self._scheduler.num_unfinished > 0
-            or bool(self._failed)
-            or not self._prepared.empty()
+            self._pending is not None or self._num_schedulable > 0 or bool(self._failed) or not self._prepared.empty()
         )
+
+    @property
+    def _num_schedulable(self) -> int:
+        match self._paused:
+            case "keep":
+                return 0
+            case "wait":
+                return len(self._scheduler.running)
+        return self._scheduler.num_unfinished
 
     @property
     def load(self) -> tuple[int, int]:
@@ -110,6 +133,7 @@ class EngineCore:
     def add(self, message: EngineRequest) -> None:
         """Queue a request that a front door has validated. One that cannot be run fails alone, at the next turn."""
         request = Request.from_message(message, self._scheduler.max_model_len, self._seeds.getrandbits(64))
+        request.cache_generation = self._cache_generation
         self._requests[request.request_id] = request
         try:
             self._begin(request)
@@ -163,13 +187,14 @@ class EngineCore:
         """
         began = time.thread_time()
         deltas = self._start_prepared()
-        batch = self._scheduler.schedule()
+        batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
         if batch.admitted:
             self.on_begin([request.request_id for request in batch.admitted])
         handle = self._runner.dispatch(batch) if batch.chunks else None
         if handle is not None:
             self._count_steps(batch)
         previous, self._pending = self._pending, handle
+        self._read_version, self._pending_version = self._pending_version, self.weight_version
         if previous is not None:
             self._wait_seconds += previous.wait()
             deltas += self._read(previous)
@@ -177,7 +202,7 @@ class EngineCore:
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
         self._host_seconds += time.thread_time() - began
-        if not self.has_work:
+        if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
         return deltas
 
@@ -220,6 +245,39 @@ class EngineCore:
         States pass the last norm first unless they are `normed`.
         """
         return self._runner.unembed(states[: self._runner.most_rows], normed)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it waits for `resume`."""
+        return self._paused is not None
+
+    def pause(self, mode: PauseMode) -> None:
+        """Begin no step any more, or with "wait" no request; what is added waits."""
+        self._paused = mode
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = None
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that are added from now on share nothing with earlier ones, whose pages are used again in time."""
+        self._cache_generation += 1
+
+    @property
+    def weights(self) -> ReadsWeights:
+        """Reads other weights for this engine. Any thread may use it."""
+        assert self._weights is not None, "whoever builds an engine gives its core what reads its weights"
+        return self._weights
+
+    def update_weights(self, new: NewWeights, version: str) -> None:
+        """Run the next steps with other weights. Requests that run go on, with what they have computed so far.
+
+        Raises:
+            EngineDeadError: the devices did not take them; the old ones are lost.
+        """
+        self._runner.change_weights(lambda weights: self.weights.exchange(weights, new))
+        self.weight_version = version
+        self.reset_prefix_cache()
 
     def keep_weights(self, file: BinaryIO) -> None:
         """Leave the weights in a file, for another engine of the same plan; this one runs no step any more."""
@@ -357,6 +415,7 @@ class EngineCore:
             self._count_prompt(request)
         running = len(self._scheduler.running)
         delta, settled = self._results.accept(result, logprobs, running, self._pending, vocabulary)
+        delta.weight_version = self._read_version
         self._scheduler.accept(request, delta.token_ids, settled)
         self._generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:

@@ -24,9 +24,11 @@ class EncoderScheduler(Scheduler):
         """`pool` has no pages. No text is longer than `max_model_len`, which is at most `max_num_batched_tokens`."""
         super().__init__(pool, max_num_seqs, max_num_batched_tokens, max_model_len)
 
-    def schedule(self) -> Batch:
-        """Choose the next step's texts. Empty when none waits."""
+    def schedule(self, *, admitting: bool = True) -> Batch:
+        """Choose the next step's texts. Empty when none waits, or without `admitting`."""
         batch, passed = Batch(), list[Request]()
+        if not admitting:
+            return batch
         left = self.max_num_batched_tokens
         while self.waiting and left and len(batch.chunks) < self.max_num_seqs and len(passed) < MOST_PASSED:
             request = self.waiting.heads()[0]

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from jaxllm.engine.orders import Order
 from jaxllm.looking import What
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams
@@ -58,6 +59,10 @@ class CapturedRows(msgspec.Struct):
     values: bytes
 
 
+INITIAL_VERSION = "initial"
+"""What the weights are called that an engine starts with."""
+
+
 class TokenDelta(msgspec.Struct, kw_only=True):
     """What one turn of the loop added to one request.
 
@@ -90,6 +95,8 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     padding: float = 0.0
     num_drafted: int = 0
     num_taken: int = 0
+    weight_version: str = ""
+    """What the weights are called that made the tokens."""
     is_dead: bool = False
     """With an `error`: its engine has died, and others go on."""
     had_begun: bool = False
@@ -205,6 +212,13 @@ class EngineClient(Protocol):
     @property
     def processes(self) -> dict[str, LookAt]:
         """How to look at each process of its own, by its number among several; none where the loop is a thread."""
+
+    def order(self, order: Order) -> None:
+        """Have something done between two steps; waits until it is.
+
+        Raises:
+            JaxLLMError: why it could not be done; EngineDeadError where the loop has ended.
+        """
 
     def keep_weights(self) -> None:
         """Stop the loop and release the device, leaving the weights for the next engine; blocks until it is done.

@@ -52,6 +52,8 @@ class Request:
     arrival_time: float
     priority: int = 0
     cache_salt: str | None = None
+    cache_generation: int = 0
+    """Counts how often the prefix cache had been reset when it came."""
     group: str = ""
     """Requests of different groups take turns, and share what there is."""
     max_total: int = 0
@@ -181,13 +183,14 @@ class Request:
 
     @property
     def cache_root(self) -> PrefixNode:
-        """Only requests with the same one share cached prefixes: their salt, what is added to the weights, and what
-        steers them.
+        """Only requests with the same one share cached prefixes: their salt, what is added to the weights, what
+        steers them, and which weights they began with.
         """
-        if not self.adapters and self.steering is None:
-            return self.cache_salt
-        steered = () if self.steering is None else (self.steering.digest,)
-        return (self.cache_salt, *((use.id, use.scale) for use in self.adapters), *steered)
+        root: PrefixNode = self.cache_salt
+        if self.adapters or self.steering is not None:
+            steered = () if self.steering is None else (self.steering.digest,)
+            root = (self.cache_salt, *((use.id, use.scale) for use in self.adapters), *steered)
+        return (root, "since reset", self.cache_generation) if self.cache_generation else root
 
     @property
     def order(self) -> tuple[int, float, str]:

@@ -89,12 +89,16 @@ class Scheduler:
         request.status = Status.FINISHED
         self.waiting.charge(request, request.num_output)
 
-    def schedule(self) -> Batch:
-        """Choose the next step's chunks and give them pages. Empty when there is nothing to run."""
+    def schedule(self, *, admitting: bool = True) -> Batch:
+        """Choose the next step's chunks and give them pages. Empty when there is nothing to run.
+
+        Without `admitting` only requests go on that run; one that is preempted then waits.
+        """
         if self.states is not None:
             self.states.begin_step()
-        favoured = self._make_way()
-        admits = self.waiting and self._free_slots  # those who wait come first: nothing is tried ahead then
+        favoured = self._make_way() if admitting else None
+        # Those who wait come first: nothing is tried ahead then.
+        admits = admitting and self.waiting and self._free_slots
         most_drafts = 0 if admits else self.ahead.most_drafts(self.running)
         batch = Batch(most_drafts=most_drafts, unsettled=any(r.num_unsettled for r in self.running))
         batch.num_steps = 1 if batch.drafts or self.waiting else self.ahead.num_steps(self.running)
@@ -116,7 +120,7 @@ class Scheduler:
                 self._run(request, length, batch)
                 budget -= _taken(request, length, shares)
             index += 1
-        if self.stats.preemptions == preemptions:  # else the preempted would come straight back
+        if admitting and self.stats.preemptions == preemptions:  # else the preempted would come straight back
             self._admit(batch, budget, shares, favoured)
         batch.chunks.sort(key=lambda chunk: chunk.length > 1)  # stable: one-token chunks first
         batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)

@@ -29,6 +29,14 @@ TokenLogprobs = dict[int, Logprob]
 """Token id -> Logprob: the chosen token first, then the most likely ones, best first."""
 
 
+class WeightVersionSpan(NamedTuple):
+    """Tokens `[start, end)` of a completion were made by weights of this version; see `LLM.update_weights`."""
+
+    version: str
+    start: int
+    end: int
+
+
 @dataclass
 class CompletionOutput:
     """One completion of a prompt.
@@ -36,6 +44,7 @@ class CompletionOutput:
     `finish_reason` is None while running, then "stop" (end-of-sequence, stop string or stop token), "length" or
     "abort"; `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence. `captures` are
     activations of the prompt's and its tokens, where they were asked for; the last token is not run, and has none.
+    `weight_versions` say which weights made which tokens: one span, unless they were exchanged meanwhile.
     """
 
     index: int
@@ -46,6 +55,14 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     captures: Captures | None = None
+    weight_versions: list[WeightVersionSpan] = field(default_factory=list)
+
+
+def extend_versions(spans: list[WeightVersionSpan], version: str, count: int) -> None:
+    """Note that `count` more tokens are of `version`."""
+    end = spans[-1].end if spans else 0
+    start = spans.pop().start if spans and spans[-1].version == version else end
+    spans.append(WeightVersionSpan(version, start, end + count))
 
 
 class PooledOutput(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.engine.front.drive import drive
 from jaxllm.engine.front.limits import check_capture, check_request
-from jaxllm.engine.front.sequences import Prompt, prompt_ids, prompt_list
+from jaxllm.engine.front.sequences import Prompt, failure, prompt_ids, prompt_list
 from jaxllm.engine.front.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import ConfigError, InvalidRequestError
@@ -113,6 +113,7 @@ class Inside:
         found: dict[int, ScoredCompletion] = {}
 
         def take(sequence: int, delta: TokenDelta) -> bool:
+            _check_ended(delta)
             index = order[sequence]
             assert delta.prompt_logprobs is not None, "the first delta has the scores, and there is one"
             found[index] = scored(*asked[index], delta.prompt_logprobs, delta.num_cached_tokens)
@@ -156,6 +157,7 @@ class Inside:
         found = [CapturesInProgress(wanted, info.hidden_size) for _ in requests]
 
         def take(sequence: int, delta: TokenDelta) -> bool:
+            _check_ended(delta)
             for rows in delta.captured:
                 found[sequence].add(rows.positions, rows.values)
             return True
@@ -257,6 +259,12 @@ class Inside:
                 "engine_process is True: the model is in another process; it must be False to look inside it"
             )
         return client
+
+
+def _check_ended(delta: TokenDelta) -> None:
+    """Raises JaxLLMError where a pause has ended the request."""
+    if delta.finish_reason == "abort":
+        raise failure(delta)
 
 
 def _unembed(states: np.ndarray, normed: bool, core: EngineCore) -> np.ndarray:

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 
 from jaxllm.config import ServerConfig
-from jaxllm.serving import health, key_usage, llama_cpp, lora, sagemaker, server_info, sleeping
+from jaxllm.serving import health, key_usage, llama_cpp, lora, sagemaker, server_info, sleeping, training
 from jaxllm.serving.access.audit import Audited
 from jaxllm.serving.access.usage_store import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
@@ -53,7 +53,7 @@ API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
     anthropic.router, embeddings.router, scoring.router, files.upload_router, files.router,
     batches.router, mcp.router, llama_cpp.router, server_info.router, sagemaker.router, sleeping.router,
-    key_usage.router, lora.router, lora.list_router,
+    key_usage.router, lora.router, lora.list_router, training.router,
 )  # fmt: skip
 
 

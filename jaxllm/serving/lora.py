@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import pydantic
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from jaxllm.errors import Field, InvalidRequestError, ModelNotFoundError
@@ -22,7 +22,7 @@ from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.openai.sampling import MAX_ADAPTERS, AdapterScale, adapter_scales
-from jaxllm.serving.registry import Registry, leased
+from jaxllm.serving.registry import ModelName, Registry, leased
 from jaxllm.serving.shown import shown
 from jaxllm.serving.state import ServerState
 from jaxllm.setting_values import SERVED_NAME, is_served_name
@@ -36,7 +36,6 @@ list_router = APIRouter(route_class=ListRoute, tags=["adapters"])
 MAX_NAME = 256
 MAX_PATH = 4096
 CHANGES = "load and unload adapters, or say which are used"
-ServedName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
 
 
 class LoadLoRARequest(RequestModel):
@@ -119,7 +118,7 @@ async def unload_lora_adapter(body: UnloadLoRARequest, request: Request) -> Resp
 
 
 @router.get("/lora-adapters", responses=returns(list[AdapterShown]))
-async def list_lora_adapters(request: Request, model: ServedName = None) -> Response:
+async def list_lora_adapters(request: Request, model: ModelName = None) -> Response:
     """A model's adapters, by the numbers that the field `lora` takes, as llama.cpp lists them; loads nothing."""
     adapters = request.app.state.server.registry.find(model, tenant_of(request)).adapters
     listed = [
@@ -132,7 +131,7 @@ async def list_lora_adapters(request: Request, model: ServedName = None) -> Resp
 async def set_lora_adapters(
     body: Annotated[list[AdapterScale], pydantic.Field(max_length=MAX_ADAPTERS)],
     request: Request,
-    model: ServedName = None,
+    model: ModelName = None,
 ) -> Response:
     """Say which adapters requests use that choose none, and how strongly; those that are not listed are not used."""
     check_admin(request, CHANGES)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import Request
+from fastapi import Query, Request
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError
@@ -34,6 +34,9 @@ MAX_NEAR = 3
 """Names like an unknown one that are told."""
 MAX_COMPARED = 200
 """Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
+
+ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
+"""The query parameter of routes whose request has no body."""
 
 _TAKEN = "jaxllm.taken"
 

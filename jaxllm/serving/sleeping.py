@@ -12,12 +12,11 @@ from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.registry import Registry
+from jaxllm.serving.registry import ModelName, Registry
 
 router = APIRouter(route_class=JSONRoute, tags=["models"])
 
 ALL_TAGS = frozenset({"weights", "kv_cache"})
-ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
 Level = Annotated[
     int, Query(ge=1, le=2, description="1 keeps the weights in the host's memory; 2 has them read from files again.")
 ]

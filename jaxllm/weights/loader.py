@@ -256,15 +256,39 @@ def _choose_sources(
     return chosen
 
 
+def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap) -> list[ParamSpec]:
+    """Those of `specs` of which a checkpoint that need not have all of them has every tensor.
+
+    Raises:
+        CheckpointError: it has some tensors of a parameter, and lacks others.
+    """
+    found = []
+    for spec in specs:
+        options = _options(spec, names)
+        if any(not _missing(checkpoint, option) for option in options):
+            found.append(spec)
+            continue
+        nearest = max(options, key=lambda option: _found(checkpoint, option))
+        there = [name for source in nearest for name in source.tensors if name in checkpoint.tensors]
+        if there:
+            absent = ", ".join(map(repr, _missing(checkpoint, nearest)[:4]))
+            raise CheckpointError(f"{there[0]!r} and {absent} are kept in one array, so they must be given together")
+    return found
+
+
 def find_sources(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> Sources:
     """The tensors that a parameter is read from. Raises CheckpointError where one is missing."""
-    options = names.get(spec.path) or ((Source(spec.path),),)
+    options = _options(spec, names)
     sources = next((option for option in options if not _missing(checkpoint, option)), None)
     if sources is None:
         name = _missing(checkpoint, max(options, key=lambda option: _found(checkpoint, option)))[0]
         hint = did_you_mean(name, checkpoint.tensors)
         raise CheckpointError(f"{checkpoint.path}: tensor {name!r} is missing{hint}")
     return sources
+
+
+def _options(spec: ParamSpec, names: NameMap) -> tuple[Sources, ...]:
+    return names.get(spec.path) or ((Source(spec.path),),)
 
 
 def _missing(checkpoint: Checkpoint, sources: Sources) -> list[str]:

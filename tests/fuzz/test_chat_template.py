@@ -160,7 +160,7 @@ def test_a_template_without_end_is_stopped_and_the_next_one_renders(template):
     with pytest.raises(InvalidRequestError) as caught:
         process.render({"template": template, "messages": MESSAGES})
     check_message(str(caught.value))
-    assert time.perf_counter() - began < 6
+    assert time.perf_counter() - began < 30
     assert process.render({"template": "{{ messages[0].content }}", "messages": MESSAGES}) == "Be brief."
     process.close()
 

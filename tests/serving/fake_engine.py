@@ -32,8 +32,9 @@ from jaxllm.engine.detokenizer import Detokenizer
 from jaxllm.engine.front.async_llm import AsyncLLM
 from jaxllm.engine.front.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, LookAt, TokenDelta
+from jaxllm.engine.orders import Order, Pause, Resume, UpdateWeights
 from jaxllm.engine.start.room import MemoryRoom
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import CheckpointError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.pooling import PoolingParams
@@ -44,6 +45,8 @@ from jaxllm.serving.loadable import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
 
 BOS = 256
+NEW_WEIGHTS = "/models/new"
+"""What it can run with as well."""
 VOCAB_SIZE = 300
 CONTEXT = 256
 CACHED = 3
@@ -123,6 +126,9 @@ class CannedClient:
         self._changed = threading.Condition()
         self._choices: Counter[str] = Counter()
         self._dead: str | None = None
+        self._paused = False
+        self.orders: list[Order] = []
+        """What it was told to do."""
         self.last_turn = 0.0
 
     def add(self, request: EngineRequest) -> None:
@@ -134,7 +140,7 @@ class CannedClient:
             name = request.request_id.rpartition("-")[0]
             said = [] if request.pooling else engine._sequence(request, self._choices[name])
             self._choices[name] += 1
-            self.answers[request.request_id] = Answer(request, said, time.monotonic() + engine.pause(request, 0))
+            self.answers[request.request_id] = Answer(request, said, time.monotonic() + engine.until_next(request, 0))
             engine.most_active = max(engine.most_active, len(self.answers))
             self._changed.notify_all()
 
@@ -172,6 +178,18 @@ class CannedClient:
     def processes(self) -> dict[str, LookAt]:
         return {}
 
+    def order(self, order: Order) -> None:
+        self.orders.append(order)
+        match order:
+            case Pause(mode):
+                while mode == "wait" and self.answers:
+                    time.sleep(0.001)
+                self._paused = True
+            case Resume():
+                self._paused = False
+            case UpdateWeights(source, _) if source != NEW_WEIGHTS:
+                raise CheckpointError(f"{source} is another model than the one that runs")
+
     def keep_weights(self) -> None:
         self.die("the engine is asleep")
 
@@ -185,12 +203,12 @@ class CannedClient:
             self._changed.notify_all()
 
     def _due(self, now: float) -> list[Answer]:
-        return [answer for answer in self.answers.values() if answer.due <= now]
+        return [] if self._paused else [answer for answer in self.answers.values() if answer.due <= now]
 
     def _next(self, engine: FakeEngine, answer: Answer) -> TokenDelta:
         delta = engine._delta(answer)
         answer.step += 1
-        answer.due = time.monotonic() + engine.pause(answer.request, answer.step)
+        answer.due = time.monotonic() + engine.until_next(answer.request, answer.step)
         if delta.finish_reason is not None:
             del self.answers[answer.request.request_id]
         return delta
@@ -290,7 +308,7 @@ class FakeEngine(AsyncLLM):
         self._streams._start = lambda given_up, room: self.client
         super().wake_up(given_up, room)
 
-    def pause(self, request: EngineRequest, step: int) -> float:
+    def until_next(self, request: EngineRequest, step: int) -> float:
         """Seconds until a sequence's token of this step."""
         return self.delay
 

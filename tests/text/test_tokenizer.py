@@ -1,5 +1,4 @@
 import json
-import time
 from pathlib import Path
 
 import gguf
@@ -107,9 +106,7 @@ def test_bytes_of_a_tokenizer_json(wrap):
 
 def test_the_second_load_comes_from_the_cache(smollm2, cache, monkeypatch):
     monkeypatch.setattr("jaxllm.text.gguf_tokenizer.write_gguf_tokenizer", lambda *args: pytest.fail("built again"))
-    start = time.monotonic()
     again = load_tokenizer(real_model("smollm2-135m"), cache_dir=cache)
-    assert time.monotonic() - start < 3
     assert again.encode(TEXTS[2]) == smollm2.encode(TEXTS[2])
 
 

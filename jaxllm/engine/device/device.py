@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
 import jax
@@ -12,6 +12,7 @@ from jaxllm.engine.device.device_state import DeviceState
 from jaxllm.engine.device.executables import Compiles, Executables
 from jaxllm.engine.device.kept_weights import keep
 from jaxllm.engine.device.keys import PLAIN, Key, Kind, Variant
+from jaxllm.errors import EngineDeadError, one_line
 
 
 class Device:
@@ -69,6 +70,18 @@ class Device:
         """As every step takes them; see `StepFunctions.pack_weights`."""
         found: tuple[jax.Array, ...] = self._parts["weights"]
         return found
+
+    def change_weights(self, change: Callable[[list[jax.Array]], tuple[jax.Array, ...]]) -> None:
+        """Run later steps with what `change` makes of the weights; it is given the only references to them.
+
+        Raises:
+            EngineDeadError: it failed, and the weights are lost: no step runs again.
+        """
+        weights = list(self._parts.pop("weights"))
+        try:
+            self._parts["weights"] = change(weights)
+        except Exception as error:
+            raise EngineDeadError(f"the new weights could not be put onto the devices: {one_line(error)}") from error
 
     @property
     def hidden_dtype(self) -> np.dtype:

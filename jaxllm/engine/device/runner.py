@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import BinaryIO
 
+import jax
 import numpy as np
 
 from jaxllm.engine.device.admission import adapter_scales, admission, history, settings_of
@@ -87,6 +88,10 @@ class Runner:
     def compiles(self) -> Compiles:
         """How much has been compiled, and how much is still to be."""
         return self._device.compiles
+
+    def change_weights(self, change: Callable[[list[jax.Array]], tuple[jax.Array, ...]]) -> None:
+        """See `Device.change_weights`."""
+        self._device.change_weights(change)
 
     def keep_weights(self, file: BinaryIO) -> None:
         """Leave the weights in a file; no step can be run after that."""

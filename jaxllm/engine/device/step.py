@@ -48,6 +48,7 @@ from jaxllm.engine.device.sizes import ModelDrafts, StepSizes, with_rows
 from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember
 from jaxllm.engine.device.step_weights import StepWeights, WeightPacking, with_parts
 from jaxllm.engine.masks import mask_words
+from jaxllm.engine.orders import NewWeights
 from jaxllm.engine.settings import Adjustments
 from jaxllm.models.abstract import AdaptedModel
 from jaxllm.models.decoder import Decoder
@@ -116,6 +117,11 @@ class StepFunctions:
         """The model's parameters as every step takes them."""
         assert isinstance(self._mesh, Mesh), "only devices that are there hold weights"
         return self._packing.pack(parameters, self._mesh)
+
+    def replace_weights(self, weights: list[jax.Array], changed: NewWeights) -> tuple[jax.Array, ...]:
+        """`weights` with other numbers in some of the model's arrays, by their places in `unpack_weights`."""
+        assert isinstance(self._mesh, Mesh), "only devices that are there hold weights"
+        return self._packing.replace(weights, changed, self._mesh)
 
     def unpack_weights(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
         """Every array of the model's parameters, of what `pack_weights` made; those of a draft model are left out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,24 @@ class WeightPacking:
         vectors = [arrays[i] for i in self._small]
         small = jnp.concatenate(vectors) if vectors else put(np.zeros(0, np.float32), named_sharding(mesh, ()))
         return (small, *(arrays[i] for i in self._large))
+
+    def replace(self, packed: list[jax.Array], changed: Mapping[int, np.ndarray], mesh: Mesh) -> tuple[jax.Array, ...]:
+        """`packed` with other numbers in some arrays of the parameters, which `changed` has by their places.
+
+        Each old array leaves `packed` before the new one is put onto the devices: there is no more than one twice.
+        """
+        small = {index: changed[index] for index in self._small if index in changed}
+        if small:
+            vector = np.array(packed[0])
+            for index, start, end in zip(self._small, self._offsets, self._offsets[1:], strict=False):
+                if index in small:
+                    vector[start:end] = small[index]
+            packed[0] = put(vector, named_sharding(mesh, ()))
+        for place, index in enumerate(self._large, start=1):
+            if index in changed:
+                del packed[place]
+                packed.insert(place, put(changed[index], named_sharding(mesh, self._leaves[index][1])))
+        return tuple(packed)
 
     def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
         """The packed tuple -> every array of the parameters; inside a traced function."""

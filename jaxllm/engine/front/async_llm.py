@@ -13,12 +13,13 @@ from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
+from jaxllm.engine.front.controls import Controls
 from jaxllm.engine.front.keeper import Keeper
 from jaxllm.engine.front.launch import start_client, start_engine
 from jaxllm.engine.front.limits import check_pooling, check_request
 from jaxllm.engine.front.sequences import Collector, Prompt, pooled_output, prompt_ids
 from jaxllm.engine.front.streams import Gain, Stream, Streams
-from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, LookAt
+from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineInfo, EngineRequest, EngineStats, LookAt
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse, LoRA, adapter_uses
@@ -32,7 +33,7 @@ POOLED_AHEAD = 2
 """Prompts of one call to `pool` that the engine holds at once, as a multiple of what it runs at once."""
 
 
-class AsyncLLM:
+class AsyncLLM(Controls):
     """An engine for asyncio programs. Several event loops may use it.
 
     An engine that runs in a process of its own and dies is started again, with the same sizes: `is_dead` until then,
@@ -41,6 +42,8 @@ class AsyncLLM:
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: the engine could not start.
     """
+
+    _waits_while_paused = True
 
     def __init__(
         self,
@@ -269,9 +272,11 @@ class AsyncLLM:
         """
         if not self.is_asleep:
             return
-        kept = self.kept_bytes
+        kept, version = self.kept_bytes, self.weight_version
         try:
             self._streams.wake_up(given_up or threading.Event(), room)
+            if kept and version != INITIAL_VERSION:
+                self.name_weights(version)
         except BaseException as error:
             if self._keeper is not None and (self.kept_bytes != kept or isinstance(error, CheckpointError)):
                 self._keeper.clear()  # some were taken before it failed, or are no use: the files have them all

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import msgspec
 
 from jaxllm import logs
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.front.share import Share
-from jaxllm.engine.front.thread_client import Inbox
+from jaxllm.engine.front.thread_client import Inbox, Question, carry_out
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.orders import Order
 from jaxllm.engine.start.leave import leave as leave_now
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import EngineDeadError, InvalidRequestError, JaxLLMError, one_line
@@ -89,6 +91,14 @@ class Seen(msgspec.Struct, tag=True):
     problem: str = ""
 
 
+class Obeyed(msgspec.Struct, tag=True):
+    """An order has been carried out, or could not be: `kind` is an error type of jaxllm.errors."""
+
+    number: int
+    kind: str = ""
+    problem: str = ""
+
+
 class Admit(msgspec.Struct, tag=True):
     """There is room."""
 
@@ -113,12 +123,20 @@ class Look(msgspec.Struct, tag=True):
     seconds: float
 
 
+class Obey(msgspec.Struct, tag=True):
+    """Do something between two steps; the answer has the same number."""
+
+    number: int
+    order: Order
+
+
 class Keep(msgspec.Struct, tag=True):
     """Leave the weights in the file that was inherited for that, and end."""
 
 
-to_engine = msgspec.msgpack.Decoder(Admit | Add | Abort | Look | Keep | Stop)
-from_engine = msgspec.msgpack.Decoder(Started | Doing | Planned | Failed | Began | Outputs | Seen | Beat)
+to_engine = msgspec.msgpack.Decoder(Admit | Add | Abort | Look | Obey | Keep | Stop)
+FromEngine = Started | Doing | Planned | Failed | Began | Outputs | Seen | Obeyed | Beat
+from_engine = msgspec.msgpack.Decoder(FromEngine)
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -146,7 +164,7 @@ class FrontDoor:
         self.send(Planned(nbytes))
         self._admitted.wait()
 
-    def send(self, message: Started | Doing | Planned | Failed | Began | Outputs | Seen | Beat) -> None:
+    def send(self, message: FromEngine) -> None:
         """Any thread may call this."""
         data = encode(message)
         try:
@@ -172,6 +190,23 @@ class FrontDoor:
             logger.exception("%s of the engine's process failed", asked.what)
             self.send(Seen(asked.number, problem=f"{asked.what} failed: {type(error).__name__}: {error}"))
 
+    def _obey(self, asked: Obey) -> None:
+        """In a thread of its own, which waits until the loop has done its part."""
+
+        def ask(ask: Callable[[EngineCore], Any]) -> Any:
+            question = Question(ask)
+            self.inbox.put(question)
+            return question.answer.result()
+
+        try:
+            carry_out(asked.order, ask)
+            self.send(Obeyed(asked.number))
+        except JaxLLMError as error:
+            self.send(Obeyed(asked.number, type(error).__name__, str(error)))
+        except Exception as error:
+            logger.exception("%s failed", type(asked.order).__name__)
+            self.send(Obeyed(asked.number, JaxLLMError.__name__, f"{type(error).__name__}: {one_line(error)}"))
+
     def _listen(self) -> None:
         """Hand what comes to the loop; what cannot be read ends it, for nobody would hear more."""
         try:
@@ -180,6 +215,8 @@ class FrontDoor:
                     self._admitted.set()
                 elif isinstance(message, Look):
                     threading.Thread(target=self._look, args=(message,), name="look", daemon=True).start()
+                elif isinstance(message, Obey):
+                    threading.Thread(target=self._obey, args=(message,), name="obey", daemon=True).start()
                 elif isinstance(message, Keep):
                     self.is_to_keep = True
                     self.inbox.put(None)

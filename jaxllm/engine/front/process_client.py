@@ -24,8 +24,11 @@ from jaxllm.engine.front.engine_process import (
     Began,
     Doing,
     Failed,
+    FromEngine,
     Keep,
     Look,
+    Obey,
+    Obeyed,
     Outputs,
     Planned,
     Seen,
@@ -39,6 +42,7 @@ from jaxllm.engine.front.engine_process import (
 from jaxllm.engine.front.keeper import Keeper
 from jaxllm.engine.front.share import Share
 from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, TokenDelta
+from jaxllm.engine.orders import Order
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.looking import What
@@ -101,8 +105,8 @@ class ProcessClient:
         self._killed: str | None = None
         self._silent_beats = 0
         self._numbers = itertools.count()
-        self._looks: dict[int, queue.SimpleQueue[Seen | None]] = {}
-        """Who waits for what a look shows, by its number."""
+        self._asked: dict[int, queue.SimpleQueue[Seen | Obeyed | None]] = {}
+        """Who waits for an answer, by its number."""
         self._starting = True
         self._asking = False
         """Whether the process waits for us."""
@@ -147,7 +151,7 @@ class ProcessClient:
             raise self._dead()
         if isinstance(message, Began):
             self._begun.update(message.request_ids)
-        if isinstance(message, Seen) and (asked := self._looks.get(message.number)) is not None:
+        if isinstance(message, Seen | Obeyed) and (asked := self._asked.get(message.number)) is not None:
             asked.put(message)
         if not isinstance(message, Outputs):
             return []
@@ -173,22 +177,37 @@ class ProcessClient:
             InvalidRequestError: that cannot be had of the process.
             EngineDeadError: the process has ended, or did not answer.
         """
-        number, seen = next(self._numbers), queue.SimpleQueue[Seen | None]()
-        self._looks[number] = seen
-        try:
-            if self._gone is not None or self._ended.is_set():
-                raise EngineDeadError(self._gone or "the engine process has ended")
-            self._outbox.put(encode(Look(number, what, seconds)))
-            found = seen.get(timeout=seconds + LOOK_SECONDS)
-        except queue.Empty:
-            raise EngineDeadError(f"the engine process did not answer within {seconds + LOOK_SECONDS:g} s") from None
-        finally:
-            del self._looks[number]
-        if found is None:
-            raise EngineDeadError(self._gone or "the engine process has ended")
+        found = self._answer(lambda number: Look(number, what, seconds), seconds + LOOK_SECONDS)
+        assert isinstance(found, Seen)
         if found.problem:
             raise InvalidRequestError(found.problem)
         return found.data
+
+    def order(self, order: Order) -> None:
+        found = self._answer(lambda number: Obey(number, order), None)
+        assert isinstance(found, Obeyed)
+        if found.problem:
+            raise getattr(errors, found.kind)(found.problem)
+
+    def _answer(self, ask: Callable[[int], Look | Obey], timeout: float | None) -> Seen | Obeyed:
+        """What the process answers to a message that has a number.
+
+        Raises EngineDeadError where it has ended, or says nothing for so long.
+        """
+        number, answer = next(self._numbers), queue.SimpleQueue[Seen | Obeyed | None]()
+        self._asked[number] = answer
+        try:
+            if self._gone is not None or self._ended.is_set():
+                raise EngineDeadError(self._gone or "the engine process has ended")
+            self._outbox.put(encode(ask(number)))
+            found = answer.get(timeout=timeout)
+        except queue.Empty:
+            raise EngineDeadError(f"the engine process did not answer within {timeout:g} s") from None
+        finally:
+            del self._asked[number]
+        if found is None:
+            raise EngineDeadError(self._gone or "the engine process has ended")
+        return found
 
     def keep_weights(self) -> None:
         self._gone = self._gone or "the engine is asleep"
@@ -220,7 +239,7 @@ class ProcessClient:
         assert isinstance(message, Started)
         return message
 
-    def _receive(self) -> Started | Doing | Planned | Failed | Began | Outputs | Seen | Beat:
+    def _receive(self) -> FromEngine:
         try:
             message = from_engine.decode(self._pipe.recv_bytes())
         except (OSError, EOFError) as error:
@@ -272,5 +291,5 @@ class ProcessClient:
                     self._process.wait(KILL_SECONDS)
                 self._ended.set()
                 self._outbox.put(None)
-                for asked in list(self._looks.values()):
+                for asked in list(self._asked.values()):
                     asked.put(None)

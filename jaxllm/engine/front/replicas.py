@@ -14,6 +14,7 @@ import msgspec
 from jaxllm.engine.front.process_client import ProcessClient
 from jaxllm.engine.front.routing import Policy, PrefixFirst, Replica, nodes_of
 from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, TokenDelta
+from jaxllm.engine.orders import Order
 from jaxllm.engine.stats import counted, together
 from jaxllm.errors import EngineDeadError, JaxLLMError
 
@@ -132,6 +133,12 @@ class Replicas:
     def processes(self) -> dict[str, LookAt]:
         with self._lock:
             return {str(number): client.look for number, client in sorted(self._clients.items())}
+
+    def order(self, order: Order) -> None:
+        with self._lock:
+            clients = list(self._clients.values())
+        with ThreadPoolExecutor(len(clients)) as pool:
+            list(pool.map(lambda client: client.order(order), clients))
 
     def keep_weights(self) -> None:
         """One engine leaves the weights, which all have alike; `shutdown` ends the others."""

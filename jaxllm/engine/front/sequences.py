@@ -21,6 +21,7 @@ from jaxllm.requests.outputs import (
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
+    extend_versions,
 )
 from jaxllm.requests.prompt_scores import of_vocabulary
 from jaxllm.requests.sampling import SamplingParams
@@ -151,6 +152,8 @@ class Collector:
             self._captures[choice].add(rows.positions, rows.values)
         output.token_ids += delta.token_ids
         output.text += delta.text
+        if delta.token_ids and delta.weight_version:  # beams have none
+            extend_versions(output.weight_versions, delta.weight_version, len(delta.token_ids))
         if output.logprobs is not None and delta.logprobs is not None:
             entries: list[TokenLogprobs] = [dict(e) for e in delta.logprobs]
             output.logprobs += entries

@@ -18,8 +18,8 @@ import msgspec
 from jaxllm.engine.front.budget_checks import with_markers
 from jaxllm.engine.front.sequences import name_tokens, rank_vocabulary, split_request
 from jaxllm.engine.front.suspects import Suspects
-from jaxllm.engine.messages import EngineClient, EngineRequest, TokenDelta
-from jaxllm.errors import EngineDeadError, JaxLLMError, QueueFullError
+from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineRequest, TokenDelta
+from jaxllm.errors import EngineDeadError, EnginePausedError, JaxLLMError, QueueFullError
 from jaxllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,13 @@ class Streams:
     ):
         """`start` starts another engine like `client`: its first argument is an event that ends a start under way."""
         self.client = client
+        self.paused: str | None = None
+        """How the engine was told to pause; see `Controls`."""
+        self.refuses = False
+        """Whether no request is taken, because it is paused."""
+        self.weight_version = INITIAL_VERSION
+        self.num_updates = 0
+        """How often its weights were exchanged."""
         self.tokenizer = tokenizer
         self.limit = limit
         self.is_dead = False
@@ -96,11 +103,14 @@ class Streams:
         Raises:
             InvalidRequestError: the engine has died of it before.
             QueueFullError: there is no room for `room` sequences; none is queued then.
+            EnginePausedError: it was told to pause.
             EngineDeadError: the engine has stopped.
         """
         self.check_process()
         if self.is_asleep:
             raise EngineDeadError("the engine is asleep")
+        if self.refuses:
+            raise EnginePausedError("the engine is paused, and takes no requests until it is told to resume")
         for _, request in sequences:
             self._suspects.check(request)
         named = [
@@ -142,6 +152,15 @@ class Streams:
         else:
             with self._lock:
                 names = [name for name, place in self._places.items() if place.request.request_id == which]
+        self._abort(names)
+
+    def abort_all(self) -> None:
+        """End all that has not finished, with finish_reason "abort"."""
+        with self._lock:
+            names = list(self._places)
+        self._abort(names)
+
+    def _abort(self, names: list[str]) -> None:
         dropped = self._drop(names)
         arrivals: dict[Stream, list[Gain]] = defaultdict(list)
         for stream, sequence, request in dropped:
@@ -165,7 +184,7 @@ class Streams:
         self.shutdown()
         self._reader.join()
         self._closing.clear()
-        self.client = self._start(self._closing)
+        self._begin_with(self._start(self._closing))
         self.is_dead = False
         self._begin_reading()
 
@@ -186,10 +205,15 @@ class Streams:
 
     def wake_up(self, given_up: threading.Event, *arguments: object) -> None:
         """Start the engine again: `start(given_up, *arguments)`. Raises what kept it from starting."""
-        self.client = self._start(given_up, *arguments)
+        self._begin_with(self._start(given_up, *arguments))
         self._closing.clear()
         self.is_dead = self.is_asleep = False
         self._begin_reading()
+
+    def _begin_with(self, client: EngineClient) -> None:
+        """A new engine, which is as every engine is at its start."""
+        self.client = client
+        self.paused, self.refuses, self.weight_version = None, False, INITIAL_VERSION
 
     def _end_of(self, client: EngineClient) -> None:
         """Say so at once, whoever noticed first: who is told of a death must not find the engine alive."""
@@ -255,7 +279,7 @@ class Streams:
                 logger.error("the engine did not start: %s", error)
                 continue
             with self._lock:
-                self.client = client
+                self._begin_with(client)
             if self._closing.is_set():  # while it was starting
                 client.shutdown()
                 return False

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, LookAt, TokenDelta
+from jaxllm.engine.orders import NameWeights, Order, Pause, ResetPrefixCache, Resume, UpdateWeights
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.threads import start_thread
 
@@ -31,6 +32,13 @@ END_SECONDS = 1.0
 T = TypeVar("T")
 
 
+POLL_SECONDS = 0.01
+"""How often an engine that is to pause is asked whether something still runs."""
+
+Ask = Callable[[Callable[["EngineCore"], Any]], Any]
+"""Has something done with a core between two turns of its loop, and gives what comes of it."""
+
+
 class Question:
     """Something to do with a core between two turns, and a future of what comes of it."""
 
@@ -39,11 +47,35 @@ class Question:
         self.answer: Future[Any] = Future()
 
     def put_to(self, core: EngineCore) -> None:
-        """What it raises is its asker's, not the loop's."""
+        """What it raises is its asker's, and the loop's only where the engine has died of it."""
         try:
             self.answer.set_result(self._ask(core))
+        except EngineDeadError as error:
+            self.answer.set_exception(error)
+            raise
         except Exception as error:
             self.answer.set_exception(error)
+
+
+def carry_out(order: Order, ask: Ask) -> None:
+    """Returns when an order has been carried out. To be called on a thread that is not the loop's.
+
+    Raises what keeps it from that.
+    """
+    match order:
+        case Pause(mode):
+            ask(lambda core: core.pause(mode))
+            while mode == "wait" and ask(lambda core: core.load[0]):
+                time.sleep(POLL_SECONDS)
+        case Resume():
+            ask(lambda core: core.resume())
+        case ResetPrefixCache():
+            ask(lambda core: core.reset_prefix_cache())
+        case UpdateWeights(source, version):
+            new = ask(lambda core: core.weights).read(source)  # while the engine goes on
+            ask(lambda core: core.update_weights(new, version))
+        case NameWeights(version):
+            ask(lambda core: setattr(core, "weight_version", version))
 
 
 InboxItem = EngineRequest | list[str] | Question | Exception | None
@@ -199,6 +231,9 @@ class ThreadClient:
                 if question.answer.done():
                     raise  # it is the question's own
                 self._check_alive()
+
+    def order(self, order: Order) -> None:
+        carry_out(order, self.ask)
 
     @property
     def processes(self) -> dict[str, LookAt]:

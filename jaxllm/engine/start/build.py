@@ -44,6 +44,7 @@ from jaxllm.engine.start.foresight import foresee
 from jaxllm.engine.start.host_memory import check_host_memory
 from jaxllm.engine.start.leave import die
 from jaxllm.engine.start.manifest import step_manifest
+from jaxllm.engine.start.new_weights import WeightReader
 from jaxllm.engine.start.options import draft_depth, wants_cpu_kernels
 from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform, prepare_backend
@@ -320,7 +321,8 @@ def _assemble(
     backend = tokenizer.backend if tokenizer else None
     parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, stage.mesh)
     model = LiveModel(parts, lambda: functions.unpack_weights(device.weights))
-    core = EngineCore(scheduler, pool, runner, backend, eos, config.seed, grammars, adapters, model)
+    reader = WeightReader(config, blueprint, functions, stage.mesh)
+    core = EngineCore(scheduler, pool, runner, backend, eos, config.seed, grammars, adapters, model, reader)
     info = EngineInfo(
         model_name=config.model,
         vocab_size=vocab,

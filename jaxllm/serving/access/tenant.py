@@ -36,7 +36,7 @@ class Tenant(BaseModel):
     own_cache: bool = False
     """Share cached prefixes of prompts only among its own requests, so that times tell nobody what others have sent."""
     admin: bool = False
-    """Whether it may unload models, put them to sleep, and change adapters. Any request for a model wakes it up."""
+    """Whether it may unload models, put them to sleep, and change adapters and weights. Any request wakes one up."""
 
     @property
     def group(self) -> str:

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jaxllm.errors import ContextLengthError, EngineDeadError, InvalidRequestError, QueueFullError
+from jaxllm.errors import ContextLengthError, EngineDeadError, EnginePausedError, InvalidRequestError, QueueFullError
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
 from jaxllm.serving.shown import shown
 from jaxllm.wording import must
@@ -20,8 +20,9 @@ from jaxllm.wording import must
 logger = logging.getLogger(__name__)
 
 
-HANDLED = (
-    APIError, InvalidRequestError, QueueFullError, EngineDeadError, RequestValidationError, HTTPException, Exception,
+HANDLED: tuple[type[Exception], ...] = (
+    APIError, InvalidRequestError, QueueFullError, EnginePausedError, EngineDeadError, RequestValidationError,
+    HTTPException, Exception,
 )  # fmt: skip
 """What `to_api_error` answers: frameworks want to have each named."""
 
@@ -50,6 +51,8 @@ def to_api_error(error: Exception) -> APIError:
         case QueueFullError():
             headers = {"Retry-After": RETRY_AFTER_SECONDS}
             return APIError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
+        case EnginePausedError():
+            return unavailable(str(error), code="engine_paused")
         case EngineDeadError():
             return unavailable(str(error), code="engine_dead")
         case RequestValidationError():

@@ -143,9 +143,9 @@ def test_a_line_that_is_cancelled_while_it_is_noted_ends_after_the_note() -> Non
 class Poisoned(FakeEngine):
     """Ends when it is asked question 13, which it never answers, however long its end takes."""
 
-    def pause(self, request: EngineRequest, step: int) -> float:
+    def until_next(self, request: EngineRequest, step: int) -> float:
         asked = bytes(token for token in request.prompt_token_ids if token < 256)
-        return 1000.0 if b"Question 13[" in asked else super().pause(request, step)
+        return 1000.0 if b"Question 13[" in asked else super().until_next(request, step)
 
     def run(self, requests: Any, **arguments: Any) -> Any:
         stream = super().run(requests, **arguments)

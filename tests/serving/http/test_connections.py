@@ -90,7 +90,7 @@ def test_slow_headers_end_their_connection(listen: Callable[..., str], engine: F
         connection.settimeout(0.1)
         received = b""
         while not received:
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 10
             try:
                 if sent:
                     connection.sendall(b"a")  # dribbling does not help

@@ -24,7 +24,7 @@ from tests.serving.api_surface import BODIES, EveryTask, Route, addresses, descr
 class Engine(EveryTask):
     """Takes its time over batches, so that they can be cancelled."""
 
-    def pause(self, request: EngineRequest, step: int) -> float:
+    def until_next(self, request: EngineRequest, step: int) -> float:
         return 1.0 if request.priority == BATCH_PRIORITY and step == 0 else 0.0
 
 

@@ -1,0 +1,137 @@
+"""Routes for trainers, who generate with a model between changes of its weights: vLLM's names, where it has them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated, Literal
+
+import msgspec
+import pydantic
+from fastapi import APIRouter, Query, Request, Response
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.serving.access.tenant import check_admin, tenant_of
+from jaxllm.serving.http.api_error import APIError, unavailable
+from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.registry import ModelName, Registry, leased
+from jaxllm.serving.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter(route_class=JSONRoute, tags=["training"])
+
+MAX_PATH = 4096
+CHANGES = "pause models and change their weights"
+RunningRequests = Annotated[
+    Literal["abort", "wait", "keep"],
+    Query(description="What becomes of running requests: they are ended, waited for, or stop where they are."),
+]
+ClearCache = Annotated[
+    bool, Query(description="Whether later requests find nothing in the prefix cache; not looked at with `keep`.")
+]
+
+
+class UpdateWeights(RequestModel):
+    model_path: Annotated[str, pydantic.Field(min_length=1, max_length=MAX_PATH)]
+    """A folder or file on the server's machine, or a hub id: the same model with other weights."""
+    weight_version: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None
+    """What the new weights are called; by default they are numbered."""
+    model: str | None = None
+    """The model that is to run with them; by default the first."""
+
+
+class State(msgspec.Struct):
+    status: str
+
+
+class Paused(msgspec.Struct):
+    is_paused: bool
+
+
+class CacheReset(msgspec.Struct):
+    success: bool = True
+
+
+class WeightInfo(msgspec.Struct):
+    weight_version: str | None
+    """Null where the model is not loaded."""
+
+
+async def _model(request: Request, name: str | None) -> ServedModel:
+    """It is loaded if it is not."""
+    check_admin(request, CHANGES)
+    return (await leased(request, name)).model
+
+
+@router.post("/pause", responses=returns(State))
+async def pause(
+    request: Request, mode: RunningRequests = "abort", clear_cache: ClearCache = True, model: ModelName = None
+) -> Response:
+    """Run no steps until /resume; answers when none runs any more.
+
+    Requests that come meanwhile wait with `keep`, and are refused with 503 otherwise.
+    """
+    served = await _model(request, model)
+    if mode == "abort":
+        for running in list(served.running):
+            message = "the model was paused before the answer was complete"
+            running.abort(unavailable(message, code="engine_paused"))
+    await asyncio.to_thread(served.engine.pause, mode)
+    if clear_cache and mode != "keep":
+        await asyncio.to_thread(served.engine.reset_prefix_cache)
+    return json_response(State("paused"))
+
+
+@router.post("/resume", responses=returns(State))
+async def resume(request: Request, model: ModelName = None) -> Response:
+    """Go on after /pause."""
+    served = await _model(request, model)
+    await asyncio.to_thread(served.engine.resume)
+    return json_response(State("resumed"))
+
+
+@router.get("/is_paused", responses=returns(Paused))
+async def is_paused(request: Request, model: ModelName = None) -> Response:
+    """Whether a model is paused; loads nothing."""
+    served = _find(request, model).served
+    return json_response(Paused(served is not None and served.engine.is_paused))
+
+
+@router.post("/reset_prefix_cache", responses=returns(CacheReset))
+async def reset_prefix_cache(request: Request, model: ModelName = None) -> Response:
+    """Later requests find nothing in the prefix cache. Running ones go on with what they hold."""
+    served = await _model(request, model)
+    await asyncio.to_thread(served.engine.reset_prefix_cache)
+    return json_response(CacheReset())
+
+
+@router.post("/update_weights", responses=returns(WeightInfo))
+async def update_weights(body: UpdateWeights, request: Request) -> Response:
+    """Exchange a model's weights between two steps; answers when it runs with them.
+
+    Where they cannot be used it keeps those it has. Running requests go on with the new ones, unless it is paused.
+    """
+    served = await _model(request, body.model)
+    try:
+        version = await asyncio.to_thread(served.engine.update_weights, body.model_path, version=body.weight_version)
+    except (CheckpointError, ConfigError) as error:
+        raise APIError(400, str(error), param="model_path", code="weights_refused") from None
+    logger.info("model %s runs with the weights of %s, version %s", served.names[0], body.model_path, version)
+    return json_response(WeightInfo(version))
+
+
+@router.get("/weight_info", responses=returns(WeightInfo))
+async def weight_info(request: Request, model: ModelName = None) -> Response:
+    """What a model's weights are called; loads nothing."""
+    served = _find(request, model).served
+    return json_response(WeightInfo(None if served is None else served.engine.weight_version))
+
+
+def _find(request: Request, model: str | None) -> LoadableModel:
+    registry: Registry = request.app.state.server.registry
+    return registry.find(model, tenant_of(request))
