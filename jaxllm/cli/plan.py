@@ -18,32 +18,41 @@ from jaxllm.setting_values import format_bytes, parse_bytes
 def plan(
     config: EngineConfig,
     *,
+    gpu: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
     memory_bandwidth: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
     json_output: Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)] = False,
 ) -> None:
     """Show what a model would take: weights, KV pages and the tokens they hold, compiled buckets; then every --isq.
 
     Args:
-        memory_bandwidth: Bytes a second that a device reads of its memory, as 900GB; measured here by default.
+        gpu: A GPU to plan for in place of this machine, as h100, l40s or rtx-4090; another value lists them.
+        memory_bandwidth: Bytes a second that a device reads of its memory, as 900GB; by default measured here, or
+            what the maker of --gpu states.
         json_output: Print one JSON object instead of tables.
     """
+    from jaxllm.engine.start.gpus import known_gpu
     from jaxllm.engine.start.plan import plan_engine
     from jaxllm.engine.start.schemes import compare_schemes, measure_bandwidth, table_rows
 
     stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)
-    sizes = plan_engine(config).as_dict()
-    bandwidth = stated or measure_bandwidth()
-    schemes = compare_schemes(config, bandwidth)
+    known = None if gpu is None else known_gpu(gpu)
+    platform = None if known is None else known.platform(config.tensor_parallel_size)
+    sizes = plan_engine(config, platform).as_dict()
+    bandwidth = stated or (measure_bandwidth() if known is None else known.bandwidth)
+    schemes = compare_schemes(config, bandwidth, platform)
     if json_output:
-        more = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
+        more: dict[str, Any] = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
+        more |= {} if known is None else {"gpu": known.device, "gpu_source": known.source}
         print(json.dumps(sizes | more, default=str))
         return
     rows = [(name.replace("_", " "), readable(name, value)) for name, value in sizes.items()]
     print_table(("", ""), rows, title=f"Plan for {config.model}")
-    how = "stated" if stated else "measured"
+    how = "measured" if known is None and not stated else "stated"
     title = f"By --isq, at {bandwidth / 1e9:,.0f} GB/s ({how}); a decode of one sequence reads all weights once a token"
-    headings = ("weights", "memory", "bits", "longest context", "tokens/s at most")
+    headings = ("weights", "memory", "bits", "bytes a token", "longest context", "tokens/s at most")
     print_table(headings, table_rows(schemes), title=title)
+    if known is not None:
+        print(f"{known.device}: {known.bandwidth / 1e9:,.0f} GB/s, says {known.source}")
 
 
 def _bytes_per_second(text: str) -> int:

@@ -27,6 +27,7 @@ class KernelMatrix:
         bits: of a code.
         middle: the code that stands for zero.
         levels: what each code stands for; empty: itself.
+        rounds: whether inputs are rounded to int8 too, by runs (`rounded.quantize_runs`).
     """
 
     codes: jax.Array
@@ -38,6 +39,7 @@ class KernelMatrix:
     bits: int = 8
     middle: int = 0
     levels: tuple[float, ...] = ()
+    rounds: bool = False
 
     @property
     def planes(self) -> int:

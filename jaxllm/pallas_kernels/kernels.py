@@ -125,6 +125,8 @@ class Kernels:
         page_layout: the shapes of their buffers.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
         rotates_heads: attention takes the heads' norms and angles, and applies them itself.
+        wide_sums: what devices have each of a sum is added up in float32; else in the model's own type, which is half
+            as much to send, and no conversion afterwards.
         smallest_rows: that a decode is padded to; one alone would leave XLA's fast matrix products.
     """
 
@@ -150,6 +152,7 @@ class Kernels:
     sums: SoftmaxSums = PLAIN
     native: bool = False
     rotates_heads: bool = False
+    wide_sums: bool = True
     smallest_rows: int = 2
 
 
@@ -204,6 +207,7 @@ COMPILED_GPU = replace(
     grouped_matmul=tiles,
     experts=gpu_products.experts,
     add_norm=gpu_products.add_norm,
+    wide_sums=False,
 )
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -22,7 +23,8 @@ class Coding:
         symmetric: whether `middle` stands for 0; else every block has a code of its own that does.
         levels: what each code stands for, where that is not the code itself.
         codes: type of the codes: uint8, or float8_e4m3fn, which stand for themselves.
-        ordered: whether inputs were sorted before they were cut into blocks (act-order).
+        order: the name (`order_name`) of the order that inputs were sorted into before they were cut into blocks
+            (act-order); empty where they were not sorted.
         activations: whether the checkpoint is made for inputs that are rounded to int8 as well.
     """
 
@@ -32,13 +34,29 @@ class Coding:
     symmetric: bool = True
     levels: tuple[float, ...] = ()
     codes: np.dtype = UINT8
-    ordered: bool = False
+    order: str = ""
     activations: bool = False
 
     @property
     def middle(self) -> int:
         """The code of 0 in symmetric blocks."""
         return 0 if self.levels or self.codes == FP8 else 1 << (self.bits - 1)
+
+
+def order_name(order: np.ndarray | None) -> str:
+    """A name that equal orders of inputs share and no others have; empty where there is no order."""
+    return "" if order is None else hashlib.sha256(order.astype("<i4").tobytes()).hexdigest()[:16]
+
+
+def common_coding(codings: Sequence[Coding | None]) -> Coding | None:
+    """The one coding of tensors that are stacked, each of which may have an order of its own, or none; else None."""
+    first = codings[0]
+    if first is None or any(coding is None or replace(coding, order=first.order) != first for coding in codings):
+        return None
+    orders = [coding.order for coding in codings if coding is not None]
+    if len(set(orders)) == 1:
+        return first
+    return replace(first, order=hashlib.sha256(" ".join(orders).encode()).hexdigest()[:16])
 
 
 @dataclass(frozen=True)

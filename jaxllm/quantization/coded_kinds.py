@@ -45,4 +45,4 @@ def coded_kind(
         packs = group * bits % 8 == 0  # else the shard that parts a group so is refused
         symmetric = coding.symmetric or bool(coding.levels)
         kind = GroupsKind(dtype, bits, group if packs else coding.block[1], symmetric, coding.scale, coding.levels)
-    return OrderedKind(kind) if coding.ordered else kind
+    return OrderedKind(kind, coding.order, divided=devices > 1) if coding.order else kind

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.coded import Codes, stacked
+from jaxllm.quantization.coded import Codes, common_coding, stacked
 from jaxllm.quantization.gguf_blocks import dequantize
 
 GGUF_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -102,7 +102,9 @@ class Stored(NamedTuple):
 def stack(tensors: Sequence[Stored]) -> Stored:
     """One on top of the other; they are of one shape. Those of several types are expanded."""
     first = tensors[0]
-    if any((t.dtype, t.codes and t.codes.coding) != (first.dtype, first.codes and first.codes.coding) for t in tensors):
+    codings = [None if tensor.codes is None else tensor.codes.coding for tensor in tensors]
+    alike = common_coding(codings) is not None or not any(codings)
+    if not alike or any(tensor.dtype != first.dtype for tensor in tensors):
         tensors = [tensor.plain() for tensor in tensors]
     whole = tensors[0].with_rows(np.stack([tensor.by_rows for tensor in tensors]))
     importance = [tensor.importance for tensor in tensors if tensor.importance is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -158,7 +158,7 @@ def tile_format(kind: WeightKind) -> str | None:
 def tiled(kind: WeightKind, rows: Sequence[int], inputs: int, *, stack: bool) -> WeightKind:
     """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
     if isinstance(kind, OrderedKind):
-        return OrderedKind(tiled(kind.kind, rows, inputs, stack=stack))
+        return replace(kind, kind=tiled(kind.kind, rows, inputs, stack=stack))
     if tile_format(kind) is None or kind.dtype not in FLOATS or any(count % GROUP for count in rows):  # type: ignore[attr-defined]
         return kind
     candidate = TiledKind(kind, joins=stack)  # type: ignore[arg-type]

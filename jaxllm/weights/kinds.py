@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.quantization.coded import Coding
+from jaxllm.quantization.coded import common_coding
 from jaxllm.quantization.coded_kinds import coded_kind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
@@ -104,11 +104,11 @@ class KindChooser:
             saved = self.checkpoint.kinds[source.name]
             if not isinstance(saved, OrderedKind):
                 return replace(saved, dtype=spec.dtype)  # type: ignore[type-var]
-            if self._input_parts(spec) == 1:
-                return OrderedKind(replace(saved.kind, dtype=spec.dtype))  # type: ignore[type-var]
-        types, codings = sorted({info.dtype for info in infos}), {info.coding for info in infos}
-        coding = _common(codings)
-        if coding is not None and source.keeps(coding) and not self._parts_order(spec, coding):
+            if not self._divides_stack(spec):
+                columns = replace(saved.kind, dtype=spec.dtype)  # type: ignore[type-var]
+                return replace(saved, kind=columns, divided=self._input_parts(spec) > 1)
+        types, coding = sorted({info.dtype for info in infos}), common_coding([info.coding for info in infos])
+        if coding is not None and source.keeps(coding) and not (coding.order and self._divides_stack(spec)):
             rows, inputs, devices = self._row_counts(spec), spec.shape[-1], self._input_parts(spec)
             return coded_kind(coding, spec.dtype, rows, inputs, devices=devices, blocks=self.tiles)
         if len(types) == 1 and types[0] in FORMATS and source.moves_blocks(FORMATS[types[0]].elements):
@@ -138,9 +138,9 @@ class KindChooser:
                 return GgufKind(own, spec.dtype)
         return kind
 
-    def _parts_order(self, spec: ParamSpec, coding: Coding) -> bool:
-        """Whether devices would each need inputs of the others: sorted ones lie anywhere."""
-        return coding.ordered and self._input_parts(spec) > 1
+    def _divides_stack(self, spec: ParamSpec) -> bool:
+        """Whether devices have a part of the inputs of each expert: sorted ones would be of other devices."""
+        return len(spec.shape) > 2 and self._input_parts(spec) > 1
 
     def _row_counts(self, spec: ParamSpec) -> list[int]:
         """Numbers of rows that are moved as one: blocks of rows must divide them."""
@@ -160,10 +160,3 @@ class KindChooser:
 
     def _input_parts(self, spec: ParamSpec) -> int:
         return self.tp if spec.axes[-1] is not None else 1
-
-
-def _common(codings: set[Coding | None]) -> Coding | None:
-    """The one coding of tensors that are stacked, of which some may be sorted and others not; else None."""
-    if len(codings) > 1:
-        codings = {coding and replace(coding, ordered=True) for coding in codings}
-    return codings.pop() if len(codings) == 1 else None

@@ -41,7 +41,7 @@ class Source:
 
     def keeps(self, coding: Coding) -> bool:
         """Whether codes survive the way: where rows move, each has its scales to itself."""
-        return self.transform is None or (self.by_rows and coding.block[0] == 1 and not coding.ordered)
+        return self.transform is None or (self.by_rows and coding.block[0] == 1 and not coding.order)
 
     @property
     def tensors(self) -> list[str]:

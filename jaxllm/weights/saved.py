@@ -76,9 +76,10 @@ SAVED_KINDS: dict[str, tuple[type[Any], FieldKinds]] = {
 """What a manifest calls each kind, and the fields that it has of it; the type to compute in is the reader's."""
 
 ORDERED = "ordered"
-"""The field, true, that a kind has besides its own where inputs were sorted."""
+"""The field that a kind has besides its own where inputs were sorted: their order's name, or true for some order."""
 
 _SEGMENT = re.compile(r"(.*)\.(\d+)")
+_ORDER = re.compile("[0-9a-f]{16}")
 
 
 class SavedTensor(msgspec.Struct, forbid_unknown_fields=True):
@@ -179,7 +180,7 @@ class SavedCheckpoint:
 def describe(kind: WeightKind) -> dict[str, Any]:
     """A kind as a manifest has it. Raises ConfigError for one that has no entry."""
     if isinstance(kind, OrderedKind):
-        return describe(kind.kind) | {ORDERED: True}
+        return describe(kind.kind) | {ORDERED: kind.order or True}
     for name, (cls, known) in SAVED_KINDS.items():
         if type(kind) is cls:
             values = {field: getattr(kind, field) for field in known}
@@ -281,8 +282,10 @@ def _kinds(path: Path, manifest: Manifest) -> dict[str, WeightKind]:
 
 
 def _kind(given: dict[str, Any], here: str) -> WeightKind:
-    if given.get(ORDERED) is True:
-        return OrderedKind(_kind({name: value for name, value in given.items() if name != ORDERED}, here))
+    order = given.get(ORDERED)
+    if order is True or (isinstance(order, str) and _ORDER.fullmatch(order)):
+        kind = _kind({name: value for name, value in given.items() if name != ORDERED}, here)
+        return OrderedKind(kind, "" if order is True else order)
     check_fields({"name": given.get("name")}, {"name": one_of(*SAVED_KINDS)}, f"{here}kind ")
     cls, known = SAVED_KINDS[given["name"]]
     if given.keys() != known.keys() | {"name"}:

@@ -53,7 +53,7 @@ class Row:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     configs: list[EngineConfig] = []
 
-    def plan_engine(config: EngineConfig) -> Plan:
+    def plan_engine(config: EngineConfig, platform: Any) -> Plan:
         configs.append(config)
         return Plan()
 
@@ -61,9 +61,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     stub_module(
         monkeypatch,
         "jaxllm.engine.start.schemes",
-        compare_schemes=lambda config, bandwidth: [Row("q4k", bandwidth / 1e6)],
+        compare_schemes=lambda config, bandwidth, platform: [
+            Row(platform.device if platform else "q4k", bandwidth / 1e6)
+        ],
         measure_bandwidth=lambda: 2e9,
-        table_rows=lambda rows: [(row.name, "", "", "", f"{row.tokens_per_second:g}") for row in rows],
+        table_rows=lambda rows: [(row.name, "", "", "", "", f"{row.tokens_per_second:g}") for row in rows],
     )
     return configs
 
@@ -86,6 +88,17 @@ def test_plan_takes_a_stated_bandwidth(cli, planned) -> None:
     code, _, err = cli("plan", "--memory-bandwidth", "fast")
     assert (code, err.count("\n")) == (2, 1)
     assert "--memory-bandwidth is 'fast'; it must be bytes a second, as 900GB" in err
+
+
+def test_plan_for_a_gpu_that_is_not_there(cli, planned) -> None:
+    out = cli("plan", "m", "--gpu", "RTX-4090").out
+    assert "NVIDIA GeForce RTX 4090: 1,008 GB/s, says https://www.nvidia.com/" in out and "1.008e+06" in out
+    found = json.loads(cli("plan", "m", "--gpu", "h100", "--memory-bandwidth", "2970GB", "--json").out)
+    assert (found["gpu"], found["memory_bandwidth"]) == ("NVIDIA H100 SXM", 2970e9)
+    assert found["schemes"] == [{"name": "NVIDIA H100 SXM", "tokens_per_second": 2970e3}]
+    code, _, err = cli("plan", "m", "--gpu", "h1000")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--gpu is 'h1000'" in err and "accepted are a10, a100-40gb," in err
 
 
 @pytest.mark.parametrize(

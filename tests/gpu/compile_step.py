@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import sparse
 from tests.gpu.hlo import Program
 from tests.gpu.ptx import DUMP, taken_by_kernels
 from tests.gpu.targets import mesh_of
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--isq", help="quantize the weights")
+    parser.add_argument("--packing", help="of a checkpoint of a Llama: one of sparse.PACKINGS")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--defaults", action="store_true", help="leave the compiler's options as XLA has them")
     parser.add_argument("--defect", choices=("copy", "transpose", "spill"), help="bring in what a check must see")
@@ -51,12 +53,16 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     from jaxllm.speculative_config import SpeculativeConfig
     from jaxllm.weights import open_checkpoint
 
+    folder, load_format = given.config.parent, "dummy"
+    if given.packing:
+        folder, load_format = folder / given.packing, "auto"
+        sparse.write(json.loads(given.config.read_text()), given.packing, folder)
     config = EngineConfig(
-        model=str(given.config.parent), load_format="dummy", tensor_parallel_size=given.tp,
+        model=str(folder), load_format=load_format, tensor_parallel_size=given.tp,
         max_model_len=given.max_model_len, kv_cache_memory=PAGES, isq=given.isq,
         speculative_config=SpeculativeConfig(num_speculative_tokens=3) if given.kind == "verify" else None,
     )  # fmt: skip
-    checkpoint = open_checkpoint(given.config.parent, "dummy")
+    checkpoint = open_checkpoint(folder, load_format)
     blueprint = make_blueprint(config, checkpoint, Platform("gpu", given.tp, MEMORY, 0))
     functions = StepFunctions(blueprint.model, blueprint.params, mesh_of(tp=given.tp), blueprint.sizes)
     variant = SAMPLED if given.variant == "sampled" else PLAIN
@@ -68,7 +74,7 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()
     program = lowered.compile(compiler_options=options | {"xla_dump_to": str(given.directory), **DUMP})
     seconds = time.process_time() - began
-    memory = program.memory_analysis()
+    memory, text = program.memory_analysis(), program.as_text()
     buffers = jax.tree.leaves(functions.state.abstract().caches)
     taken = taken_by_kernels(given.directory)
     return {
@@ -80,7 +86,8 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         "planned": blueprint.plan.workspace_bytes,
         "aliased": memory.alias_size_in_bytes,
         "pages": sum(buffer.size * buffer.dtype.itemsize for buffer in buffers) // given.tp,
-        "copies": Program(program.as_text()).copies(),
+        "copies": Program(text).copies(),
+        "reduced": sorted(set(re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-reduce(?:-start)?\(", text))),
         "spilled": {name: kernel.spilled for name, kernel in taken.items() if kernel.spilled},
         **graphs(given.directory),
     }

@@ -26,6 +26,7 @@ from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs
+from jaxllm.pallas_kernels.gpu import block_scaled, int8
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
 from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu.few_rows import few_rows
@@ -171,6 +172,54 @@ def few(kind: GroupsKind) -> Program:
     return run, (array(2, 2048, dtype=kind.dtype), short, array(16, 14336, dtype=kind.dtype), long)
 
 
+def few_of_blocks(dtype: np.dtype) -> Program:
+    """Rows of e4m3 in blocks, of one part and of several, one and 16; and those of experts, with an activation and
+    without."""
+    short, long = (
+        jax.tree.map(lambda leaf: array(*leaf.shape[1:], dtype=leaf.dtype), fp8_blocks(1, outputs, inputs))
+        for outputs, inputs in ((65536, 2048), (4096, 14336))
+    )
+    count, _, size = EXPERTS
+    rows = 32
+
+    def run(one: Any, short: Weight, many: Any, long: Weight, x: Any, experts: Weight, lists: RowLists) -> Any:
+        found = []
+        for rows_of, weight in ((one, short), (many, long)):
+            (matrix,) = replace(weight, dtype=dtype).kernel_matrices or ()
+            found.append(block_scaled.few_rows(rows_of, matrix, dtype))
+        (matrix,) = replace(experts, dtype=dtype).kernel_matrices or ()
+        for activation in (jax.nn.silu, None):
+            found.append(block_scaled.grouped_few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
+        return found
+
+    lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
+    return run, (
+        array(1, 2048, dtype=dtype), short, array(16, 14336, dtype=dtype), long,
+        array(rows // 2, size, dtype=dtype), fp8_blocks(*EXPERTS), lists,
+    )  # fmt: skip
+
+
+def integers() -> Program:
+    """Tiles of 16 rows in parts, of 64 and 128; and those of experts, with an activation and without."""
+    kind = PerChannelKind(INT8, BF16, activations=True)
+    count, _, size = EXPERTS
+    rows = 32
+
+    def run(weight: Weight, few: Any, some: Any, many: Any, experts: Weight, x: Any, lists: RowLists) -> Any:
+        (matrix,) = weight.kernel_matrices or ()
+        found = [int8.matmul(x, matrix, BF16) for x in (few, some, many)]
+        (matrix,) = experts.kernel_matrices or ()
+        for activation in (jax.nn.silu, None):
+            found.append(int8.grouped_matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
+        return found
+
+    lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
+    return run, (
+        kind.abstract((4096, 14336)), *(array(n, 14336, dtype=BF16) for n in (1, 64, 512)), kind.abstract(EXPERTS),
+        array(rows // 2, size, dtype=BF16), lists,
+    )  # fmt: skip
+
+
 def delta(key_heads: int, heads: int, size: int) -> Program:
     """A token of each of 64 sequences."""
     keys, seqs = key_heads * size, 64
@@ -283,6 +332,9 @@ CASES: dict[str, Callable[[], Program]] = {
     "few rows, 4 bits, f32": lambda: few(GroupsKind(F32)),
     "few rows, 2 bits": lambda: few(GroupsKind(BF16, 2)),
     "few rows, 8 bits": lambda: few(GroupsKind(BF16, 8)),
+    "integers": integers,
+    "few rows, fp8 in blocks": lambda: few_of_blocks(BF16),
+    "few rows, fp8 in blocks, f16": lambda: few_of_blocks(F16),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
     "latents of 16 heads": lambda: latents(16),
     "delta rule of 128": lambda: delta(16, 32, 128),

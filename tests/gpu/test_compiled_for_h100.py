@@ -105,8 +105,52 @@ def test_quantized_weights_are_expanded_in_registers(compiled: Any, kind: str) -
     assert found["temporaries"] < 0.02 * found["weights"]
 
 
-def test_several_devices_are_one_graph_too(compiled: Any) -> None:
-    check(compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", "2", layers=4))
+def test_blocks_of_fp8_are_read_as_they_are(compiled: Any) -> None:
+    """By kernels as many as bfloat16 has, and those that add parts of rows up."""
+    found, more = (
+        compiled("Llama-3.1-8B", "decode", "16", "plain", "--packing", "fp8_blocks", layers=n) for n in (2, 4)
+    )
+    check(found)
+    assert found["temporaries"] < 0.02 * found["weights"]
+    assert (more["kernels"] - found["kernels"]) / 2 <= 10 + 4
+
+
+def test_integers_are_multiplied_as_they_are(compiled: Any) -> None:
+    """By kernels as many as bfloat16 has, those that round the inputs of four products, and that add parts up."""
+    found, more = (compiled("Llama-3.1-8B", "decode", "16", "plain", "--packing", "w8a8", layers=n) for n in (2, 4))
+    check(found)
+    assert found["temporaries"] < 0.02 * found["weights"]
+    assert (more["kernels"] - found["kernels"]) / 2 <= 10 + 4 + 4
+
+
+@pytest.mark.parametrize("step", [("decode", "16", "plain"), ("backbone", "512", "plain")], ids=" ".join)
+def test_sorted_inputs_are_gathered_and_weights_left_alone(compiled: Any, step: tuple[str, ...]) -> None:
+    """Once for queries, keys and values, once for outputs, once for gate and up; where an activation stands in front of
+    it, the gather is part of that."""
+    ordered, plain = (compiled("Llama-3.1-8B", *step, "--packing", p, layers=4) for p in ("gptq_sorted", "gptq"))
+    check(ordered, decode=step[0] == "decode")
+    assert ordered["temporaries"] < 0.02 * ordered["weights"] + plain["temporaries"]
+    assert ordered["kernels"] - plain["kernels"] <= 3 * 4
+
+
+@pytest.mark.parametrize("tp", ["2", "4"])
+@pytest.mark.parametrize("more", [(), ("--isq", "int4"), ("--packing", "gptq_sorted")], ids=" ".join)
+def test_several_devices_are_one_graph_too(compiled: Any, more: tuple[str, ...], tp: str) -> None:
+    """With what they add up inside it, in the type of the model."""
+    found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", tp, *more, layers=4)
+    check(found)
+    assert found["reduced"] == ["bf16"]
+
+
+def test_sums_of_several_devices_take_no_more_kernels(compiled: Any) -> None:
+    few, more = (compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", "2", layers=n) for n in (2, 4))
+    assert (more["kernels"] - few["kernels"]) / 2 <= 10
+
+
+def test_experts_over_several_devices_are_one_graph_too(compiled: Any) -> None:
+    found = compiled("Qwen3-30B-A3B", "decode", "16", "plain", "--tp", "2", layers=2)
+    check(found)
+    assert found["reduced"] == ["bf16"]
 
 
 def test_a_decode_step_is_sent_little_whatever_the_context(compiled: Any) -> None:

@@ -69,13 +69,16 @@ def words(codes: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -
     return packed.view(np.int32)
 
 
-def gptq(bits: int, group: int, *, symmetric: bool, v2: bool = False, act_order: bool = False) -> Packing:
-    """AutoGPTQ's and GPTQModel's."""
+def gptq(
+    bits: int, group: int, *, symmetric: bool, v2: bool = False, act_order: bool = False, each: bool = False
+) -> Packing:
+    """AutoGPTQ's and GPTQModel's; with `each` every matrix has an order of its own, even those of the same inputs."""
 
     def pack(values: np.ndarray) -> Module:
         inputs = values.shape[1]
         size = inputs if group == -1 else group
-        order = np.random.default_rng(inputs).permutation(inputs) if act_order else None
+        seed = (inputs, *values[0, :1].view(np.uint32)) if each else inputs
+        order = np.random.default_rng(seed).permutation(inputs) if act_order else None
         codes, zero, scale, meant = grid(values, bits, size, symmetric, order)
         group_of = np.arange(inputs) // size
         g_idx = np.empty(inputs, np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -85,5 +86,5 @@ def _rows(value: Any, start: int, stop: int, axis: int) -> Any:
     if not stop:
         return value
     if isinstance(value, Ordered):
-        return Ordered(_rows(value.weight, start, stop, axis), value.order)  # which is of inputs
+        return replace(value, weight=_rows(value.weight, start, stop, axis))  # the order is of inputs
     return jax.tree.map(lambda array: array[(slice(None),) * axis + (slice(start, stop),)], value)

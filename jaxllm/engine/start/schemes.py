@@ -57,11 +57,15 @@ class Scheme:
         return asdict(self)
 
 
-def compare_schemes(config: EngineConfig, bandwidth: float) -> list[Scheme]:
-    """Every scheme on this machine, whose memory one device reads at `bandwidth` bytes a second; allocates nothing."""
+def compare_schemes(config: EngineConfig, bandwidth: float, platform: Platform | None = None) -> list[Scheme]:
+    """Every scheme on this machine, or on `platform`, whose memory one device reads at `bandwidth` bytes a second.
+
+    Allocates nothing.
+    """
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-    checkpoint, platform = open_model(config, path), Platform.current(config.gpu_memory_utilization)
+    checkpoint = open_model(config, path)
     try:
+        platform = platform or Platform.current(config.gpu_memory_utilization)
         return [_scheme(name, config, checkpoint, platform, bandwidth) for name in (FLOAT, STORED, *SCHEMES)]
     finally:
         checkpoint.close()
@@ -119,14 +123,15 @@ def _seconds(work: Any) -> float:
 
 
 def table_rows(schemes: list[Scheme]) -> list[tuple[str, ...]]:
-    """Name, memory, bits a weight, longest context and most tokens a second, as people read them."""
+    """Name, memory, bits a weight, bytes a token, longest context and most tokens a second, as people read them."""
     return [
-        (s.name, s.why_not or "", "–", "–", "–")
-        if s.weight_bytes is None
+        (s.name, s.why_not or "", "–", "–", "–", "–")
+        if s.weight_bytes is None or s.bytes_a_token is None
         else (
             s.name,
             format_bytes(s.weight_bytes),
             f"{s.bits_a_weight:.2f}",
+            format_bytes(s.bytes_a_token),
             f"{s.max_model_len:,}",
             f"{s.tokens_per_second:,.0f}",
         )

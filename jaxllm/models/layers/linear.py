@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -50,12 +51,14 @@ class Linear(nnx.Module):
             return self.kernels.linear(x, self.weight.get_value(), norm, dtype=x.dtype)
         return self._with_bias(self.partial(x, norm)).astype(x.dtype)
 
-    def partial(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
-        """This device's product alone, in float32: without bias or sum over devices."""
+    def partial(
+        self, x: Float[Array, "T i"], norm: Norm | None = None, dtype: Any = jnp.float32
+    ) -> Float[Array, "T o"]:
+        """This device's product alone, summed in float32 and given in `dtype`: without bias or sum over devices."""
         if self.low_rank is None:
-            return self.kernels.linear(x, self.weight.get_value(), norm)
+            return self.kernels.linear(x, self.weight.get_value(), norm, dtype=dtype)
         parts = self._adapted(x, norm)
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+        return (parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)).astype(dtype)
 
     def _adapted(
         self, x: Float[Array, "T i"], norm: Norm | None, residual: Float[Array, "T o"] | None = None
@@ -109,7 +112,7 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A product whose inputs are divided over the tensor axis; the partial results are added in float32."""
+    """A product whose inputs are divided over the tensor axis; what devices have of it is added up."""
 
     def __init__(self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False):
         super().__init__(in_features, out_features, options, bias, axes=(None, TENSOR))
@@ -122,5 +125,6 @@ class RowLinear(Linear):
             if self.low_rank is not None:
                 return self._adapted(x, norm, residual)[0].astype(x.dtype)
             return self.kernels.linear(x, self.weight.get_value(), norm, residual, x.dtype)
-        out = self._with_bias(sum_over_tensor(self.partial(x, norm))).astype(x.dtype)
+        part = self.partial(x, norm, jnp.float32 if self.kernels.wide_sums else x.dtype)
+        out = self._with_bias(sum_over_tensor(part)).astype(x.dtype)
         return out if residual is None else residual + out

@@ -173,7 +173,8 @@ class MoE(nnx.Module):
         """The layer's output, added to `residual` if there is one. Padding visits no expert: it costs no weights."""
         before, x = x, x if norm is None else norm(x)
         out = self._mixed(x, meta, before)
-        out = sum_over_tensor(out.summed() if isinstance(out, Mixture) else out).astype(x.dtype)
+        part = out.summed() if isinstance(out, Mixture) else out
+        out = sum_over_tensor(part if self.kernels.wide_sums else part.astype(x.dtype)).astype(x.dtype)
         return out if residual is None else residual + out
 
     def unsummed(self, x: Float[Array, "T E"], meta: StepMetadata) -> Mixture | Float[Array, "T E"]:

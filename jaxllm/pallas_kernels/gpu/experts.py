@@ -8,27 +8,28 @@ residual (`norm`). Biases, and gates other than an activation, are XLA's, betwee
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.pallas_kernels.gpu import block_scaled, int8
 from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
+from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
 
 
 def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: tuple[KernelMatrix, ...],
-    down: tuple[KernelMatrix, ...],
+    gate_up: tuple[KernelMatrix | OrderedMatrix, ...],
+    down: tuple[KernelMatrix | OrderedMatrix, ...],
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -44,8 +45,19 @@ def experts(
     rows = tokens * routing.top_k
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
-    multiply = partial(grouped_matmul, lists=lists, rows=rows, interpret=interpret)
-    group = None if biases is None else groups_of_rows(lists, rows, tile_rows)
+    sorted_ = any(isinstance(matrix, OrderedMatrix) for matrix in (*gate_up, *down))
+    group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
+
+    def multiply(x: jax.Array, matrix: KernelMatrix | OrderedMatrix, **options: Any) -> jax.Array:
+        if isinstance(matrix, OrderedMatrix):
+            assert group is not None
+            return multiply(_in_their_order(x, matrix.order, group), matrix.matrix, **options)
+        if matrix.rounds:
+            return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
+        few = tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix)
+        product = block_scaled.grouped_few_rows if few else grouped_matmul
+        return product(x, matrix, lists, rows, interpret=interpret, **options)
+
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
     else:
@@ -55,6 +67,12 @@ def experts(
     outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
     outputs = outputs if biases is None else outputs + biases[1][group]
     return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
+
+
+def _in_their_order(x: Float[Array, "n i"], order: Int[Array, "X i"], group: Int[Array, "N"]) -> Float[Array, "N i"]:
+    """Every row as its group's columns lie; rows side by side share one of `x`, but each has an order of its own."""
+    rows = jnp.repeat(x, group.shape[0] // x.shape[0], axis=0)
+    return jnp.take_along_axis(rows, order[group], axis=1, mode="promise_in_bounds")
 
 
 def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Array]) -> Float[Array, "N n//2"]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
+from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
 from jaxllm.pallas_kernels.products import linear as reference_linear
 
 
@@ -60,10 +61,18 @@ def add_norm(
     return kernel.add_norm(x, out if isinstance(out, Mixture) else out.astype(x.dtype), norm)
 
 
-def _product(x: jax.Array, matrix: KernelMatrix, dtype: Any) -> jax.Array:
-    if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
-        from jaxllm.pallas_kernels.gpu import few_rows, matmul
+def _product(x: jax.Array, matrix: KernelMatrix | OrderedMatrix, dtype: Any) -> jax.Array:
+    if isinstance(matrix, OrderedMatrix):
+        return _product(matrix.arranged(x), matrix.matrix, dtype)
+    if matrix.rounds:
+        from jaxllm.pallas_kernels.gpu import int8
 
+        return int8.matmul(x, matrix, dtype)
+    if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
+        from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, matmul
+
+        if x.shape[0] <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
+            return block_scaled.few_rows(x, matrix, dtype)
         if x.shape[0] <= few_rows.MOST_ROWS and few_rows.knows(matrix):
             return few_rows.few_rows(x, matrix).astype(dtype)
         return matmul.matmul(x, matrix).astype(dtype)

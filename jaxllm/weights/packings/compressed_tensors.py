@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding
+from jaxllm.quantization.coded import Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, whole
 from jaxllm.weights.packings.fp8 import ACTIVATIONS, fp8_matrix
@@ -131,7 +131,7 @@ def _packed(parts: Parts, accepted: list[int]) -> Packed:
     if not symmetric:
         parts.expect(".weight_zero_point", ("I32",), (-(-outputs * bits // 32), groups))
     order = sorted_inputs(parts, ".weight_g_idx", inputs, groups)
-    coding = Coding(bits, block, scale, symmetric, ordered=order is not None)
+    coding = Coding(bits, block, scale, symmetric, order=order_name(order))
 
     def read() -> tuple[np.ndarray, Codes]:
         codes = unpack(parts.array(".weight_packed"), bits)[:, :inputs]
@@ -149,7 +149,7 @@ def _integers(parts: Parts, rounded: bool) -> Packed:
     if not symmetric:
         parts.expect(".weight_zero_point", ("I8",), parts.info(".weight_scale", tuple(FLOATS)).shape)
     order = sorted_inputs(parts, ".weight_g_idx", inputs, groups)
-    coding = Coding(8, block, scale, symmetric, ordered=order is not None, activations=rounded)
+    coding = Coding(8, block, scale, symmetric, order=order_name(order), activations=rounded)
 
     def read() -> tuple[np.ndarray, Codes]:
         codes = _unsigned(parts.array(".weight"))

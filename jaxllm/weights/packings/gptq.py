@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding
+from jaxllm.quantization.coded import Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, one_of, whole
 from jaxllm.weights.packings.marlin import marlin
@@ -70,7 +70,7 @@ def _matrix(parts: Parts, bits: int, group_size: int, symmetric: bool, *, v1: bo
     scale = parts.expect(".scales", tuple(FLOATS), (groups, outputs)).dtype
     parts.expect(".qzeros", ("I32",), (groups, -(-outputs * bits // 32)))
     order = sorted_inputs(parts, ".g_idx", inputs, groups)
-    coding = Coding(bits, (1, group), FLOATS[scale], symmetric, ordered=order is not None)
+    coding = Coding(bits, (1, group), FLOATS[scale], symmetric, order=order_name(order))
 
     def read() -> tuple[np.ndarray, Codes]:
         codes = unpack(parts.array(".qweight").T, bits)

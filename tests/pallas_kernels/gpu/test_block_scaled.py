@@ -1,0 +1,149 @@
+"""Products of few rows with e4m3 in blocks, interpreted or on a GPU, against float64; and what is done in registers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.pallas_kernels.gpu.block_scaled import MOST_ROWS, few_rows, grouped_few_rows, knows
+from jaxllm.pallas_kernels.gpu.float8 import e4m3_program
+from jaxllm.pallas_kernels.gpu.groups import list_rows
+from jaxllm.quantization.coded import FP8
+from jaxllm.quantization.fp8_blocks import Fp8Blocks
+from tests.gpu_here import INTERPRET
+from tests.pallas_kernels.gpu.test_experts import silu
+
+BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+
+
+def blocks(*shape: int, rows: int = 128, columns: int = 128, dtype: np.dtype = BF16) -> Fp8Blocks:
+    """Any codes that are numbers, from the smallest to the largest, and scales that differ a hundredfold."""
+    random = np.random.default_rng(sum(shape))
+    *stack, outputs, inputs = shape
+    bits = random.integers(0, 127, (*stack, outputs // rows, rows, inputs)) | random.choice([0, 128], (inputs,))
+    scale = np.exp(random.uniform(-8, -3, (*stack, outputs // rows, inputs // columns)))
+    return Fp8Blocks(jnp.asarray(bits.astype(np.uint8).view(FP8)), jnp.asarray(scale, jnp.float32), dtype)
+
+
+def by_hand(weight: Fp8Blocks) -> np.ndarray:
+    """Float64, number by number of a table of what codes stand for."""
+    table = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float64)
+    codes = table[np.asarray(weight.codes).view(np.uint8)].reshape(weight.shape)
+    rows, columns = weight.codes.shape[-2], weight.shape[-1] // weight.scale.shape[-1]
+    return codes * np.asarray(weight.scale, np.float64).repeat(rows, -2).repeat(columns, -1)
+
+
+def close(found: Any, expected: np.ndarray, tolerance: float = 1e-5) -> None:
+    scale = np.sqrt((expected**2).mean())
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=tolerance * scale)
+
+
+SHAPES = {
+    "whole blocks": ((256, 512), 128, 128),
+    "outputs that no program's divide": ((200, 384), 8, 128),
+    "parts of which the last is shorter": ((96, 1408), 96, 128),
+    "small blocks": ((120, 160), 24, 32),
+    "large blocks": ((192, 512), 64, 256),
+}
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("rows", [1, 8, 11, MOST_ROWS])
+@pytest.mark.parametrize("name", SHAPES)
+def test_few_rows(name: str, rows: int) -> None:
+    shape, of_rows, columns = SHAPES[name]
+    weight = blocks(*shape, rows=of_rows, columns=columns)
+    (matrix,) = weight.kernel_matrices
+    assert knows(matrix)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, shape[1])), BF16)
+    out = few_rows(x, matrix, interpret=INTERPRET)
+    assert out.dtype == jnp.float32
+    close(out, np.asarray(x, np.float64) @ by_hand(weight).T)
+
+
+def test_float16_and_the_type_that_is_asked_for() -> None:
+    weight = blocks(128, 256, dtype=F16)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), F16)
+    out = few_rows(x, weight.kernel_matrices[0], jnp.float16, interpret=INTERPRET)
+    assert out.dtype == jnp.float16
+    close(out, np.asarray(x, np.float64) @ by_hand(weight).T, 2e-3)
+
+
+def test_what_is_left_to_other_kernels() -> None:
+    for weight in (blocks(128, 256, dtype=np.dtype(np.float32)), blocks(96, 96, rows=48, columns=48)):
+        assert not knows(weight.kernel_matrices[0])
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.parametrize("sizes", [[0, 0, 1], [5, 0, 18], [16, 17, 0]])
+def test_tiles_of_each_groups_rows(sizes: list[int], activated: bool) -> None:
+    """Two of them read one row; those of no group are NaN."""
+    weight = blocks(3, 192, 256, rows=48)
+    total = sum(sizes) + 3 + (sum(sizes) + 3) % 2
+    random = np.random.default_rng(3)
+    group = random.permutation(np.repeat(np.arange(4), [*sizes, total - sum(sizes)]))
+    x = random.standard_normal((total // 2, 256))
+    x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
+    x = jnp.asarray(x, BF16)
+    lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, MOST_ROWS, interpret=INTERPRET)
+    options: dict[str, Any] = {"activation": jax.nn.silu} if activated else {}
+    out = grouped_few_rows(x, weight.kernel_matrices[0], lists, total, interpret=INTERPRET, **options)
+    assert out.shape == (total, 96 if activated else 192)
+    matrices = by_hand(weight)
+    for row in np.flatnonzero(group != 3):
+        expected = matrices[group[row]] @ np.asarray(x, np.float64)[row // 2]
+        if activated:
+            gate, up = np.split(expected, 2)
+            expected = silu(gate) * up
+        close(out[row], expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_the_program_for_registers_reads_every_number_right(dtype: np.dtype) -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    words = bits.view("<u4")
+    found = np.stack(run_ptx(e4m3_program(dtype), words), axis=1).astype("<u4").view(dtype).reshape(-1)
+    numbers = (bits & 127) != 127
+    np.testing.assert_array_equal(found[numbers].astype(np.float32), bits.view(FP8).astype(np.float32)[numbers])
+    np.testing.assert_array_equal(np.signbit(found), bits >= 128)
+
+
+def run_ptx(program: str, word: np.ndarray) -> list[np.ndarray]:
+    """$0 and $1 of a program of the few instructions that it may have, for each $2."""
+    registers: dict[str, np.ndarray] = {"$2": word.astype(np.uint32)}
+
+    def value(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.full(word.shape, int(name, 0), np.uint32)
+
+    for line in re.sub(r"[{}]", "", program).split(";"):
+        operation, _, operands = line.strip().partition(" ")
+        if not operation or operation == ".reg":
+            continue
+        to, *given = (operand.strip() for operand in operands.split(","))
+        a, *others = map(value, given)
+        if operation == "mov.b32":
+            registers[to] = a
+        elif operation == "shr.u32":
+            registers[to] = a >> others[0]
+        elif operation == "and.b32":
+            registers[to] = a & others[0]
+        elif operation == "lop3.b32":
+            assert int(given[3], 0) == 0xEA
+            registers[to] = (a & others[0]) | others[1]
+        elif operation == "prmt.b32":
+            source = np.stack([a, others[0]], axis=1).view(np.uint8)
+            places = [int(given[2], 0) >> 4 * index & 7 for index in range(4)]
+            registers[to] = np.ascontiguousarray(source[:, places]).view(np.uint32)[:, 0]
+        else:
+            assert operation in ("fma.rn.bf16x2", "fma.rn.f16x2"), operation
+            dtype = ml_dtypes.bfloat16 if "bf16" in operation else np.float16
+            x, y, z = (operand[:, None].view(dtype).astype(np.float64) for operand in (a, *others))
+            registers[to] = np.ascontiguousarray((x * y + z).astype(dtype)).view(np.uint32)[:, 0]
+    return [registers["$0"], registers["$1"]]
