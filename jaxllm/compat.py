@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -359,3 +359,16 @@ def triton_store(ref: Any, value: jax.Array, mask: jax.Array) -> None:
     from jax.experimental.pallas import triton
 
     triton.store(ref, value, mask=mask)
+
+
+def triton_elementwise_asm(
+    asm: str, arguments: Sequence[jax.Array], *, constraints: str, pack: int, dtype: Any
+) -> jax.Array:
+    """PTX that makes one array of others of its shape, `pack` elements at a time."""
+    from jax.experimental.pallas import triton
+
+    result = jax.ShapeDtypeStruct(arguments[0].shape, dtype)
+    (made,) = triton.elementwise_inline_asm(
+        asm, args=list(arguments), constraints=constraints, pack=pack, result_shape_dtypes=[result]
+    )
+    return made
