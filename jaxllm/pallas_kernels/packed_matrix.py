@@ -1,4 +1,4 @@
-"""A weight of few bits as a GPU's kernels read it: whole lines of codes of 16 outputs, with their scales beside them."""
+"""A weight of few bits as a GPU's kernels read it: lines of codes of 16 outputs, with their scales beside them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the codes of floats of four bits stand for."""
 ROWS = 16
 """Outputs in a tile: what a tensor core's instruction multiplies at a time, and what the C++ kernels' tiles have."""
 
@@ -30,6 +32,7 @@ class PackedFormat:
         group: neighbouring inputs that share a scale.
         offset: the code that stands for zero; codes of eight bits are signed, and have none.
         scales: how scales are kept; one of `SCALES`.
+        e2m1: whether codes of four bits are floats: a sign, two bits of exponent, and one of mantissa.
     """
 
     bits: int
@@ -38,6 +41,7 @@ class PackedFormat:
     group: int = 32
     offset: int = 0
     scales: str = "float"
+    e2m1: bool = False
 
     @property
     def block(self) -> int:
@@ -63,18 +67,18 @@ class PackedFormat:
         """Inputs that a tile of the low plane (0) or the high one (1) holds."""
         return self.width * 8 // (self.high if plane else self.bits)
 
-    def places(self, inputs: int) -> list[tuple[int, int]]:
-        """For each `width` of some inputs: the tile of the low plane, and the bit from which on they lie in its bytes."""
-        return _places(inputs // self.width, self.bits)
+    def low_place(self, number: int) -> tuple[int, int]:
+        """Of the `number`th `width` inputs: the tile of the low plane, and the bit of its bytes where they begin."""
+        return _place(number, self.bits)
 
-    def high_places(self, inputs: int) -> list[tuple[int, int]]:
+    def high_place(self, number: int) -> tuple[int, int]:
         """Likewise of the high plane."""
-        return _places(inputs // self.width, self.high)
+        return _place(number, self.high)
 
 
-def _places(count: int, bits: int) -> list[tuple[int, int]]:
-    per_byte = 8 // bits
-    return [(index // per_byte, index % per_byte * bits) for index in range(count)]
+def _place(number: int, bits: int) -> tuple[int, int]:
+    tile, part = divmod(number, 8 // bits)
+    return tile, part * bits
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Scales:
 
 SCALES = {
     "float": Scales(1, 0, 1),
+    "power": Scales(1, 0, 1),
     "pair": Scales(2, 1, 0),
     "zero": Scales(1, 0, 2, shifts=True),
     "minimum": Scales(1, 1, 0, shifts=True),
@@ -107,11 +112,12 @@ SCALES = {
 }
 """What scales are kept as.
 
-float: a float a group. pair: the 16-bit floats of two groups in a word. zero: a float, and the code of zero.
-minimum: a scale and what is added, float16 both, in a word. k_pairs: scales and minima of six bits, of which a word's
-bytes have one pair of groups, (scale, minimum) twice; the fourth pair has two bits of each in the three words of the
-others; then float16 scales of both in a word. k_nibbles: a scale and a minimum of four bits in a byte, then those.
-k_bytes: signed bytes, and a float16. k_six: four words' worth of six bits as in k_pairs, about 32, and a float16.
+float: a float a group. power: a power of two, by the byte of its exponent. pair: the 16-bit floats of two groups in a
+word. zero: a float, and the code of zero. minimum: a scale and what is added, float16 both, in a word. k_pairs: scales
+and minima of six bits: a word's bytes have those of two groups, (scale, minimum) twice, and the fourth such word lies in
+the two upper bits of each byte of three others; then float16 scales of both in a word. k_nibbles: a scale and a minimum
+of four bits in a byte; then those. k_bytes: signed bytes, and a float16. k_six: four words of six bits a byte as in
+k_pairs, about 32, and a float16.
 """
 
 
@@ -168,6 +174,10 @@ def group_scale(
     kind = format.scales
     if kind == "float":
         return halves[0].astype(jnp.float32), None
+    if kind == "power":
+        smallest = 0x00400000  # 2 ** -127, which has no exponent of its own
+        bits = jnp.maximum(halves[0].astype(jnp.int32) << 23, smallest)
+        return lax.bitcast_convert_type(bits, jnp.float32), None
     if kind == "pair":
         return half_in(words[0], group, scale), None
     if kind == "zero":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
+from jaxllm.pallas_kernels.packed_matrix import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
-from jaxllm.quantization.groups import FLOAT16, Groups, GroupsKind
+from jaxllm.quantization.groups import FLOAT16, GroupsKind
+from jaxllm.quantization.quantized import TILE as EXPANDED
 from jaxllm.quantization.stored import Stored
-from jaxllm.quantization.unpacked import BLOCKS, Unpacked, group_format, unpack_blocks, unpack_groups
-from jaxllm.quantization.weight import Weight, WeightKind
+from jaxllm.quantization.unpacked import BLOCKS, group_format, unpack_blocks, unpack_groups
+from jaxllm.quantization.weight import Weight, WeightKind, product
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import Axes
 
@@ -25,11 +27,7 @@ from jaxllm.sharding.mesh import Axes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GpuTiles(Weight):
-    """Tiles of 16 rows; what is in them says `PackedFormat`.
-
-    Attributes:
-        tiles: the arrays.
-    """
+    """A matrix in tiles of 16 rows."""
 
     tiles: PackedMatrix
 
@@ -63,13 +61,30 @@ class GpuTiles(Weight):
     def kernel_matrices(self) -> tuple[PackedMatrix, ...]:
         return (self.tiles,)
 
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """`x @ self.T`, accumulated and returned in float32; some tiles are expanded, multiplied and forgotten."""
+        rows, inputs = self.shape
+        count = rows // ROWS
+        some = min(count, max(1, EXPANDED // (ROWS * inputs)))
+        if some == count:
+            return product(x, self.dequantize().astype(x.dtype))
+
+        def body(index: jax.Array, out: jax.Array) -> jax.Array:
+            start = jnp.minimum(index * some, count - some)  # the last turn may do some tiles again
+            part = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, start, some), self)
+            found = product(x, part.dequantize().astype(x.dtype))
+            return lax.dynamic_update_slice_in_dim(out, found, start * ROWS, 1)
+
+        return lax.fori_loop(0, -(-count // some), body, jnp.zeros((x.shape[0], rows), jnp.float32))
+
 
 @dataclass(frozen=True)
 class GpuTiledKind:
-    """Tiles of what another kind keeps."""
+    """Tiles of what another kind keeps, in a format that holds it exactly."""
 
     stored: GgufKind | GroupsKind
-    joins: bool = True
+    format: PackedFormat
+    joins: ClassVar[bool] = True
 
     @property
     def dtype(self) -> np.dtype:
@@ -77,38 +92,55 @@ class GpuTiledKind:
 
     @property
     def block(self) -> int:
-        return self._format.unit
+        return math.lcm(self.format.unit, self.stored.block)
+
+    def abstract(self, shape: tuple[int, ...]) -> GpuTiles:
+        *stack, rows, inputs = shape
+        format, kind = self.format, SCALES[self.format.scales]
+        lead, blocks = (*stack, rows // ROWS), inputs // format.block
+
+        def plane(index: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*lead, inputs // format.tile_inputs(index), ROWS, format.width), jnp.uint8)
+
+        words = jax.ShapeDtypeStruct((*lead, blocks, kind.words, ROWS), jnp.int32) if kind.words else None
+        types = (np.uint8 if format.scales == "power" else self.scale, np.int8)[: kind.halves]
+        halves = tuple(jax.ShapeDtypeStruct((*lead, blocks, ROWS), type_) for type_ in types)
+        high = plane(1) if format.high else None
+        return GpuTiles(PackedMatrix(plane(0), high, words, halves, format, self.dtype, self.scale))
 
     @property
-    def _format(self) -> PackedFormat:
-        if isinstance(self.stored, GgufKind):
-            return BLOCKS[self.stored.type].format
-        raise NotImplementedError
+    def scale(self) -> np.dtype:
+        return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.scale
+
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GpuTiles:
+        """What the other kind makes of them, moved into tiles."""
+        kept = self.stored.pack(tensors, layout)
+        format = self.format
+        unpacked = (
+            unpack_blocks(kept.blocks, kept.type) if isinstance(kept, GgufBlocks) else unpack_groups(kept, format)
+        )
+        low = _plane(unpacked.codes & np.uint8((1 << format.bits) - 1), format.bits, format.width)
+        high = _plane(unpacked.codes >> np.uint8(format.bits), format.high, format.width) if format.high else None
+        words = None if unpacked.words is None else _tiled_words(unpacked.words)
+        halves = tuple(_tiled_halves(half) for half in unpacked.halves)
+        return GpuTiles(PackedMatrix(low, high, words, halves, format, self.dtype, self.scale))
 
 
-def tile(kept: GgufBlocks | Groups) -> GpuTiles:
-    """What another kind keeps, on the host, moved into tiles."""
-    format = tile_format(kept)
-    assert format is not None
-    unpacked = unpack_blocks(kept.blocks, kept.type) if isinstance(kept, GgufBlocks) else unpack_groups(kept, format)
-    scale = FLOAT16 if isinstance(kept, GgufBlocks) else np.dtype(kept.scale.dtype)
-    low = _plane(unpacked.codes & np.uint8((1 << format.bits) - 1), format.bits, format.width)
-    high = _plane(unpacked.codes >> np.uint8(format.bits), format.high, format.width) if format.high else None
-    words = None if unpacked.words is None else _tiled_words(unpacked.words)
-    halves = tuple(_tiled_halves(half) for half in unpacked.halves)
-    return GpuTiles(PackedMatrix(low, high, words, halves, format, kept.dtype, scale))
-
-
-def tile_format(kept: Any) -> PackedFormat | None:
-    """The tiles that hold what is kept, exactly; None if there are none."""
-    rows, inputs = kept.shape[-2:]
+def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
+    """`kind` in tiles where there are such, and parts of `rows` rows by `inputs` inputs are whole tiles."""
+    if any(count % ROWS for count in rows):
+        return kind
     format = None
-    if isinstance(kept, GgufBlocks):
-        format = BLOCKS[kept.type].format
-    elif isinstance(kept, Groups) and not kept.levels:
-        group = inputs // kept.scale.shape[-1]
-        format = group_format(kept.bits, group, np.dtype(kept.scale.dtype), symmetric=kept.zero is None, inputs=inputs)
-    return format if format is not None and rows % ROWS == 0 and inputs % format.unit == 0 else None
+    if isinstance(kind, GgufKind):
+        format = BLOCKS[kind.type].format
+    elif isinstance(kind, GroupsKind) and kind.levels in ((), E2M1):
+        format = group_format(kind.bits, kind.block, kind.scale, symmetric=kind.symmetric, inputs=inputs)
+        if kind.levels and format is not None:
+            format = replace(format, offset=0, e2m1=True)
+    if format is None:
+        return kind
+    tiled = GpuTiledKind(kind, format)  # type: ignore[arg-type]
+    return tiled if inputs % tiled.block == 0 else kind
 
 
 def _plane(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
@@ -159,7 +191,8 @@ def _by_row(tiles: PackedMatrix) -> PackedMatrix:
 def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
     """Rows of tiles as float32, exactly what the kinds that they were made of give."""
     format, kind = tiles.format, SCALES[tiles.format.scales]
-    codes = _codes(tiles).astype(jnp.float32) - format.offset
+    codes = _codes(tiles)
+    codes = jnp.asarray(E2M1, jnp.float32)[codes] if format.e2m1 else codes.astype(jnp.float32) - format.offset
     words = [] if tiles.words is None else [tiles.words[..., index] for index in range(kind.words)]
     groups = codes.reshape(*codes.shape[:-1], -1, format.group)
     if format.scales == "zero":

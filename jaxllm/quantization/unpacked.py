@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import UInt8
 
@@ -13,6 +14,7 @@ from jaxllm.pallas_kernels.packed_matrix import PackedFormat
 from jaxllm.quantization.groups import Groups
 
 F16, INT32 = np.dtype(np.float16), np.dtype(np.int32)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 Blocks = UInt8[np.ndarray, "*n bytes"]
 
@@ -41,13 +43,15 @@ def unpack_blocks(blocks: Blocks, type: str) -> Unpacked:
 
 def group_format(bits: int, group: int, scale: np.dtype, *, symmetric: bool, inputs: int) -> PackedFormat | None:
     """The format for groups of codes without levels, of rows of so many inputs; None if there is none."""
-    if bits not in (2, 4, 8) or group % 16 or (group > MOST_GROUP and group % MOST_GROUP):
+    powers = scale == E8M0
+    parted = group > MOST_GROUP and group % MOST_GROUP > 0
+    if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
         return None
     group = min(group, MOST_GROUP)
     width = 32 if group % 32 == 0 else 16
     pairs = symmetric and group == 32 and scale.itemsize == 2 and inputs % (2 * group) == 0
     offset = 0 if bits == 8 else 1 << (bits - 1)
-    scales = "pair" if pairs else "float" if symmetric else "zero"
+    scales = "power" if powers else "pair" if pairs else "float" if symmetric else "zero"
     format = PackedFormat(bits, 0, width, group, offset, scales)
     return format if inputs % format.unit == 0 else None
 
@@ -68,7 +72,7 @@ def unpack_groups(weight: Groups, format: PackedFormat) -> Unpacked:
     if format.scales == "pair":
         return Unpacked(codes, np.ascontiguousarray(scale).view(INT32)[..., None], ())
     if weight.zero is None:
-        return Unpacked(codes, None, (scale,))
+        return Unpacked(codes, None, (scale.view(np.uint8) if format.scales == "power" else scale,))
     middle = 1 << (weight.bits - 1)
     zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - middle).astype(np.int8)
     return Unpacked(codes, None, (scale, zero))

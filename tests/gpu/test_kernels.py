@@ -51,6 +51,8 @@ def test_no_kernel_spills(architecture: str) -> None:
             assert names >= (LATENT if "DeepSeek" in case else ATTENTION)
         elif "few rows" in case:
             assert "few_rows" in names
+        elif "in tiles" in case:
+            assert "packed_matmul" in names
         elif "latents" in case:
             assert names >= {"absorb_and_store", "expand_heads"}
         elif "delta rule" in case:

@@ -7,10 +7,9 @@ subtracts what is too much from both.
 
 from __future__ import annotations
 
-import numpy as np
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, UInt8
 
 from jaxllm.compat import triton_elementwise_asm
 from jaxllm.pallas_kernels.packed_matrix import PackedFormat
@@ -20,8 +19,8 @@ BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
 def expand(
     format: PackedFormat,
-    low: Int[Array, "n w"],
-    high: Int[Array, "n w"] | None,
+    low: UInt8[Array, "n w"],
+    high: UInt8[Array, "n w"] | None,
     shift: int,
     high_shift: int,
     dtype: np.dtype,
@@ -31,6 +30,11 @@ def expand(
     """`code - offset` of the codes that begin at bits `shift` of bytes, and `high_shift` of the high plane's."""
     if plain or dtype not in (BF16, F16):
         return _plain(format, low, high, shift, high_shift).astype(dtype)
+    if format.e2m1:
+        return triton_elementwise_asm(
+            "{ .reg .b32 a, b, c, h, one, none; " + _e2m1(shift, dtype) + " }", [low], constraints="=r,=r,r", pack=4,
+            dtype=dtype,
+        )  # fmt: skip
     gather = [f"{_shifted('c', '$2', shift)} and.b32 c, c, {_bytes((1 << format.bits) - 1)};"]
     if high is not None:
         place = high_shift - format.bits  # where the high bits are, from where they belong
@@ -44,6 +48,17 @@ def expand(
         constraints="=r,=r" + ",r" * len(arguments),
         pack=4,
         dtype=dtype,
+    )
+
+
+def ones(codes: UInt8[Array, "n w"], dtype: np.dtype, *, plain: bool) -> Float[Array, "n w"]:
+    """As many ones as there are codes, in the same registers: a product of rows with them is read from memory as the
+    others are, where one with a constant would have a layout of its own."""
+    if plain or dtype not in (BF16, F16):
+        return jnp.ones(codes.shape, dtype)
+    one = _twice(_bits_of(1, dtype))
+    return triton_elementwise_asm(
+        f"mov.b32 $0, {one}; mov.b32 $1, {one}; // $2", [codes], constraints="=r,=r,r", pack=4, dtype=dtype
     )
 
 
@@ -63,6 +78,11 @@ def _plain(format: PackedFormat, low: Array, high: Array | None, shift: int, hig
     codes = (low.astype(jnp.int32) >> shift) & ((1 << format.bits) - 1)
     if high is not None:
         codes |= ((high.astype(jnp.int32) >> high_shift) & ((1 << format.high) - 1)) << format.bits
+    if format.e2m1:
+        size = codes & 7
+        power = jnp.left_shift(1, jnp.maximum(size >> 1, 1) - 1).astype(jnp.float32)
+        value = jnp.where(size < 2, size & 1, 2 + (size & 1)).astype(jnp.float32) * 0.5 * power
+        return jnp.where(codes & 8, -value, value)
     return (codes - format.offset).astype(jnp.float32)
 
 
@@ -105,3 +125,25 @@ def _signed_bytes() -> str:
         " prmt.b32 a, c, 0x43434343, 0x4140; prmt.b32 less, h, 0x43434343, 0x4140; fma.rn.bf16x2 $0, less, one, a;"
         " prmt.b32 b, c, 0x43434343, 0x4342; prmt.b32 less, h, 0x43434343, 0x4342; fma.rn.bf16x2 $1, less, one, b;"
     )
+
+
+def _e2m1(shift: int, dtype: np.dtype) -> str:
+    """Of floats of four bits: sign and exponent go where a 16-bit float has them, which is then too small by a power of
+    two. In bfloat16 the bits `seem` become the high byte `s000000e` and the low byte `em000000`."""
+    wide = dtype == BF16
+    high = [(4 - shift, 0x80), (-2 - shift, 0x01) if wide else (1 - shift, 0x0E)]
+    parts = []
+    for to, (left, mask) in zip(("a", "b"), high, strict=True):
+        parts.append(f"{_shifted(to, '$2', -left)} and.b32 {to}, {to}, {_bytes(mask)};")
+    parts.append("or.b32 h, a, b;")
+    if wide:
+        parts.append(f"{_shifted('c', '$2', shift - 6)} and.b32 c, c, {_bytes(0xC0)};")
+    else:
+        parts.append("mov.b32 c, 0;")
+    power = _twice(_bits_of(2.0**126 if wide else 2.0**14, dtype))
+    kind = "bf16x2" if wide else "f16x2"
+    parts.append(
+        f"prmt.b32 a, c, h, 0x5140; prmt.b32 b, c, h, 0x7362; mov.b32 one, {power}; mov.b32 none, 0x80008000;"
+        f" fma.rn.{kind} $0, a, one, none; fma.rn.{kind} $1, b, one, none;"
+    )
+    return " ".join(parts)

@@ -15,20 +15,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
+from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 
 
 def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: tuple[KernelMatrix, ...],
-    down: tuple[KernelMatrix, ...],
+    gate_up: tuple[KernelMatrix | PackedMatrix, ...],
+    down: tuple[KernelMatrix | PackedMatrix, ...],
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -46,7 +48,7 @@ def experts(
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
     multiply = partial(grouped_matmul, lists=lists, rows=rows, interpret=interpret)
     group = None if biases is None else groups_of_rows(lists, rows, tile_rows)
-    if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation):
+    if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation) and _gates(gate_up[0]):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
     else:
         both = jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1)
@@ -60,6 +62,11 @@ def experts(
 def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Array]) -> Float[Array, "N n//2"]:
     gate, up = jnp.split(both, 2, axis=-1)
     return activation(gate) * up
+
+
+def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
+    """Whether a kernel finds gates and what they are for beside each other."""
+    return isinstance(matrix, KernelMatrix) or packed.gates(matrix)
 
 
 def _is_lowered(activation: Callable[[jax.Array], jax.Array]) -> bool:
