@@ -30,6 +30,8 @@ from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix, bloc
 FEW_ROWS = 16
 """As many as one instruction of the tensor cores multiplies by."""
 MOST_ROWS = 128
+GATED_ROWS = 64
+"""As many as registers hold sums of, for gates and what they are for; tiles of more are split."""
 
 LOADED = 128 * 64
 """Numbers of rows that a step may have if several of them are to fit into the shared memory of any GPU."""
@@ -108,12 +110,14 @@ def _multiply(
         tiling = FEW if tile_rows <= FEW_ROWS else MANY
     if activation is not None:
         tiling = replace(tiling, tiles=2)
+    split = 2 if activation is not None and tile_rows > GATED_ROWS else 1
+    tile_rows //= split
     step = _step(inputs, matrix, tiling.step)
     if tile_rows * step > LOADED:
         tiling = replace(tiling, stages=1)
     wide = outputs if activation is None else outputs // 2
     blocks = pl.cdiv(wide, ROWS * tiling.warps * (tiling.tiles if activation is None else 1))
-    row_tiles = pl.cdiv(rows, tile_rows) if lists is None else len(lists.tiles)
+    row_tiles = pl.cdiv(rows, tile_rows) if lists is None else len(lists.tiles) * split
     parts = 1
     if lists is None:
         parts = max(1, min(tiling.programs // (blocks * row_tiles), inputs // tiling.least, inputs // step))
@@ -133,6 +137,7 @@ def _multiply(
             matrix=jax.tree.map(lambda _: None, matrix),
             tiling=tiling,
             tile_rows=tile_rows,
+            split=split,
             outputs=outputs,
             step=step,
             steps=pl.cdiv(inputs // step, parts),
@@ -161,15 +166,17 @@ def _step(inputs: int, matrix: PackedMatrix, wanted: int) -> int:
 
 
 def _kernel(
-    x_ref: Any, *refs: Any, names: tuple[str, ...], matrix: PackedMatrix, tiling: Tiling, tile_rows: int, outputs: int,
-    step: int, steps: int, share: int, activation: Activation | None, plain: bool,
+    x_ref: Any, *refs: Any, names: tuple[str, ...], matrix: PackedMatrix, tiling: Tiling, tile_rows: int, split: int,
+    outputs: int, step: int, steps: int, share: int, activation: Activation | None, plain: bool,
 ) -> None:  # fmt: skip
     *refs, out_ref = refs
     given = dict(zip(names, refs, strict=True))
     block, row_tile, part = (pl.program_id(axis) for axis in range(3))
     _, rows, wide = out_ref.shape
     if "tiles" in given:
-        group, first, count = (given["tiles"][row_tile, column] for column in range(3))
+        group, first, count = (given["tiles"][lax.div(row_tile, split), column] for column in range(3))
+        before = lax.rem(row_tile, split) * tile_rows
+        first, count = first + before, count - before
     else:
         group, first, count = 0, row_tile * tile_rows, rows - row_tile * tile_rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,11 +72,11 @@ class Machine:
         return found
 
 
-def run_assembly(asm: str, arguments: Any, *, constraints: str, pack: int, dtype: Any) -> np.ndarray:
+def run_assembly(asm: str, arguments: Any, *, constraints: str, pack: int, dtype: Any) -> jax.Array:
     assert pack == 4 and constraints == "=r,=r" + ",r" * len(arguments)
-    words = [np.ascontiguousarray(array).view(np.uint32).reshape(-1).astype(np.uint64) for array in arguments]
+    words = [np.asarray(array).copy().view(np.uint32).reshape(-1).astype(np.uint64) for array in arguments]
     pairs = Machine(words).run(asm.partition("//")[0])
-    return np.stack(pairs, 1).astype(np.uint32).view(np.uint16).view(dtype).reshape(arguments[0].shape)
+    return jnp.asarray(np.stack(pairs, 1).astype(np.uint32).view(np.uint16).view(dtype).reshape(arguments[0].shape))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -83,13 +84,12 @@ def run_assembly(asm: str, arguments: Any, *, constraints: str, pack: int, dtype
 def test_assembly_makes_the_same_numbers(name: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expand, "triton_elementwise_asm", run_assembly)
     format, dtype = FORMATS[name], np.dtype(dtype)
-    low, high = np.random.default_rng().integers(0, 256, (2, 64, 64), np.uint8)
+    low, high = (jnp.asarray(np.random.default_rng().integers(0, 256, (64, 64), np.uint8)) for _ in range(2))
     for shift in range(0, 8, format.bits):
         for high_shift in range(0, 8, format.high or 8):
             planes = low, high if format.high else None
-            arrays = (None if plane is None else jnp.asarray(plane) for plane in planes)
-            plain = expand._plain(format, *arrays, shift, high_shift)  # type: ignore[arg-type]
-            found = expand.expand(format, *planes, shift, high_shift, dtype, plain=False)  # type: ignore[arg-type]
+            plain = expand.expand(format, *planes, shift, high_shift, np.dtype(np.float32), plain=True)
+            found = expand.expand(format, *planes, shift, high_shift, dtype, plain=False)
             np.testing.assert_array_equal(found.astype(np.float32), np.asarray(plain))
-    ones = expand.ones(low, dtype, plain=False)  # type: ignore[arg-type]
+    ones = expand.ones(low, dtype, plain=False)
     np.testing.assert_array_equal(ones.astype(np.float32), 1)

@@ -107,8 +107,9 @@ def test_many_rows(name: str) -> None:
     assert_near(found, np.asarray(x, np.float64) @ exact.T + 1, 3e-6)
 
 
-@pytest.mark.parametrize(("rows", "share"), [(24, 2), (72, 1)])
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "4 bits"])
+@pytest.mark.parametrize(
+    ("name", "rows", "share"), [("Q4_0", 24, 2), ("Q4_K", 24, 2), ("4 bits", 72, 1), ("Q4_0", 264, 1)]
+)
 def test_experts(name: str, rows: int, share: int) -> None:
     """Rows of each expert anywhere, with the activation and without; those of no expert are NaN, one has none."""
     weight, exact = tiles(name, 3, 64, 256)
