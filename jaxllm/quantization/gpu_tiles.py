@@ -201,13 +201,14 @@ def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
     found = [group_scale(format, words, tiles.halves, group, tiles.scale) for group in range(kind.groups)]
     whole = block_scale(format, words, tiles.halves) if kind.blocks else (None, None)
 
-    def spread(index: int) -> Any:
-        numbers = jnp.stack([each[index] for each in found], axis=-1)
-        numbers = numbers if whole[index] is None else numbers * whole[index][..., None]
-        return numbers.reshape(*codes.shape[:-1], -1)[..., None]
+    def spread(numbers: Sequence[Any], factor: Any) -> Any:
+        stacked = jnp.stack(list(numbers), axis=-1)
+        stacked = stacked if factor is None else stacked * factor[..., None]
+        return stacked.reshape(*codes.shape[:-1], -1)[..., None]
 
-    values = groups * spread(0)
-    return (values + spread(1) if kind.shifts else values).reshape(codes.shape)
+    values = groups * spread([scale for scale, _ in found], whole[0])
+    values = values + spread([shift for _, shift in found], whole[1]) if kind.shifts else values
+    return values.reshape(codes.shape)
 
 
 def _codes(tiles: PackedMatrix) -> Int[Array, "*n i"]:

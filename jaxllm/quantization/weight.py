@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 from jaxllm.quantization.stored import Stored
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes
@@ -54,7 +55,7 @@ class Weight(ABC):
         return None
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix, ...] | None:
+    def kernel_matrices(self) -> tuple[KernelMatrix | PackedMatrix, ...] | None:
         """What GPU kernels expand a tile of, a matrix for each part that was not joined; None if there is no such."""
         return None
 
@@ -172,7 +173,7 @@ class Fused(Weight):
         return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix, ...] | None:
+    def kernel_matrices(self) -> tuple[KernelMatrix | PackedMatrix, ...] | None:
         found = [part.kernel_matrices for part in self.parts]
         return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 

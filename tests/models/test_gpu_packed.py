@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxllm.config import EngineConfig
+from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import model_spec
 from jaxllm.pallas_kernels.gpu.products import linear
+from jaxllm.quantization.gpu_tiles import GpuTiles
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from tests.gpu_here import INTERPRET
@@ -20,6 +24,7 @@ from tests.models.harness import Chunk, Harness
 from tests.models.test_gpu_kernels import INTERPRETED
 from tests.reference import load_golden, packings
 from tests.reference.tiny import draw_weights, tiny_config
+from tests.reference.tiny_gguf import write_gguf
 
 KERNELS = replace(INTERPRETED, linear=partial(linear, interpret=INTERPRET))
 SIZES = {
@@ -77,3 +82,21 @@ def test_tiles_give_the_logits_of_what_they_hold(case: str, tmp_path: Path) -> N
     expected = logits(path, ids, isq=scheme)
     found = logits(path, ids, isq=scheme, gpu_tiles=True)
     assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_a_gpu_is_given_tiles(tmp_path: Path) -> None:
+    """As the engine chooses; weights whose 96 inputs are no whole tiles stay in blocks."""
+    path = write_gguf("llama_gqa", tmp_path / "model.gguf", types=lambda name: "Q4_1")
+    config = EngineConfig(model=str(path), dtype="float32")
+    found = {
+        platform: {
+            param.path: param.abstract()
+            for param in make_blueprint(config, open_checkpoint(path), Platform(platform, 1, None, 2**33)).params
+        }
+        for platform in ("gpu", "cpu")
+    }
+    tiled = {path for path, value in found["gpu"].items() if isinstance(value, GpuTiles)}
+    assert {"embed.weight", "layers.0.attention.qkv.weight", "layers.2.mlp.gate_up.weight"} <= tiled
+    assert "layers.0.mlp.down.weight" not in tiled and not any(
+        isinstance(value, GpuTiles) for value in found["cpu"].values()
+    )

@@ -30,8 +30,8 @@ from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix, bloc
 FEW_ROWS = 16
 """As many as one instruction of the tensor cores multiplies by."""
 MOST_ROWS = 128
-GATED_ROWS = 64
-"""As many as registers hold sums of, for gates and what they are for; tiles of more are split."""
+SOME_ROWS = 64
+"""As many as registers hold sums of, for gates and what they are for, and in steps of 256; tiles of more are split."""
 
 LOADED = 128 * 64
 """Numbers of rows that a step may have if several of them are to fit into the shared memory of any GPU."""
@@ -63,7 +63,7 @@ class Tiling:
     scaled: bool = False
 
 
-FEW = Tiling()
+FEW = Tiling(step=128, programs=512)
 MANY = Tiling(warps=8, step=64, stages=3, programs=1, ahead=False, scaled=True)
 
 
@@ -107,12 +107,12 @@ def _multiply(
 ) -> jax.Array:  # fmt: skip
     outputs, inputs = matrix.shape[-2:]
     if tiling is None:
-        tiling = FEW if tile_rows <= FEW_ROWS else MANY
+        tiling = _few(matrix, tile_rows) if tile_rows <= FEW_ROWS else MANY
     if activation is not None:
         tiling = replace(tiling, tiles=2)
-    split = 2 if activation is not None and tile_rows > GATED_ROWS else 1
-    tile_rows //= split
     step = _step(inputs, matrix, tiling.step)
+    split = 2 if tile_rows > SOME_ROWS and (activation is not None or step > tiling.step) else 1
+    tile_rows //= split
     if tile_rows * step > LOADED:
         tiling = replace(tiling, stages=1)
     wide = outputs if activation is None else outputs // 2
@@ -154,6 +154,15 @@ def _multiply(
     return sums[0] if parts == 1 else jnp.sum(sums, axis=0).astype(dtype)
 
 
+def _few(matrix: PackedMatrix, tile_rows: int) -> Tiling:
+    """The best of those measured on an H100: docs/gpu.md."""
+    if matrix.format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
+        return replace(FEW, warps=2, step=256, stages=2)
+    if matrix.format.bits == 8 or (tile_rows > 8 and not matrix.format.has_shift):
+        return replace(FEW, warps=2, step=128 if matrix.format.bits == 8 else 256)
+    return replace(FEW, ahead=not matrix.format.e2m1)
+
+
 def _stacked(array: jax.Array | None, axes: int) -> jax.Array | None:
     """One behind the other: the tiles of a stack of matrices."""
     return None if array is None else array.reshape(-1, *array.shape[2 - axes :]) if array.ndim == axes else array
@@ -169,8 +178,8 @@ def _kernel(
     x_ref: Any, *refs: Any, names: tuple[str, ...], matrix: PackedMatrix, tiling: Tiling, tile_rows: int, split: int,
     outputs: int, step: int, steps: int, share: int, activation: Activation | None, plain: bool,
 ) -> None:  # fmt: skip
-    *refs, out_ref = refs
-    given = dict(zip(names, refs, strict=True))
+    *arrays, out_ref = refs
+    given = dict(zip(names, arrays, strict=True))
     block, row_tile, part = (pl.program_id(axis) for axis in range(3))
     _, rows, wide = out_ref.shape
     if "tiles" in given:
@@ -282,10 +291,9 @@ class _Walk:
     def _numbers(self, low: list[Array], high: list[Array], number: int) -> Array:
         """`code - offset` of the `number`th `width` inputs of a step."""
         tile, shift = self.format.low_place(number)
-        if not high:
-            return expand(self.format, low[tile], None, shift, 0, self.matrix.dtype, plain=self.plain)
-        high_tile, high_shift = self.format.high_place(number)
-        return expand(self.format, low[tile], high[high_tile], shift, high_shift, self.matrix.dtype, plain=self.plain)
+        high_tile, high_shift = self.format.high_place(number) if high else (0, 0)
+        plane = high[high_tile] if high else None
+        return expand(self.format, low[tile], plane, shift, high_shift, self.matrix.dtype, plain=self.plain)
 
     def _of_block(self, scales: tuple[Array, ...], start: int) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """The words and halves of the block that holds input `start` of a step."""
@@ -307,15 +315,17 @@ class _Walk:
         of_group: list[Any] = [None] * len(found)
         of_block: list[Any] = [None] * len(found)
         shifts: list[Any] = [None] * len(found)
+        wide: Any = None
         row_sum: Any = None
         for number in range(self.step // format.width):
             start = number * format.width
             end = start + format.width
             rows = load_rows(index * self.step + start + self.byte)
-            if kind.shifts:
-                # By tensor cores, so that every output has it where its products are: no thread asks another.
-                more = _product(ones(low[0][0], rows.dtype, plain=self.plain), rows)
-                row_sum = more if start % format.group == 0 else row_sum + more
+            if kind.shifts and format.group == format.width and len(rows) > 8:
+                row_sum = _product(ones(low[0][0], rows.dtype, plain=self.plain), rows)
+            elif kind.shifts:
+                wide = rows.astype(jnp.float32) if start % format.group == 0 else wide + rows.astype(jnp.float32)
+                row_sum = jnp.sum(wide, axis=1)[None, :] if end % format.group == 0 else None
             for place in range(len(found)):
                 product = _product(self._numbers(low[place], high[place], number), rows)
                 of_group[place] = product if start % format.group == 0 else of_group[place] + product
@@ -353,7 +363,7 @@ class _Walk:
                 if self.kind.blocks:
                     whole, whole_shift = block_scale(format, *self._of_block(scales[place], start))
                     scale = scale * whole
-                    shift = None if shift is None else shift * whole_shift
+                    shift = None if shift is None or whole_shift is None else shift * whole_shift
                 if shift is None:
                     numbers = numbers * scale[:, None]
                 else:

@@ -30,7 +30,7 @@ class Machine:
     def value(self, name: str) -> np.ndarray:
         if name[0].isdigit():
             return np.full(len(self.inputs[0]), int(name, 0), np.uint64)
-        return self.inputs[int(name[1:]) - 2] if name[0] == "$" else self.registers[name]
+        return self.registers[name] if name in self.registers else self.inputs[int(name.removeprefix("$")) - 2]
 
     def run(self, program: str) -> list[np.ndarray]:
         for line in program.strip("{ }").split(";"):
