@@ -36,7 +36,7 @@ SOME_ROWS = 64
 LOADED = 128 * 64
 """Numbers of rows that a step may have if several of them are to fit into the shared memory of any GPU."""
 
-Activation = Callable[[jax.Array], jax.Array]
+GateActivation = Callable[[jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def grouped_matmul(
     rows: int,
     tile_rows: int,
     *,
-    activation: Activation | None = None,
+    activation: GateActivation | None = None,
     dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> Float[Array, "N o"]:
@@ -103,7 +103,7 @@ def gates(matrix: PackedMatrix) -> bool:
 
 def _multiply(
     x: jax.Array, matrix: PackedMatrix, lists: RowLists | None, rows: int, tile_rows: int,
-    activation: Activation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
+    activation: GateActivation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     outputs, inputs = matrix.shape[-2:]
     if tiling is None:
@@ -176,7 +176,7 @@ def _step(inputs: int, matrix: PackedMatrix, wanted: int) -> int:
 
 def _kernel(
     x_ref: Any, *refs: Any, names: tuple[str, ...], matrix: PackedMatrix, tiling: Tiling, tile_rows: int, split: int,
-    outputs: int, step: int, steps: int, share: int, activation: Activation | None, plain: bool,
+    outputs: int, step: int, steps: int, share: int, activation: GateActivation | None, plain: bool,
 ) -> None:  # fmt: skip
     *arrays, out_ref = refs
     given = dict(zip(names, arrays, strict=True))
