@@ -33,9 +33,9 @@ def decode(rows: list[Row], streams: int, weights: str = "") -> Row | None:
     return next((r for r in cells if (r["rows"], r["context"]) == (streams, shortest) and "toks" in r), None)
 
 
-def of_decode(key: str, streams: int) -> Callable[[list[Row]], Found | None]:
+def of_decode(key: str, streams: int, weights: str = "") -> Callable[[list[Row]], Found | None]:
     def find(rows: list[Row]) -> Found | None:
-        row = decode(rows, streams)
+        row = decode(rows, streams, weights)
         return row and (row[key], row)
 
     return find
@@ -72,7 +72,14 @@ BARS = (
     Bar("64 streams' share of the floor", 0.75, of_decode("share", 64)),
     Bar("256 streams, tok/s", 11_000, of_decode("toks", 256)),
     Bar("prefill of 2,048 tokens and more, TFLOP/s", 400, worst("prefill", "TFLOPs", lambda r: r["tokens"] >= 2048)),
-    Bar("int4 at one stream, times bf16", 2.2, ratio((1, "int4"), (1, ""))),
+    *(
+        Bar(f"{name} at one stream, times bf16", 2.2, ratio((1, name), (1, "")))
+        for name in ("int4", "q4_0", "q4k", "gptq128", "mxfp4")
+    ),
+    *(
+        Bar(f"{name}, 1 stream's share of the floor", 0.85, of_decode("share", 1, name))
+        for name in ("q4_0", "q4k", "gptq128", "mxfp4")
+    ),
     Bar("host dispatch of a decode step, ms", 1, worst("decode", "host_ms", most=True), most=True),
 )
 

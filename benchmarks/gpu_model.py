@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_bars import ATTENTION_SHARE
-from benchmarks.gpu_slice import Slice, model_folder
+from benchmarks.gpu_slice import QUANTIZED, Slice, model_folder
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import COMPILER_OPTIONS
 from jaxllm.engine.device.keys import PLAIN, SAMPLED, Variant
@@ -21,9 +21,12 @@ from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.quantization.groups import GroupsKind
+from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.sharding.mesh import build_mesh, named_sharding
 from jaxllm.weights import open_checkpoint
-from jaxllm.weights.loader import dummy_parameters
+from jaxllm.weights.loader import ParamSpec, dummy_parameters
+from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 
 MIXED_DECODES = 32
 ROOM = 512
@@ -42,8 +45,11 @@ def measure_model(run: Slice) -> None:
         Model(given, given.rows, max(given.contexts) + ROOM, 16).decode(run, PLAIN, given.contexts)
     elif name == "sampled":
         Model(given, given.rows, max(given.contexts) + ROOM, 16).decode(run, SAMPLED, given.contexts)
-    elif name == "int4":
-        Model(given, given.rows, min(given.contexts) + ROOM, 16, "int4").decode(run, PLAIN, given.contexts[:1])
+    elif name in QUANTIZED:
+        if name in OTHERS:
+            SCHEMES["int4"] = OTHERS[name]  # of this process, in place of what int4 means elsewhere
+        scheme = "int4" if name in OTHERS else name
+        Model(given, given.rows, min(given.contexts) + ROOM, 16, scheme, name).decode(run, PLAIN, given.contexts[:1])
     else:
         decodes, longest = (4, 64) if given.tiny else (MIXED_DECODES, max(given.prefill))
         model = Model(given, [decodes + 1], max(given.contexts[0], longest) + ROOM, max(longest, 2 * decodes))
@@ -52,15 +58,24 @@ def measure_model(run: Slice) -> None:
         model.mixed(run, given.contexts[0], decodes)
 
 
+OTHERS: dict[str, Callable[[np.dtype], GroupsKind]] = {
+    "gptq128": lambda dtype: GroupsKind(dtype, 4, 128),
+    "mxfp4": lambda dtype: GroupsKind(dtype, 4, 32, True, E8M0, LEVELS),
+}
+"""Kinds that only checkpoints have."""
+
+
 class Model:
     """A model with random weights, its compiled steps and the state that they pass on."""
 
-    def __init__(self, given: Any, rows: Sequence[int], longest: int, batched: int, isq: str | None = None):
-        self.rows, self.isq, self.tiny = rows, isq or given.isq, given.tiny
+    def __init__(
+        self, given: Any, rows: Sequence[int], longest: int, batched: int, isq: str | None = None, label: str = ""
+    ):
+        self.rows, self.isq, self.tiny = rows, label or given.isq, given.tiny
         folder = model_folder(given, "steps")
         config = EngineConfig(
             model=str(folder), load_format="dummy", max_model_len=longest, max_num_seqs=max(*rows, 2),
-            max_num_batched_tokens=max(batched, *rows), isq=self.isq, cpu_kernels="off",
+            max_num_batched_tokens=max(batched, *rows), isq=isq or given.isq, cpu_kernels="off",
             kv_cache_memory=2**24 if given.tiny else None,
         )  # fmt: skip
         self.mesh = build_mesh(1)
@@ -74,7 +89,9 @@ class Model:
 
     @functools.cached_property
     def weights(self) -> Any:
-        return self.functions.pack_weights(dummy_parameters(self.blueprint.params, self.mesh, 0))
+        params = self.blueprint.params
+        drawn = _random_bits(params, self.mesh) if self.isq else dummy_parameters(params, self.mesh, 0)
+        return self.functions.pack_weights(drawn)
 
     def attention(self, run: Slice) -> None:
         """Decode attention of as many layers as read ATTENTION_BYTES, their pages in any order."""
@@ -244,3 +261,28 @@ class Model:
                 setting_floats=jnp.asarray(floats),
             )
         )
+
+
+HALVES = 0x211F211F
+"""Two float16 of about 0.01."""
+
+
+def _random_bits(params: Sequence[ParamSpec], mesh: Any) -> tuple[Any, ...]:
+    """Weights of which only the speed counts: codes at random and scales all alike, without encoding anything."""
+
+    @functools.cache
+    def drawing(shape: tuple[int, ...], dtype: np.dtype, axes: Any) -> Callable[[jax.Array], jax.Array]:
+        def draw(key: jax.Array) -> jax.Array:
+            if dtype == np.int32:
+                return jnp.full(shape, HALVES, dtype)
+            if dtype.itemsize == 1:
+                return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8) & 127, dtype)
+            return jnp.full(shape, 1 if len(shape) == 1 else 0.01, dtype)
+
+        return jax.jit(draw, out_shardings=named_sharding(mesh, axes))
+
+    values = []
+    for spec, key in zip(params, jax.random.split(jax.random.key(0), len(params)), strict=True):
+        leaves = [drawing(leaf.shape, np.dtype(leaf.dtype), axes)(key) for leaf, axes in spec.leaves()]
+        values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), leaves))
+    return tuple(values)

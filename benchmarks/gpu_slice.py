@@ -19,6 +19,8 @@ WORK = ("config", "rows", "contexts", "attention_rows", "attention_contexts", "p
 STEP_SECONDS = 0.5
 TINY_STEP_SECONDS = 0.05
 """About how long one of three runs of a step is timed; with --tiny."""
+QUANTIZED = ("int4", "q4_0", "q4k", "gptq128", "mxfp4")
+"""Slices of decode steps with other weights."""
 UNFINISHED = 3
 """Exit code of a slice that has more to measure."""
 
@@ -26,7 +28,7 @@ UNFINISHED = 3
 def run_slice(name: str, given: argparse.Namespace) -> None:
     """Measure what the slice lacks, and end the process with UNFINISHED where time ran out."""
     run = Slice(name, given)
-    if name in ("attention", "decode", "sampled", "prefill", "int4"):
+    if name in ("attention", "decode", "sampled", "prefill", *QUANTIZED):
         run.peaks()
         from benchmarks.gpu_model import measure_model
 

@@ -19,6 +19,7 @@ from jaxllm.pallas_kernels.causal_conv import causal_conv
 from jaxllm.pallas_kernels.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.low_rank import low_rank
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
@@ -124,6 +125,7 @@ class Kernels:
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
+        gpu_tiles: these are kernels of NVIDIA GPUs, for which weights of few bits go into tiles of theirs.
         rotates_heads: attention takes the heads' norms and angles, and applies them itself.
         wide_sums: what devices have each of a sum is added up in float32; else in the model's own type, which is half
             as much to send, and no conversion afterwards.
@@ -151,6 +153,7 @@ class Kernels:
     normalise: Callable[..., jax.Array] = normalise
     sums: SoftmaxSums = PLAIN
     native: bool = False
+    gpu_tiles: bool = False
     rotates_heads: bool = False
     wide_sums: bool = True
     smallest_rows: int = 2
@@ -169,9 +172,12 @@ def _gpu_latent_attention(
     from jaxllm.pallas_kernels.gpu.latent import latent_attention
 
     matrices = weight.kernel_matrices
-    if matrices is None or len(matrices) > 1 or matrices[0].scale is not None or matrices[0].dtype.itemsize != 2:
+    if matrices is None or len(matrices) > 1:
         return None
-    return latent_attention(q, latent, matrices[0].codes, *arrays, **options)
+    (matrix,) = matrices
+    if not isinstance(matrix, KernelMatrix) or matrix.scale is not None or matrix.dtype.itemsize != 2:
+        return None
+    return latent_attention(q, latent, matrix.codes, *arrays, **options)
 
 
 def _gpu_delta_rule(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
@@ -208,6 +214,7 @@ COMPILED_GPU = replace(
     experts=gpu_products.experts,
     add_norm=gpu_products.add_norm,
     wide_sums=False,
+    gpu_tiles=True,
 )
 """Attention in plain XLA, products as NVIDIA GPUs like them."""
 

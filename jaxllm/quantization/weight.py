@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
+from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 from jaxllm.quantization.stored import Stored
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes
@@ -55,7 +56,7 @@ class Weight(ABC):
         return None
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix | OrderedMatrix, ...] | None:
+    def kernel_matrices(self) -> tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...] | None:
         """What GPU kernels expand a tile of, a matrix for each part that was not joined; None if there is no such."""
         return None
 
@@ -173,7 +174,7 @@ class Fused(Weight):
         return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix | OrderedMatrix, ...] | None:
+    def kernel_matrices(self) -> tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...] | None:
         found = [part.kernel_matrices for part in self.parts]
         return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 

@@ -14,6 +14,7 @@ from jaxllm.quantization.coded import common_coding
 from jaxllm.quantization.coded_kinds import coded_kind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.gpu_tiles import gpu_tiled
 from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, SCHEMES, fitting
 from jaxllm.quantization.stored import GGUF_FLOATS
@@ -41,6 +42,7 @@ class KindChooser:
         packed: whether a GGUF's blocks, a checkpoint's codes, or what `jaxllm convert` quantized are kept as they are.
         isq: what weights are quantized to; None for nothing.
         tiles: whether weights go into the tiles of the C++ kernels for CPUs, where those have them.
+        gpu_tiles: likewise into those of NVIDIA GPUs' kernels.
         isq_map: patterns of tensor names -> schemes that go before `isq`; the first that fits counts.
         recoded: type in the file and type kept -> tensors of them that are encoded anew.
     """
@@ -52,6 +54,7 @@ class KindChooser:
     isq: str | None = None
     isq_map: Mapping[str, str] = field(default_factory=dict)
     tiles: bool = False
+    gpu_tiles: bool = False
     recoded: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -68,10 +71,10 @@ class KindChooser:
 
     def __call__(self, spec: ParamSpec) -> tuple[WeightKind, ...]:
         kinds = self._kinds(spec)
-        if not self.tiles:
-            return kinds
         rows, inputs, stack = self._rows(spec), self._inputs(spec), len(spec.shape) > 2
-        return tuple(tiled(kind, rows, inputs, stack=stack) for kind in kinds)
+        if self.gpu_tiles:
+            return tuple(gpu_tiled(kind, rows, inputs) for kind in kinds)
+        return tuple(tiled(kind, rows, inputs, stack=stack) for kind in kinds) if self.tiles else kinds
 
     def _kinds(self, spec: ParamSpec) -> tuple[WeightKind, ...]:
         if not self.checkpoint.tensors:

@@ -34,6 +34,7 @@ from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.packed import matmul as packed_matmul
 from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.gpu.ssd import decode as decode_states
@@ -43,9 +44,13 @@ from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
 from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.fp8_blocks import Fp8Blocks
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.gpu_tiles import gpu_tiled
 from jaxllm.quantization.groups import GroupsKind
 from jaxllm.quantization.per_channel import INT8, PerChannelKind
+from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import DenseKind, Weight
+from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 from tests.gpu.ptx import DUMP, Taken, taken_by_kernels
 from tests.gpu.targets import mesh_of
 
@@ -156,6 +161,30 @@ def experts(weight: Weight, activation: str = "silu") -> Program:
 def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
     codes = array(count, outputs // 128, 128, inputs, dtype=FP8)
     return Fp8Blocks(codes, array(count, outputs // 128, inputs // 128, dtype=F32), BF16)
+
+
+def packed(kind: GgufKind | GroupsKind) -> Program:
+    """In tiles: few rows of one part and of several, and many; experts, with few rows and many."""
+
+    def run(x: Any, many: Any, weight: Any, long_x: Any, long: Any, stack: Any, *arrays: Any) -> Any:
+        found = [packed_matmul(each, weight.tiles) for each in (x, many)]
+        found.append(packed_matmul(long_x, long.tiles))
+        for x, lists in zip(arrays[::2], arrays[1::2], strict=True):
+            options = {"activation": ACTIVATIONS["silu"], "dtype": x.dtype}
+            found.append(grouped_matmul(x, stack.tiles, lists, 2 * x.shape[0], **options))
+        return found
+
+    def made(*shape: int) -> Any:
+        return gpu_tiled(kind, [shape[-2]], shape[-1]).abstract(shape)
+
+    given: list[Any] = []
+    for rows in (16, 2048):
+        tiles = most_tiles(rows, 8, choose_tile_rows(rows, 8))
+        given += [array(rows // 2, 2048, dtype=kind.dtype), RowLists(array(8 * rows // 2), array(tiles, 3))]
+    return run, (
+        array(2, 2048, dtype=kind.dtype), array(256, 2048, dtype=kind.dtype), made(4096, 2048),
+        array(16, 14336, dtype=kind.dtype), made(4096, 14336), made(8, 1536, 2048), *given,
+    )  # fmt: skip
 
 
 def few(kind: GroupsKind) -> Program:
@@ -335,6 +364,13 @@ CASES: dict[str, Callable[[], Program]] = {
     "integers": integers,
     "few rows, fp8 in blocks": lambda: few_of_blocks(BF16),
     "few rows, fp8 in blocks, f16": lambda: few_of_blocks(F16),
+    **{f"in tiles, {type_}": partial(packed, GgufKind(type_, BF16)) for type_ in BLOCKS},
+    "in tiles, Q4_K in float16": lambda: packed(GgufKind("Q4_K", F16)),
+    "in tiles, 4 bits": lambda: packed(GroupsKind(BF16)),
+    "in tiles, 4 bits by 128": lambda: packed(GroupsKind(BF16, 4, 128)),
+    "in tiles, 4 bits, symmetric, by 128": lambda: packed(GroupsKind(BF16, 4, 128, symmetric=True)),
+    "in tiles, 8 bits by 128": lambda: packed(GroupsKind(BF16, 8, 128)),
+    "in tiles, MXFP4": lambda: packed(GroupsKind(BF16, 4, 32, True, E8M0, LEVELS)),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
     "latents of 16 heads": lambda: latents(16),
     "delta rule of 128": lambda: delta(16, 32, 128),

@@ -70,7 +70,9 @@ def choose_kinds(
     kernels = options.kernels
     packed = keeps_packed(config, checkpoint, kernels, platform)
     requantized = config.isq, config.isq_map or {}
-    return KindChooser(checkpoint, spec.names, options.tp, packed, *requantized, tiles=kernels.native)
+    return KindChooser(
+        checkpoint, spec.names, options.tp, packed, *requantized, tiles=kernels.native, gpu_tiles=kernels.gpu_tiles
+    )
 
 
 def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, platform: Platform) -> bool:

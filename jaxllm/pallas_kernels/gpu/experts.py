@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.gpu import block_scaled, int8
+from jaxllm.pallas_kernels.gpu import block_scaled, int8, packed
 from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
@@ -22,14 +22,15 @@ from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
+from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 
 
 def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: tuple[KernelMatrix | OrderedMatrix, ...],
-    down: tuple[KernelMatrix | OrderedMatrix, ...],
+    gate_up: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
+    down: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -48,17 +49,19 @@ def experts(
     sorted_ = any(isinstance(matrix, OrderedMatrix) for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
 
-    def multiply(x: jax.Array, matrix: KernelMatrix | OrderedMatrix, **options: Any) -> jax.Array:
+    def multiply(x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, **options: Any) -> jax.Array:
         if isinstance(matrix, OrderedMatrix):
             assert group is not None
             return multiply(_in_their_order(x, matrix.order, group), matrix.matrix, **options)
-        if matrix.rounds:
-            return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
-        few = tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix)
-        product = block_scaled.grouped_few_rows if few else grouped_matmul
+        product: Callable[..., jax.Array] = grouped_matmul
+        if isinstance(matrix, KernelMatrix):
+            if matrix.rounds:
+                return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
+            if tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
+                product = block_scaled.grouped_few_rows
         return product(x, matrix, lists, rows, interpret=interpret, **options)
 
-    if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation):
+    if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation) and _gates(gate_up[0]):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
     else:
         both = jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1)
@@ -78,6 +81,13 @@ def _in_their_order(x: Float[Array, "n i"], order: Int[Array, "X i"], group: Int
 def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Array]) -> Float[Array, "N n//2"]:
     gate, up = jnp.split(both, 2, axis=-1)
     return activation(gate) * up
+
+
+def _gates(matrix: KernelMatrix | OrderedMatrix | PackedMatrix) -> bool:
+    """Whether a kernel finds gates and what they are for beside each other."""
+    if isinstance(matrix, OrderedMatrix):
+        return _gates(matrix.matrix)
+    return isinstance(matrix, KernelMatrix) or packed.gates(matrix)
 
 
 def _is_lowered(activation: Callable[[jax.Array], jax.Array]) -> bool:

@@ -23,9 +23,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.float8 import from_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 
 MAX_TILE_ROWS = 128
 BLOCK_OUT = 128
@@ -41,7 +43,7 @@ def choose_tile_rows(num_rows: int, num_groups: int) -> int:
 
 def grouped_matmul(
     x: Float[Array, "n i"],
-    matrix: KernelMatrix,
+    matrix: KernelMatrix | PackedMatrix,
     lists: RowLists,
     rows: int,
     *,
@@ -54,6 +56,10 @@ def grouped_matmul(
     So that the experts of a token, whose rows lie side by side, read the one row of it. With an `activation` the first
     half of a matrix is a gate, and the result, half as wide, is `activation(gate) * up`. Sums run in float32.
     """
+    if isinstance(matrix, PackedMatrix):
+        tile_rows = choose_tile_rows(rows, matrix.shape[0])
+        options = {"activation": activation, "dtype": dtype, "interpret": interpret}
+        return packed.grouped_matmul(x, matrix, lists, rows, tile_rows, **options)
     return _multiply(x, matrix, lists.tiles, lists.rows, rows, activation, dtype, interpret)
 
 

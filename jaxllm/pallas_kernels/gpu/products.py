@@ -1,9 +1,9 @@
 """A layer's products on NVIDIA GPUs: the compiler's own where it reads weights as they are, else a Pallas kernel.
 
 XLA multiplies by floats and by codes whose scale can follow the product (int8, fp8) without a copy of the weight. Codes
-of fewer bits, and those with several scales a row, would be expanded in memory first: `matmul` expands a tile.
-Kinds that it does not know (GGUF's blocks) are expanded whole, or some rows at a time where they are large: that writes
-and reads each number again, so that a step with a few rows takes several times as long as with floats.
+of fewer bits, and those with several scales a row, would be expanded in memory first: `packed` expands those that lie
+in tiles in registers, and `few_rows` and `matmul` others. Weights that no kernel knows are expanded whole, or some rows
+at a time where they are large: that writes and reads each number again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
+from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 from jaxllm.pallas_kernels.products import linear as reference_linear
 
 
@@ -28,6 +29,8 @@ def linear(
     norm: Norm | None = None,
     residual: Float[Array, "T o"] | None = None,
     dtype: Any = jnp.float32,
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "T o"]:
     """`norm(x) @ weight.T + residual`, of which norm and residual may be None; summed in float32, given in `dtype`.
 
@@ -37,7 +40,8 @@ def linear(
     if matrices is None:
         return reference_linear(x, weight, norm, residual, dtype)
     x = x if norm is None else norm(x)
-    out = _joined([_product(x, matrix, dtype if residual is None else residual.dtype) for matrix in matrices])
+    given = dtype if residual is None else residual.dtype
+    out = _joined([_product(x, matrix, given, interpret) for matrix in matrices])
     return out if residual is None else (residual + out).astype(dtype)
 
 
@@ -61,21 +65,27 @@ def add_norm(
     return kernel.add_norm(x, out if isinstance(out, Mixture) else out.astype(x.dtype), norm)
 
 
-def _product(x: jax.Array, matrix: KernelMatrix | OrderedMatrix, dtype: Any) -> jax.Array:
+def _product(
+    x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool
+) -> jax.Array:
     if isinstance(matrix, OrderedMatrix):
-        return _product(matrix.arranged(x), matrix.matrix, dtype)
+        return _product(matrix.arranged(x), matrix.matrix, dtype, interpret)
+    if isinstance(matrix, PackedMatrix):
+        from jaxllm.pallas_kernels.gpu import packed
+
+        return packed.matmul(x, matrix, dtype=dtype, interpret=interpret)
     if matrix.rounds:
         from jaxllm.pallas_kernels.gpu import int8
 
-        return int8.matmul(x, matrix, dtype)
+        return int8.matmul(x, matrix, dtype, interpret=interpret)
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
         from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, matmul
 
         if x.shape[0] <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
-            return block_scaled.few_rows(x, matrix, dtype)
+            return block_scaled.few_rows(x, matrix, dtype, interpret=interpret)
         if x.shape[0] <= few_rows.MOST_ROWS and few_rows.knows(matrix):
-            return few_rows.few_rows(x, matrix).astype(dtype)
-        return matmul.matmul(x, matrix).astype(dtype)
+            return few_rows.few_rows(x, matrix, interpret=interpret).astype(dtype)
+        return matmul.matmul(x, matrix, interpret=interpret).astype(dtype)
     factors = matrix.dtype if matrix.scale is None else x.dtype
     out = lax.dot_general(
         x.astype(factors),

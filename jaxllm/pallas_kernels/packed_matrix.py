@@ -1,0 +1,209 @@
+"""A weight of few bits as a GPU's kernels read it: lines of codes of 16 outputs, with their scales beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the codes of floats of four bits stand for."""
+ROWS = 16
+"""Outputs in a tile: what a tensor core's instruction multiplies at a time, and what the C++ kernels' tiles have."""
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How codes and scales lie in tiles.
+
+    A code is cut into a low plane and a high one of `bits` and `high` bits. In either, a byte holds the codes of inputs
+    that are `width` apart: worked example, bits 4 and width 32: byte `j` of a tile's row has input `j` in its low
+    nibble, and input `32 + j` in its high one. So shifts by the same amount give neighbouring inputs.
+
+    Attributes:
+        bits, high: of a code, in the low plane and in the high plane; `high` is 0 where there is none.
+        width: neighbouring inputs whose codes lie at the same bits of neighbouring bytes.
+        group: neighbouring inputs that share a scale.
+        offset: the code that stands for zero; codes of eight bits are signed, and have none.
+        scales: how scales are kept; one of `SCALES`.
+        e2m1: whether codes of four bits are floats: a sign, two bits of exponent, and one of mantissa.
+    """
+
+    bits: int
+    high: int = 0
+    width: int = 32
+    group: int = 32
+    offset: int = 0
+    scales: str = "float"
+    e2m1: bool = False
+
+    @property
+    def block(self) -> int:
+        """Inputs whose scales are read together."""
+        return SCALES[self.scales].groups * self.group
+
+    @property
+    def span(self) -> int:
+        """Inputs of a tile in the sparsest plane: rows must be whole ones of it."""
+        return self.width * 8 // (self.high or self.bits)
+
+    @property
+    def unit(self) -> int:
+        """Inputs that a kernel multiplies by at least: whole tiles with whole blocks of scales."""
+        return math.lcm(self.span, self.block)
+
+    @property
+    def has_shift(self) -> bool:
+        """Whether each group has something that is added to its numbers."""
+        return SCALES[self.scales].shifts
+
+    def tile_inputs(self, plane: int) -> int:
+        """Inputs that a tile of the low plane (0) or the high one (1) holds."""
+        return self.width * 8 // (self.high if plane else self.bits)
+
+    def low_place(self, number: int) -> tuple[int, int]:
+        """Of the `number`th `width` inputs: the tile of the low plane, and the bit of its bytes where they begin."""
+        return _place(number, self.bits)
+
+    def high_place(self, number: int) -> tuple[int, int]:
+        """Likewise of the high plane."""
+        return _place(number, self.high)
+
+
+def _place(number: int, bits: int) -> tuple[int, int]:
+    tile, part = divmod(number, 8 // bits)
+    return tile, part * bits
+
+
+@dataclass(frozen=True)
+class Scales:
+    """A way of keeping scales.
+
+    Attributes:
+        groups: whose scales lie together in a block.
+        words, halves: numbers of 32 bits, and of another type, that a block has for each output.
+        shifts: whether a group has something that is added to its numbers.
+        blocks: whether a block has a scale of its own, by which those of its groups are multiplied.
+    """
+
+    groups: int
+    words: int
+    halves: int
+    shifts: bool = False
+    blocks: bool = False
+
+
+SCALES = {
+    "float": Scales(1, 0, 1),
+    "power": Scales(1, 0, 1),
+    "pair": Scales(2, 1, 0),
+    "zero": Scales(1, 0, 2, shifts=True),
+    "minimum": Scales(1, 1, 0, shifts=True),
+    "k_pairs": Scales(8, 4, 0, shifts=True, blocks=True),
+    "k_nibbles": Scales(16, 5, 0, shifts=True, blocks=True),
+    "k_bytes": Scales(16, 4, 1, blocks=True),
+    "k_six": Scales(16, 3, 1, blocks=True),
+}
+"""What scales are kept as.
+
+float: a float a group. power: a power of two, by the byte of its exponent. pair: the 16-bit floats of two groups in a
+word. zero: a float, and the code of zero. minimum: a scale and what is added, float16 both, in a word. k_pairs: scales
+and minima of six bits: a word's bytes have those of two groups, (scale, minimum) twice, and the fourth such word lies
+in the two upper bits of each byte of three others; then float16 scales of both in a word. k_nibbles: a scale and a
+minimum of four bits in a byte; then those. k_bytes: signed bytes, and a float16. k_six: four words of six bits a byte
+as in k_pairs, about 32, and a float16.
+"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix `[o, i]`, or a stack of them, in tiles.
+
+    Attributes:
+        low, high: uint8 `[*stack, o / 16, i / inputs of a tile, 16, width]`; `high` may be None.
+        words: int32 `[*stack, o / 16, i / block, words, 16]`, or None.
+        halves: floats (or the zeros' uint8) `[*stack, o / 16, i / block, 16]`, as many as the format has.
+    """
+
+    low: Any
+    high: Any
+    words: Any
+    halves: tuple[Any, ...]
+    format: PackedFormat = field(metadata={"static": True})
+    dtype: np.dtype = field(metadata={"static": True})
+    scale: np.dtype = field(metadata={"static": True})
+    """Of the floats in words."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, tiles, count, rows, _ = self.low.shape
+        return (*stack, tiles * rows, count * self.format.tile_inputs(0))
+
+
+def half_in(word: jax.Array, index: int, dtype: np.dtype) -> jax.Array:
+    """The low (0) or high (1) 16 bits of words, which are floats of `dtype`, as float32."""
+    half = (word >> (16 * index)).astype(jnp.int16)
+    return lax.bitcast_convert_type(half, dtype).astype(jnp.float32)
+
+
+def byte_in(word: jax.Array, index: int, mask: int = 255) -> jax.Array:
+    return (word >> (8 * index)) & mask
+
+
+def signed_byte_in(word: jax.Array, index: int) -> jax.Array:
+    return (word << (24 - 8 * index)) >> 24
+
+
+def fourth_of_six(words: Sequence[jax.Array]) -> jax.Array:
+    """The word of six bits a byte that has two bits of each byte in each of three others."""
+    first, second, third = words
+    return ((first >> 6) & 0x03030303) | ((second >> 4) & 0x0C0C0C0C) | ((third >> 2) & 0x30303030)
+
+
+def group_scale(
+    format: PackedFormat, words: Sequence[jax.Array], halves: Sequence[jax.Array], group: int, scale: np.dtype
+) -> tuple[jax.Array, jax.Array | None]:
+    """The scale and the shift of one group of a block, without what `block_scale` gives: `code * scale + shift`."""
+    kind = format.scales
+    if kind == "float":
+        return halves[0].astype(jnp.float32), None
+    if kind == "power":
+        smallest = 0x00400000  # 2 ** -127, which has no exponent of its own
+        bits = jnp.maximum(halves[0].astype(jnp.int32) << 23, smallest)
+        return lax.bitcast_convert_type(bits, jnp.float32), None
+    if kind == "pair":
+        return half_in(words[0], group, scale), None
+    if kind == "zero":
+        own = halves[0].astype(jnp.float32)
+        return own, -own * halves[1].astype(jnp.float32)
+    if kind == "minimum":
+        return half_in(words[0], 0, scale), half_in(words[0], 1, scale)
+    if kind == "k_pairs":
+        pair, second = divmod(group, 2)
+        word = words[pair] if pair < 3 else fourth_of_six(words[:3])
+        own, minimum = (byte_in(word, 2 * second + index, 63).astype(jnp.float32) for index in range(2))
+        return own, minimum
+    if kind == "k_nibbles":
+        byte = byte_in(words[group // 4], group % 4)
+        return (byte & 15).astype(jnp.float32), (byte >> 4).astype(jnp.float32)
+    if kind == "k_bytes":
+        return signed_byte_in(words[group // 4], group % 4).astype(jnp.float32), None
+    assert kind == "k_six"
+    word = words[group // 4] if group < 12 else fourth_of_six(words[:3])
+    return (byte_in(word, group % 4, 63) - 32).astype(jnp.float32), None
+
+
+def block_scale(
+    format: PackedFormat, words: Sequence[jax.Array], halves: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """What a block's scales and shifts are multiplied by, where it has that."""
+    if SCALES[format.scales].shifts:
+        return half_in(words[-1], 0, np.dtype(np.float16)), -half_in(words[-1], 1, np.dtype(np.float16))
+    return halves[0].astype(jnp.float32), None

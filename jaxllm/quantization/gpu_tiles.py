@@ -1,0 +1,229 @@
+"""Weights of few bits laid out for the kernels of NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxllm.pallas_kernels.packed_matrix import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
+from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
+from jaxllm.quantization.groups import FLOAT16, GroupsKind
+from jaxllm.quantization.ordered import OrderedKind
+from jaxllm.quantization.quantized import TILE as EXPANDED
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.unpacked import BLOCKS, group_format, unpack_blocks, unpack_groups
+from jaxllm.quantization.weight import Weight, WeightKind, product
+from jaxllm.sharding.layout import Layout
+from jaxllm.sharding.mesh import Axes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GpuTiles(Weight):
+    """A matrix in tiles of 16 rows."""
+
+    tiles: PackedMatrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tiles.shape
+
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        return _expand(_by_row(self.tiles)).astype(self.tiles.dtype)
+
+    def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
+        """The rows `ids` of a matrix; no other is expanded."""
+        tile, lane = jnp.divmod(ids, ROWS)
+        taken = PackedMatrix(
+            self.tiles.low[tile, :, lane],
+            None if self.tiles.high is None else self.tiles.high[tile, :, lane],
+            None if self.tiles.words is None else self.tiles.words[tile, :, :, lane],
+            tuple(half[tile, :, lane] for half in self.tiles.halves),
+            self.tiles.format,
+            self.tiles.dtype,
+            self.tiles.scale,
+        )
+        return _expand(taken).astype(self.tiles.dtype)
+
+    def axes(self, axes: Axes) -> list[Axes]:
+        tiles = [(*axes, None, None)] * (1 if self.tiles.high is None else 2)
+        words = [] if self.tiles.words is None else [(*axes, None, None)]
+        return [*tiles, *words, *[(*axes, None)] * len(self.tiles.halves)]
+
+    @property
+    def kernel_matrices(self) -> tuple[PackedMatrix, ...]:
+        return (self.tiles,)
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """`x @ self.T`, accumulated and returned in float32; some tiles are expanded, multiplied and forgotten."""
+        rows, inputs = self.shape
+        count = rows // ROWS
+        some = min(count, max(1, EXPANDED // (ROWS * inputs)))
+        if some == count:
+            return product(x, self.dequantize().astype(x.dtype))
+
+        def body(index: jax.Array, out: jax.Array) -> jax.Array:
+            start = jnp.minimum(index * some, count - some)  # the last turn may do some tiles again
+            part = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, start, some), self)
+            found = product(x, part.dequantize().astype(x.dtype))
+            return lax.dynamic_update_slice_in_dim(out, found, start * ROWS, 1)
+
+        return lax.fori_loop(0, -(-count // some), body, jnp.zeros((x.shape[0], rows), jnp.float32))
+
+
+@dataclass(frozen=True)
+class GpuTiledKind:
+    """Tiles of what another kind keeps, in a format that holds it exactly."""
+
+    stored: GgufKind | GroupsKind
+    format: PackedFormat
+    joins: ClassVar[bool] = True
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stored.dtype
+
+    @property
+    def block(self) -> int:
+        return math.lcm(self.format.unit, self.stored.block)
+
+    def abstract(self, shape: tuple[int, ...]) -> GpuTiles:
+        *stack, rows, inputs = shape
+        format, kind = self.format, SCALES[self.format.scales]
+        lead, blocks = (*stack, rows // ROWS), inputs // format.block
+
+        def plane(index: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*lead, inputs // format.tile_inputs(index), ROWS, format.width), jnp.uint8)
+
+        words = jax.ShapeDtypeStruct((*lead, blocks, kind.words, ROWS), jnp.int32) if kind.words else None
+        types = (np.uint8 if format.scales == "power" else self.scale, np.int8)[: kind.halves]
+        halves = tuple(jax.ShapeDtypeStruct((*lead, blocks, ROWS), type_) for type_ in types)
+        high = plane(1) if format.high else None
+        return GpuTiles(PackedMatrix(plane(0), high, words, halves, format, self.dtype, self.scale))
+
+    @property
+    def scale(self) -> np.dtype:
+        return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.scale
+
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GpuTiles:
+        """What the other kind makes of them, moved into tiles."""
+        kept = self.stored.pack(tensors, layout)
+        format = self.format
+        unpacked = (
+            unpack_blocks(kept.blocks, kept.type) if isinstance(kept, GgufBlocks) else unpack_groups(kept, format)
+        )
+        low = _plane(unpacked.codes & np.uint8((1 << format.bits) - 1), format.bits, format.width)
+        high = _plane(unpacked.codes >> np.uint8(format.bits), format.high, format.width) if format.high else None
+        words = None if unpacked.words is None else _tiled_words(unpacked.words)
+        halves = tuple(_tiled_halves(half) for half in unpacked.halves)
+        return GpuTiles(PackedMatrix(low, high, words, halves, format, self.dtype, self.scale))
+
+
+def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
+    """`kind` in tiles where there are such, and parts of `rows` rows by `inputs` inputs are whole tiles."""
+    if isinstance(kind, OrderedKind):
+        return replace(kind, kind=gpu_tiled(kind.kind, rows, inputs))
+    if any(count % ROWS for count in rows):
+        return kind
+    format = None
+    if isinstance(kind, GgufKind):
+        format = BLOCKS[kind.type].format
+    elif isinstance(kind, GroupsKind) and kind.levels in ((), E2M1):
+        format = group_format(kind.bits, kind.block, kind.scale, symmetric=kind.symmetric, inputs=inputs)
+        if kind.levels and format is not None:
+            format = replace(format, offset=0, e2m1=True)
+    if format is None:
+        return kind
+    tiled = GpuTiledKind(kind, format)  # type: ignore[arg-type]
+    return tiled if inputs % tiled.block == 0 else kind
+
+
+def _plane(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
+    *stack, rows, inputs = codes.shape
+    per_byte = 8 // bits
+    parts = codes.reshape(*stack, rows // ROWS, ROWS, inputs // (width * per_byte), per_byte, width)
+    packed = np.zeros((*parts.shape[:-2], width), np.uint8)
+    for index in range(per_byte):
+        packed |= parts[..., index, :] << np.uint8(index * bits)
+    return np.ascontiguousarray(packed.swapaxes(-3, -2))
+
+
+def _tiled_words(words: np.ndarray) -> np.ndarray:
+    *stack, rows, blocks, count = words.shape
+    parts = words.reshape(*stack, rows // ROWS, ROWS, blocks, count)
+    return np.ascontiguousarray(np.moveaxis(parts, -3, -1))
+
+
+def _tiled_halves(half: np.ndarray) -> np.ndarray:
+    *stack, rows, blocks = half.shape
+    return np.ascontiguousarray(half.reshape(*stack, rows // ROWS, ROWS, blocks).swapaxes(-1, -2))
+
+
+def _by_row(tiles: PackedMatrix) -> PackedMatrix:
+    """The same arrays with `o` in place of tiles and the rows of each."""
+
+    def of_plane(plane: Any) -> Any:
+        *stack, count, blocks, rows, width = plane.shape
+        return plane.swapaxes(-3, -2).reshape(*stack, count * rows, blocks, width)
+
+    def of_words(words: Any) -> Any:
+        *stack, count, blocks, number, rows = words.shape
+        return jnp.moveaxis(words, -1, -3).reshape(*stack, count * rows, blocks, number)
+
+    def of_half(half: Any) -> Any:
+        *stack, count, blocks, rows = half.shape
+        return half.swapaxes(-1, -2).reshape(*stack, count * rows, blocks)
+
+    return replace(
+        tiles,
+        low=of_plane(tiles.low),
+        high=None if tiles.high is None else of_plane(tiles.high),
+        words=None if tiles.words is None else of_words(tiles.words),
+        halves=tuple(map(of_half, tiles.halves)),
+    )
+
+
+def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
+    """Rows of tiles as float32, exactly what the kinds that they were made of give."""
+    format, kind = tiles.format, SCALES[tiles.format.scales]
+    codes = _codes(tiles)
+    codes = jnp.asarray(E2M1, jnp.float32)[codes] if format.e2m1 else codes.astype(jnp.float32) - format.offset
+    words = [] if tiles.words is None else [tiles.words[..., index] for index in range(kind.words)]
+    groups = codes.reshape(*codes.shape[:-1], -1, format.group)
+    if format.scales == "zero":
+        scale, zero = (half.astype(jnp.float32)[..., None] for half in tiles.halves)
+        return ((groups - zero) * scale).reshape(codes.shape)
+    found = [group_scale(format, words, tiles.halves, group, tiles.scale) for group in range(kind.groups)]
+    whole = block_scale(format, words, tiles.halves) if kind.blocks else (None, None)
+
+    def spread(numbers: Sequence[Any], factor: Any) -> Any:
+        stacked = jnp.stack(list(numbers), axis=-1)
+        stacked = stacked if factor is None else stacked * factor[..., None]
+        return stacked.reshape(*codes.shape[:-1], -1)[..., None]
+
+    values = groups * spread([scale for scale, _ in found], whole[0])
+    values = values + spread([shift for _, shift in found], whole[1]) if kind.shifts else values
+    return values.reshape(codes.shape)
+
+
+def _codes(tiles: PackedMatrix) -> Int[Array, "*n i"]:
+    format = tiles.format
+    if format.bits == 8:
+        flat = tiles.low.reshape(*tiles.low.shape[:-2], -1)
+        return lax.bitcast_convert_type(flat, jnp.int8).astype(jnp.int32)
+
+    def of_plane(plane: Any, bits: int) -> Any:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        codes = (plane[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+        return codes.reshape(*plane.shape[:-2], -1).astype(jnp.int32)
+
+    low = of_plane(tiles.low, format.bits)
+    return low if tiles.high is None else low | (of_plane(tiles.high, format.high) << format.bits)

@@ -1,0 +1,202 @@
+"""Weights of few bits taken apart, on the host: a code for each number, and the bits of their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import UInt8
+
+from jaxllm.pallas_kernels.packed_matrix import PackedFormat
+from jaxllm.quantization.groups import Groups
+
+F16, INT32 = np.dtype(np.float16), np.dtype(np.int32)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+BlocksOfRows = UInt8[np.ndarray, "*n bytes"]
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A weight's codes, one a byte, and its scales as tiles have them, but row by row.
+
+    Attributes:
+        codes: uint8 `[*stack, o, i]`; those of eight bits are signed.
+        words: int32 `[*stack, o, blocks, words]`, or None.
+        halves: `[*stack, o, blocks]` each.
+    """
+
+    codes: np.ndarray
+    words: np.ndarray | None
+    halves: tuple[np.ndarray, ...]
+
+
+def unpack_blocks(blocks: BlocksOfRows, type: str) -> Unpacked:
+    """GGUF's blocks `[*stack, o, blocks, bytes]` of a type that `BLOCK_FORMATS` has."""
+    codes, words, halves = BLOCKS[type].unpack(blocks)
+    codes = codes.reshape(*blocks.shape[:-2], -1)
+    return Unpacked(codes, words, halves)
+
+
+def group_format(bits: int, group: int, scale: np.dtype, *, symmetric: bool, inputs: int) -> PackedFormat | None:
+    """The format for groups of codes without levels, of rows of so many inputs; None if there is none."""
+    powers = scale == E8M0
+    parted = group > MOST_GROUP and group % MOST_GROUP > 0
+    if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
+        return None
+    group = min(group, MOST_GROUP)
+    width = 32 if group % 32 == 0 else 16
+    pairs = symmetric and group == 32 and scale.itemsize == 2 and inputs % (2 * group) == 0
+    offset = 0 if bits == 8 else 1 << (bits - 1)
+    scales = "power" if powers else "pair" if pairs else "float" if symmetric else "zero"
+    format = PackedFormat(bits, 0, width, group, offset, scales)
+    return format if inputs % format.unit == 0 else None
+
+
+MOST_GROUP = 256
+"""Inputs of a group that a kernel walks at a time; the scale of a longer one is repeated."""
+
+
+def unpack_groups(weight: Groups, format: PackedFormat) -> Unpacked:
+    """Groups of codes, for the format that `group_format` gives."""
+    shifts = np.arange(0, 8, weight.bits, dtype=np.uint8)[:, None]
+    codes = (weight.codes[..., None, :] >> shifts) & np.uint8((1 << weight.bits) - 1)
+    codes = codes.reshape(*weight.scale.shape[:-1], -1)
+    repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
+    scale = np.repeat(weight.scale, repeats, axis=-1)
+    if weight.bits == 8:
+        codes = codes ^ np.uint8(128)
+    if format.scales == "pair":
+        return Unpacked(codes, np.ascontiguousarray(scale).view(INT32)[..., None], ())
+    if weight.zero is None:
+        return Unpacked(codes, None, (scale.view(np.uint8) if format.scales == "power" else scale,))
+    middle = 1 << (weight.bits - 1)
+    zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - middle).astype(np.int8)
+    return Unpacked(codes, None, (scale, zero))
+
+
+UnpackedParts = tuple[np.ndarray, np.ndarray | None, tuple[np.ndarray, ...]]
+
+
+def _words(blocks: BlocksOfRows, start: int, stop: int) -> np.ndarray:
+    return np.ascontiguousarray(blocks[..., start:stop]).view(INT32)
+
+
+def _half(blocks: BlocksOfRows, start: int) -> np.ndarray:
+    return np.ascontiguousarray(blocks[..., start : start + 2]).view(F16)[..., 0]
+
+
+def _pairs(blocks: BlocksOfRows) -> np.ndarray:
+    """The float16 scales at the beginning of blocks, two in a word."""
+    return np.ascontiguousarray(_half(blocks, 0)).view(INT32)[..., None]
+
+
+def _shifted(packed: BlocksOfRows, shifts: list[int], mask: int) -> np.ndarray:
+    """`packed` once for each of `shifts`: the bits of `mask` from there on, `[…, shifts, bytes]`."""
+    return (packed[..., None, :] >> np.array(shifts, np.uint8)[:, None]) & np.uint8(mask)
+
+
+def _nibbles(packed: BlocksOfRows, run: int) -> np.ndarray:
+    """Each run of bytes holds as many codes in its low nibbles, and then as many in its high ones."""
+    return _shifted(packed.reshape(*packed.shape[:-1], -1, run), [0, 4], 15).reshape(*packed.shape[:-1], -1)
+
+
+def _two_bits(packed: BlocksOfRows) -> np.ndarray:
+    """Each 32 bytes hold four times 32 codes."""
+    return _shifted(packed.reshape(*packed.shape[:-1], -1, 32), [0, 2, 4, 6], 3).reshape(*packed.shape[:-1], -1)
+
+
+def _bits(packed: BlocksOfRows) -> np.ndarray:
+    """32 bytes hold eight times 32 bits."""
+    return _shifted(packed, list(range(8)), 1).reshape(*packed.shape[:-1], -1)
+
+
+def _flags(packed: BlocksOfRows) -> np.ndarray:
+    return np.unpackbits(packed, axis=-1, bitorder="little")
+
+
+def _q4_0(blocks: BlocksOfRows) -> UnpackedParts:
+    return _nibbles(blocks[..., 2:], 16), _pairs(blocks), ()
+
+
+def _q4_1(blocks: BlocksOfRows) -> UnpackedParts:
+    return _nibbles(blocks[..., 4:], 16), _words(blocks, 0, 4), ()
+
+
+def _q5_0(blocks: BlocksOfRows) -> UnpackedParts:
+    return _nibbles(blocks[..., 6:], 16) | _flags(blocks[..., 2:6]) << 4, _pairs(blocks), ()
+
+
+def _q5_1(blocks: BlocksOfRows) -> UnpackedParts:
+    return _nibbles(blocks[..., 8:], 16) | _flags(blocks[..., 4:8]) << 4, _words(blocks, 0, 4), ()
+
+
+def _q8_0(blocks: BlocksOfRows) -> UnpackedParts:
+    return blocks[..., 2:], _pairs(blocks), ()
+
+
+def _q2_k(blocks: BlocksOfRows) -> UnpackedParts:
+    words = np.concatenate([_words(blocks, 0, 16), _words(blocks, 80, 84)], axis=-1)
+    return _two_bits(blocks[..., 16:80]), words, ()
+
+
+def _q3_k(blocks: BlocksOfRows) -> UnpackedParts:
+    codes = _two_bits(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
+    packed = blocks[..., 96:108]
+    lead = packed.shape[:-1]
+    low = _shifted(packed[..., :8], [0, 4], 15).reshape(*lead, 16)
+    top = _shifted(packed[..., 8:], [0, 2, 4, 6], 3).reshape(*lead, 16)
+    return codes, _six_bits(low | top << 4), (_half(blocks, 108),)
+
+
+def _k_pairs(blocks: BlocksOfRows) -> np.ndarray:
+    """Scales and minima as `SCALES` says; of a file's twelve bytes see `gguf_blocks._k_scales`."""
+    packed = blocks[..., 4:16]
+    scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate([scale & 63, (low & 15) | ((scale >> 2) & 48)], axis=-1)
+    minima = np.concatenate([minimum & 63, (low >> 4) | ((minimum >> 2) & 48)], axis=-1)
+    both = np.stack([scales, minima], axis=-1).reshape(*packed.shape[:-1], 16)
+    return np.concatenate([_six_bits(both), _words(blocks, 0, 4)], axis=-1)
+
+
+def _six_bits(values: UInt8[np.ndarray, "*n 16"]) -> np.ndarray:
+    """Sixteen numbers of six bits as three words; see `packed_matrix.fourth_of_six`."""
+    fours = values.reshape(*values.shape[:-1], 4, 4)
+    last = (fours[..., 3:, :] >> np.array([0, 2, 4], np.uint8)[:, None]) & np.uint8(3)
+    return np.ascontiguousarray(fours[..., :3, :] | last << 6).view(INT32)[..., 0]
+
+
+def _q4_k(blocks: BlocksOfRows) -> UnpackedParts:
+    return _nibbles(blocks[..., 16:], 32), _k_pairs(blocks), ()
+
+
+def _q5_k(blocks: BlocksOfRows) -> UnpackedParts:
+    return _nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48]) << 4, _k_pairs(blocks), ()
+
+
+def _q6_k(blocks: BlocksOfRows) -> UnpackedParts:
+    codes = _nibbles(blocks[..., :128], 64) | _two_bits(blocks[..., 128:192]) << 4
+    return codes, _words(blocks, 192, 208), (_half(blocks, 208),)
+
+
+class GpuFormat(NamedTuple):
+    format: PackedFormat
+    unpack: Callable[[BlocksOfRows], UnpackedParts]
+
+
+BLOCKS = {
+    "Q4_0": GpuFormat(PackedFormat(4, offset=8, scales="pair"), _q4_0),
+    "Q4_1": GpuFormat(PackedFormat(4, scales="minimum"), _q4_1),
+    "Q5_0": GpuFormat(PackedFormat(4, 1, offset=16, scales="pair"), _q5_0),
+    "Q5_1": GpuFormat(PackedFormat(4, 1, scales="minimum"), _q5_1),
+    "Q8_0": GpuFormat(PackedFormat(8, scales="pair"), _q8_0),
+    "Q2_K": GpuFormat(PackedFormat(2, width=16, group=16, scales="k_nibbles"), _q2_k),
+    "Q3_K": GpuFormat(PackedFormat(2, 1, width=16, group=16, offset=4, scales="k_six"), _q3_k),
+    "Q4_K": GpuFormat(PackedFormat(4, scales="k_pairs"), _q4_k),
+    "Q5_K": GpuFormat(PackedFormat(4, 1, scales="k_pairs"), _q5_k),
+    "Q6_K": GpuFormat(PackedFormat(4, 2, width=16, group=16, offset=32, scales="k_bytes"), _q6_k),
+}
+"""GGUF's types as tiles have them, and what takes their blocks apart."""

@@ -1,0 +1,126 @@
+"""Products with weights of few bits in tiles, interpreted or on a GPU, against float64 NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.models.layers.mlp import ACTIVATIONS
+from jaxllm.pallas_kernels.gpu.groups import list_rows
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
+from jaxllm.pallas_kernels.gpu.packed import Tiling, matmul
+from jaxllm.pallas_kernels.gpu.products import linear
+from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
+from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
+from jaxllm.quantization.groups import Groups, GroupsKind
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.unpacked import BLOCKS
+from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
+from tests.gpu_here import INTERPRET
+
+F32 = np.dtype(np.float32)
+BF16 = np.dtype(jnp.bfloat16)
+KINDS: dict[str, Any] = {
+    **{type_: lambda dtype, type_=type_: GgufKind(type_, dtype) for type_ in BLOCKS},
+    "2 bits": lambda dtype: GroupsKind(dtype, 2),
+    "4 bits": lambda dtype: GroupsKind(dtype),
+    "4 bits, symmetric": lambda dtype: GroupsKind(dtype, 4, 32, True),
+    "4 bits by 128": lambda dtype: GroupsKind(dtype, 4, 128, False, F32),
+    "4 bits by 16, bfloat16 scales": lambda dtype: GroupsKind(dtype, 4, 16, True, BF16),
+    "MXFP4": lambda dtype: GroupsKind(dtype, 4, 32, True, E8M0, LEVELS),
+    "8 bits": lambda dtype: GroupsKind(dtype, 8, 64),
+    "8 bits, symmetric": lambda dtype: GroupsKind(dtype, 8, 32, True),
+}
+
+
+def tiles(name: str, *shape: int, dtype: np.dtype = F32) -> tuple[GpuTiles, np.ndarray]:
+    """A weight of random codes, and the numbers that it stands for as the kind that it is made of expands them."""
+    kind = KINDS[name](dtype)
+    values = np.random.default_rng().standard_normal(shape).astype(np.float32)
+    tensors = [Stored(values, "F32", values.shape)]
+    tiled = gpu_tiled(kind, [shape[-2]], shape[-1])
+    assert tiled is not kind
+    kept = kind.pack(tensors, None)
+    exact = jax.tree.map(jnp.asarray, _in_float32(kept)).dequantize()
+    return jax.tree.map(jnp.asarray, tiled.pack(tensors, None)), np.asarray(exact, np.float64)
+
+
+def _in_float32(kept: Any) -> Any:
+    if isinstance(kept, GgufBlocks):
+        return GgufBlocks(kept.blocks, kept.type, F32)
+    return Groups(kept.codes, kept.scale, kept.zero, kept.bits, kept.levels, F32)
+
+
+def draw(rows: int, inputs: int, dtype: Any) -> jax.Array:
+    return jnp.asarray(np.random.default_rng().standard_normal((rows, inputs)), dtype)
+
+
+def assert_near(found: Any, expected: np.ndarray, error: float) -> None:
+    assert np.abs(np.asarray(found, np.float64) - expected).max() <= error * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_few_rows(name: str) -> None:
+    """More outputs than a program has, the last not whole; sums in float32 of numbers that nothing rounds."""
+    weight, exact = tiles(name, 80, 512)
+    (matrix,) = weight.kernel_matrices
+    for rows in np.random.default_rng().choice(np.arange(1, 17), 2, replace=False):
+        x = draw(rows, 512, F32)
+        assert_near(matmul(x, matrix, interpret=INTERPRET), np.asarray(x, np.float64) @ exact.T, 3e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "Q5_1", "Q3_K", "8 bits", "4 bits", "MXFP4"])
+def test_codes_are_exact_in_16_bits(name: str, dtype: Any) -> None:
+    weight, exact = tiles(name, 32, 256, dtype=np.dtype(dtype))
+    x = draw(7, 256, dtype)
+    assert_near(matmul(x, weight.tiles, interpret=INTERPRET), np.asarray(x, np.float64) @ exact.T, 3e-6)
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        Tiling(1, 2, 128, 2, least=256),
+        Tiling(2, 3, 256, 3, least=512, ahead=False),
+        Tiling(4, 1, 1024, 2, scaled=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_K"])
+def test_every_way_to_cut_it_gives_the_same(name: str, tiling: Tiling) -> None:
+    """Parts of rows, the last with fewer steps; several tiles a program, some of them after the last."""
+    weight, exact = tiles(name, 112, 768)
+    x = draw(3, 768, F32)
+    found = matmul(x, weight.tiles, tiling=tiling, interpret=INTERPRET)
+    assert_near(found, np.asarray(x, np.float64) @ exact.T, 3e-6)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "4 bits", "8 bits, symmetric"])
+def test_many_rows(name: str) -> None:
+    weight, exact = tiles(name, 144, 256)
+    x = draw(131, 256, F32)
+    found = linear(x, weight, residual=jnp.ones((131, 144)), interpret=INTERPRET)
+    assert_near(found, np.asarray(x, np.float64) @ exact.T + 1, 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "share"), [("Q4_0", 24, 2), ("Q4_K", 24, 2), ("4 bits", 72, 1), ("Q4_0", 264, 1)]
+)
+def test_experts(name: str, rows: int, share: int) -> None:
+    """Rows of each expert anywhere, with the activation and without; those of no expert are NaN, one has none."""
+    weight, exact = tiles(name, 3, 64, 256)
+    random = np.random.default_rng()
+    group = random.permutation(np.repeat([0, 2, 3], [rows // 2, rows // 2 - 1, 1]))
+    x = random.standard_normal((rows // share, 256)).astype(np.float32)
+    nobody = group == 3
+    x[nobody.reshape(-1, share).all(axis=1)] = np.nan
+    lists = list_rows(jnp.asarray(group, jnp.int32), 3, rows, choose_tile_rows(rows, 3), interpret=INTERPRET)
+    expected = np.einsum("noi,ni->no", exact[np.minimum(group, 2)], np.repeat(x, share, axis=0).astype(np.float64))
+    gate, up = np.split(expected, 2, axis=1)
+    for activation, wanted in ((None, expected), (ACTIVATIONS["silu"], gate / (1 + np.exp(-gate)) * up)):
+        found = grouped_matmul(jnp.asarray(x), weight.tiles, lists, rows, activation=activation, interpret=INTERPRET)
+        assert_near(np.asarray(found)[~nobody], wanted[~nobody], 1e-5)

@@ -1,0 +1,107 @@
+"""Weights in the tiles of GPU kernels: bit for bit the numbers of the file."""
+
+from __future__ import annotations
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.gguf_weight import GgufKind
+from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
+from jaxllm.quantization.groups import GroupsKind
+from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.unpacked import BLOCKS, group_format
+from jaxllm.sharding.layout import Layout, Segment
+from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+
+
+def random_blocks(type_: str, rows: int, inputs: int) -> np.ndarray:
+    """Every bit at random, but for scales, which are finite."""
+    random = np.random.default_rng()
+    elements, nbytes, _, scales = FORMATS[type_]
+    blocks = random.integers(0, 256, (rows, inputs // elements, nbytes), np.uint8)
+    for start in scales:
+        blocks[..., start : start + 2] = random.normal(size=blocks.shape[:-1]).astype(F16)[..., None].view(np.uint8)
+    return blocks
+
+
+def packed(type_: str, blocks: np.ndarray, layout: Layout | None = None) -> GpuTiles:
+    rows, inputs = blocks.shape[0], blocks.shape[1] * FORMATS[type_].elements
+    kind = gpu_tiled(GgufKind(type_, F32), [rows], inputs)
+    stored = Stored(blocks.reshape(rows, -1), type_, (rows, inputs), packed=True)
+    kept = kind.pack([stored], layout)
+    assert jax.tree.map(lambda array: (array.shape, array.dtype), kept) == jax.tree.map(
+        lambda array: (array.shape, array.dtype), kind.abstract((rows, inputs))
+    )
+    return jax.tree.map(jnp.asarray, kept)
+
+
+@pytest.mark.parametrize("type_", BLOCKS)
+def test_tiles_hold_the_file_bit_for_bit(type_: str) -> None:
+    """As the gguf package decodes it; in as many bytes as the file has."""
+    blocks = random_blocks(type_, 48, 1024)
+    exact = gguf.quants.dequantize(blocks.reshape(48, -1), gguf.GGMLQuantizationType[type_])
+    weight = packed(type_, blocks)
+    assert weight.shape == (48, 1024)
+    np.testing.assert_array_equal(np.asarray(weight.dequantize()), exact)
+    ids = np.random.default_rng().integers(0, 48, 5)
+    np.testing.assert_array_equal(np.asarray(weight.rows(jnp.asarray(ids))), exact[ids])
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) == blocks.nbytes
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        GroupsKind(F32, 2),
+        GroupsKind(F32, 4),
+        GroupsKind(F32, 4, 32, True),
+        GroupsKind(F32, 4, 128, False, F32),
+        GroupsKind(F32, 4, 512, True),
+        GroupsKind(F32, 4, 32, True, E8M0, LEVELS),
+        GroupsKind(F32, 8, 64),
+        GroupsKind(F32, 8, 48, True),
+    ],
+    ids=str,
+)
+def test_groups_are_the_same_in_tiles(kind: GroupsKind) -> None:
+    inputs = 1536
+    values = np.random.default_rng().standard_normal((2, 32, inputs)).astype(np.float32)
+    tensors = [Stored(values, "F32", values.shape)]
+    plain = jax.tree.map(jnp.asarray, kind.pack(tensors, None))
+    tiled = jax.tree.map(jnp.asarray, gpu_tiled(kind, [32], inputs).pack(tensors, None))
+    np.testing.assert_array_equal(np.asarray(tiled.dequantize()), np.asarray(plain.dequantize()))
+    here, there = (sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) for weight in (tiled, plain))
+    assert here <= 1.02 * there
+    one = tiled.select(jnp.asarray(1))
+    np.testing.assert_array_equal(np.asarray(one.dequantize()), np.asarray(plain.dequantize())[1])
+    x = jnp.ones((3, inputs))
+    np.testing.assert_allclose(one.matmul(x), one.dequantize().sum(1)[None].repeat(3, 0), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_devices_part_is_whole_tiles(tp: int) -> None:
+    """Of outputs, which the layout deals out, and of inputs."""
+    blocks = random_blocks("Q4_K", 64, 1024)
+    exact = gguf.quants.dequantize(blocks.reshape(64, -1), gguf.GGMLQuantizationType.Q4_K)
+    layout = Layout((Segment(64, tp),), tp)
+    weight = packed("Q4_K", blocks, layout)
+    for leaf, axes in zip(jax.tree.leaves(weight), weight.axes(("rows", "inputs")), strict=True):
+        assert leaf.ndim == len(axes) and leaf.shape[0] % tp == 0 and leaf.shape[1] % tp == 0
+    parts = [jax.tree.map(lambda leaf, at=at: np.split(leaf, tp, 1)[at], weight) for at in range(tp)]
+    found = np.concatenate([np.asarray(part.dequantize()) for part in parts], axis=1)
+    np.testing.assert_array_equal(found, exact)
+
+
+def test_what_does_not_fit_stays_as_it_is() -> None:
+    kind = GgufKind("Q4_0", F32)
+    assert gpu_tiled(kind, [16, 48], 64) is not kind
+    assert gpu_tiled(kind, [16, 24], 64) is kind
+    assert gpu_tiled(kind, [16], 96) is kind
+    levels = GroupsKind(F32, 4, 32, True, levels=tuple(map(float, range(16))))
+    assert gpu_tiled(levels, [16], 64) is levels
+    assert group_format(4, 8, F16, symmetric=True, inputs=64) is None
