@@ -17,6 +17,12 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 ROWS = 16
 """Outputs in a tile: what a tensor core's instruction multiplies at a time, and what the C++ kernels' tiles have."""
 
+EXPANDED_FROM = 129
+"""Rows from which on a matrix is expanded in memory and multiplied by a library: that writes and reads each number once
+more, which a few hundred rows outweigh."""
+EXPANDED_BYTES = 2**28
+"""Of a matrix that are expanded at a time."""
+
 
 @dataclass(frozen=True)
 class PackedFormat:
