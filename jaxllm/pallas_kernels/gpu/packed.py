@@ -26,7 +26,7 @@ from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
-from jaxllm.pallas_kernels.packed_matrix import EXPANDED_FROM, ROWS, PackedMatrix
+from jaxllm.pallas_kernels.packed_matrix import ROWS, PackedMatrix
 
 FEW_ROWS = 16
 """As many as one instruction of the tensor cores multiplies by."""
@@ -41,7 +41,7 @@ GateActivation = Callable[[jax.Array], jax.Array]
 
 
 FEW = Tiling(step=128, programs=512)
-MANY = Tiling(warps=8, step=64, stages=3, programs=1, ahead=False, scaled=True)
+MANY = Tiling(warps=4, step=64, stages=3, programs=1, ahead=False, scaled=True)
 
 
 def matmul(
@@ -54,7 +54,7 @@ def matmul(
 ) -> Float[Array, "T o"]:
     """`x @ matrix.T`, summed in float32."""
     count = x.shape[0]
-    if count >= EXPANDED_FROM and tiling is None:
+    if count >= matrix.format.expanded_from and tiling is None:
         return expanded.matmul(x, matrix, dtype=dtype, interpret=interpret)
     tile_rows = min(MOST_ROWS, max(8, pl.next_power_of_2(count)))
     return _multiply(x, matrix, None, count, tile_rows, None, dtype, tiling, interpret)
@@ -129,6 +129,8 @@ def _few(matrix: PackedMatrix, tile_rows: int) -> Tiling:
     """The best of those measured on an H100: docs/gpu.md."""
     if matrix.format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
         return replace(FEW, warps=2, step=256, stages=2)
+    if tile_rows > 8 and matrix.format.scales == "zero" and matrix.format.group == matrix.format.width:
+        return replace(FEW, ahead=False, scaled=True)  # the sums of rows that zeros need would cost as much as products
     if matrix.format.bits == 8 or (tile_rows > 8 and not matrix.format.has_shift):
         return replace(FEW, warps=2, step=128 if matrix.format.bits == 8 else 256)
     return replace(FEW, ahead=not matrix.format.e2m1 and matrix.format.scales != "zero")
