@@ -139,6 +139,9 @@ class Walk:
         start = number * self.format.width
         numbers = self._numbers(low, high, number).astype(jnp.float32)
         scale, shift = self._group_scale(scales, start)
+        if self.format.scales == "zero":  # the difference of codes is exact, that of products would not be
+            _, (_, zero) = self._of_block(scales, start)
+            return ((numbers - zero.astype(jnp.float32)[:, None]) * scale[:, None]).astype(self.matrix.dtype)
         if self.kind.blocks:
             whole, whole_shift = block_scale(self.format, *self._of_block(scales, start))
             scale = scale * whole
