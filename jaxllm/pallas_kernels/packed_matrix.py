@@ -17,6 +17,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 ROWS = 16
 """Outputs in a tile: what a tensor core's instruction multiplies at a time, and what the C++ kernels' tiles have."""
 
+EXPANDED_BYTES = 2**28
+"""Of a matrix that are expanded at a time."""
+
 
 @dataclass(frozen=True)
 class PackedFormat:
@@ -62,6 +65,15 @@ class PackedFormat:
     def has_shift(self) -> bool:
         """Whether each group has something that is added to its numbers."""
         return SCALES[self.scales].shifts
+
+    @property
+    def expanded_from(self) -> int:
+        """Rows from which on a matrix is expanded in memory and multiplied by a library.
+
+        That writes and reads each number once more, which a few hundred rows outweigh; earlier where a kernel's steps
+        are so long that it can load none ahead. As measured on an H100.
+        """
+        return 257 if self.unit <= 64 else 129
 
     def tile_inputs(self, plane: int) -> int:
         """Inputs that a tile of the low plane (0) or the high one (1) holds."""

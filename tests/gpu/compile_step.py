@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--packing", help="of a checkpoint of a Llama: one of sparse.PACKINGS")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--defaults", action="store_true", help="leave the compiler's options as XLA has them")
-    parser.add_argument("--defect", choices=("copy", "transpose", "spill"), help="bring in what a check must see")
+    parser.add_argument(
+        "--defect", choices=("copy", "transpose", "spill", "expand"), help="bring in what a check must see"
+    )
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     print(json.dumps(compiled(given)))
@@ -94,14 +96,19 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_defect(function: Any, defect: str) -> Any:
-    """A step as it must not be: pages that it may not change, or that it turns over; a kernel with too few threads."""
+    """A step as it must not be: pages that it may not change, or that it turns over; a kernel with too few threads;
+    weights that are expanded in memory."""
     import jax
     import jax.numpy as jnp
 
     from jaxllm.pallas_kernels.gpu import prefill
+    from jaxllm.pallas_kernels.packed_matrix import PackedFormat
 
     if defect == "copy":
         return jax.jit(function.__wrapped__)
+    if defect == "expand":
+        PackedFormat.expanded_from = property(lambda format: 1)  # type: ignore[assignment]
+        return function
     if defect == "spill":
         prefill._warps = lambda tile_rows, spec: 2
         return function

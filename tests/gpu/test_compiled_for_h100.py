@@ -98,11 +98,21 @@ def test_drafts_are_verified_in_one_graph(compiled: Any, variant: str) -> None:
     check(compiled("Llama-3.1-8B", "verify", "64", variant, layers=2))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "q4k", "q4_0"])
 def test_quantized_weights_are_expanded_in_registers(compiled: Any, kind: str) -> None:
     found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--isq", kind, layers=4)
     check(found)
     assert found["temporaries"] < 0.02 * found["weights"]
+
+
+def test_hundreds_of_rows_expand_one_weight_at_a_time(compiled: Any) -> None:
+    check(compiled("Llama-3.1-8B", "backbone", "2048", "plain", "--isq", "q4k", layers=4), decode=False)
+
+
+def test_a_weight_that_is_expanded_in_memory_is_seen(compiled: Any) -> None:
+    """Else temporaries would say nothing."""
+    found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--isq", "q4k", "--defect", "expand", layers=2)
+    assert found["temporaries"] > 0.02 * found["weights"]
 
 
 def test_blocks_of_fp8_are_read_as_they_are(compiled: Any) -> None:

@@ -14,6 +14,8 @@ from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
+from jaxllm.pallas_kernels.packed_matrix import EXPANDED_BYTES
+from jaxllm.quantization.gpu_tiles import GpuTiledKind
 from jaxllm.setting_values import format_bytes
 from jaxllm.weights.loader import ParamSpec
 
@@ -158,6 +160,17 @@ def workspace_bytes(c: DecoderConfig, options: BuildOptions, max_num_seqs: int, 
     logits = max(max_num_seqs, 2) * c.vocab_size * 4 * 4
     states = 3 * max_num_seqs * matrices * 4
     return layer + states + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
+
+
+def expanded_bytes(params: list[ParamSpec], tp: int, tokens: int) -> int:
+    """What a step of so many tokens expands of one weight at a time, of those in tiles for GPUs."""
+    whole = (
+        math.prod(param.shape) // (tp if any(param.axes) else 1) * param.dtype.itemsize
+        for param in params
+        for kind in param.kinds
+        if isinstance(kind, GpuTiledKind) and len(param.shape) == 2 and tokens >= kind.format.expanded_from
+    )
+    return min(EXPANDED_BYTES, max(whole, default=0))
 
 
 def cache_budget(config: EngineConfig, platform: Platform, weights: int, workspace: int) -> int:

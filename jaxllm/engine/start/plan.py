@@ -22,6 +22,7 @@ from jaxllm.engine.start.memory import (
     Caches,
     cache_budget,
     count_parameters,
+    expanded_bytes,
     fewer_sequences,
     plan_caches,
     weight_bytes,
@@ -215,6 +216,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     state_bytes = layout.state_bytes(model_config.caches)
     tried = max_num_seqs * (1 + (drafts.num_tokens if drafts is not None else 0))
     workspace = workspace_bytes(model_config, options, tried, max(batched, tried))
+    workspace += expanded_bytes(params, tp, max(batched, tried))
     weights = weight_bytes(params, tp)
     adapters = AdapterSizes(config.max_loras, config.max_lora_rank) if config.enable_lora else None
     adapted = adapted_model(spec, options, adapters) if adapters is not None else None

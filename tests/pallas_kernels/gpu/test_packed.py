@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from jaxllm.models.layers.mlp import ACTIVATIONS
+from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu.packed import Tiling, matmul
+from jaxllm.pallas_kernels.gpu.packed import matmul
 from jaxllm.pallas_kernels.gpu.products import linear
+from jaxllm.pallas_kernels.gpu.walk import Tiling
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
 from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
 from jaxllm.quantization.groups import Groups, GroupsKind
@@ -99,12 +101,37 @@ def test_every_way_to_cut_it_gives_the_same(name: str, tiling: Tiling) -> None:
     assert_near(found, np.asarray(x, np.float64) @ exact.T, 3e-6)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "4 bits", "8 bits, symmetric"])
-def test_many_rows(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("Q4_0", 131),
+        ("Q4_0", 300),
+        ("Q4_K", 40),
+        ("Q4_K", 131),
+        ("Q6_K", 70),
+        ("4 bits", 131),
+        ("8 bits, symmetric", 40),
+    ],
+)
+def test_many_rows(name: str, rows: int) -> None:
+    """Expanded for each tile of rows, and hundreds of them in memory."""
     weight, exact = tiles(name, 144, 256)
-    x = draw(131, 256, F32)
-    found = linear(x, weight, residual=jnp.ones((131, 144)), interpret=INTERPRET)
+    x = draw(rows, 256, F32)
+    found = linear(x, weight, residual=jnp.ones((rows, 144)), interpret=INTERPRET)
     assert_near(found, np.asarray(x, np.float64) @ exact.T + 1, 3e-6)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "4 bits by 128", "MXFP4"])
+def test_what_is_expanded_in_memory_is_expanded_exactly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit in the model's type; and in parts, the last smaller."""
+    weight, _ = tiles(name, 112, 512, dtype=BF16)
+    expected = np.asarray(weight.dequantize(), np.float32)
+    found = expanded.expand_tiles(weight.tiles, 2, 5, interpret=INTERPRET)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), expected[32:])
+    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 3 * 16 * 512 * 2)
+    x = draw(300, 512, jnp.bfloat16)
+    out = matmul(x, weight.tiles, interpret=INTERPRET)
+    assert_near(out, np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
 
 
 @pytest.mark.parametrize(
