@@ -18,6 +18,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.gpu_bars import BARS, verdicts
 from benchmarks.gpu_end_to_end import nano_vllm_load
+from benchmarks.gpu_slice import QUANTIZED
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,12 +70,12 @@ def rows_of(one: float, **changes: float) -> list[dict[str, Any]]:
         for context in (1024, 8192) for rows, t in toks.items()
     ]  # fmt: skip
     sampled = [{**decode[0], "variant": "sampled", "toks": 1.0, "host_ms": 0.5}]
-    int4 = [{**decode[0], "isq": "int4", "toks": 2.3 * one}]
+    packed = [{**decode[0], "isq": kind, "toks": 2.3 * one} for kind in QUANTIZED]
     attention = [
         {"what": "attention", "rows": rows, "context": 1024, "share": 0.1 if rows == 1 else 0.9} for rows in (1, 8)
     ]
     prefill = [{"what": "prefill", "tokens": n, "TFLOPs": 100.0 if n == 512 else 450.0} for n in (512, 2048)]
-    return decode + sampled + int4 + attention + prefill
+    return decode + sampled + packed + attention + prefill
 
 
 def test_each_bar_is_judged_by_the_cell_that_it_is_about() -> None:

@@ -164,10 +164,10 @@ def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
 
 
 def packed(kind: GgufKind | GroupsKind) -> Program:
-    """In tiles: few rows of one part and of several, and many; experts, with few rows and many."""
+    """In tiles: few rows of one part and of several, a hundred and more; experts, with few rows and many."""
 
-    def run(x: Any, many: Any, weight: Any, long_x: Any, long: Any, stack: Any, *arrays: Any) -> Any:
-        found = [packed_matmul(each, weight.tiles) for each in (x, many)]
+    def run(x: Any, some: Any, many: Any, weight: Any, long_x: Any, long: Any, stack: Any, *arrays: Any) -> Any:
+        found = [packed_matmul(each, weight.tiles) for each in (x, some, many)]
         found.append(packed_matmul(long_x, long.tiles))
         for x, lists in zip(arrays[::2], arrays[1::2], strict=True):
             options = {"activation": ACTIVATIONS["silu"], "dtype": x.dtype}
@@ -182,7 +182,8 @@ def packed(kind: GgufKind | GroupsKind) -> Program:
         tiles = most_tiles(rows, 8, choose_tile_rows(rows, 8))
         given += [array(rows // 2, 2048, dtype=kind.dtype), RowLists(array(8 * rows // 2), array(tiles, 3))]
     return run, (
-        array(2, 2048, dtype=kind.dtype), array(256, 2048, dtype=kind.dtype), made(4096, 2048),
+        array(2, 2048, dtype=kind.dtype), array(100, 2048, dtype=kind.dtype), array(300, 2048, dtype=kind.dtype),
+        made(4096, 2048),
         array(16, 14336, dtype=kind.dtype), made(4096, 14336), made(8, 1536, 2048), *given,
     )  # fmt: skip
 

@@ -131,7 +131,7 @@ def _few(matrix: PackedMatrix, tile_rows: int) -> Tiling:
         return replace(FEW, warps=2, step=256, stages=2)
     if tile_rows > 8 and matrix.format.scales == "zero" and matrix.format.group == matrix.format.width:
         return replace(FEW, ahead=False, scaled=True)  # the sums of rows that zeros need would cost as much as products
-    if matrix.format.bits == 8 or (tile_rows > 8 and not matrix.format.has_shift):
+    if matrix.format.bits == 8 or (tile_rows > 8 and not (matrix.format.has_shift or matrix.format.high)):
         return replace(FEW, warps=2, step=128 if matrix.format.bits == 8 else 256)
     return replace(FEW, ahead=not matrix.format.e2m1 and matrix.format.scales != "zero")
 
