@@ -36,7 +36,7 @@ ClearCache = Annotated[
 ]
 
 
-class UpdateWeights(RequestModel):
+class UpdateWeightsRequest(RequestModel):
     model_path: Annotated[str, pydantic.Field(min_length=1, max_length=MAX_PATH)]
     """A folder or file on the server's machine, or a hub id: the same model with other weights."""
     weight_version: Annotated[str, pydantic.Field(min_length=1, max_length=256)] | None = None
@@ -111,7 +111,7 @@ async def reset_prefix_cache(request: Request, model: ModelName = None) -> Respo
 
 
 @router.post("/update_weights", responses=returns(WeightInfo))
-async def update_weights(body: UpdateWeights, request: Request) -> Response:
+async def update_weights(body: UpdateWeightsRequest, request: Request) -> Response:
     """Exchange a model's weights between two steps; answers when it runs with them.
 
     Where they cannot be used it keeps those it has. Running requests go on with the new ones, unless it is paused.

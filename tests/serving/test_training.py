@@ -76,8 +76,8 @@ def test_what_runs_is_ended_or_waited_for(listen: Callable[..., str], mode: str)
 
 
 @pytest.mark.covers("POST /v1/update_weights")
-@pytest.mark.covers("POST /v1/update_weights", "model_path")
-@pytest.mark.covers("POST /v1/update_weights", "weight_version")
+@pytest.mark.covers("UpdateWeightsRequest", "model_path")
+@pytest.mark.covers("UpdateWeightsRequest", "weight_version")
 @pytest.mark.covers("GET /v1/weight_info")
 @pytest.mark.covers("POST /v1/reset_prefix_cache")
 def test_weights_are_changed_and_named(make_client: Callable[..., TestClient]) -> None:
@@ -119,7 +119,7 @@ def test_weights_that_slept_keep_their_name(make_client: Callable[..., TestClien
 @pytest.mark.covers("POST /v1/resume", "model")
 @pytest.mark.covers("GET /v1/is_paused", "model")
 @pytest.mark.covers("POST /v1/reset_prefix_cache", "model")
-@pytest.mark.covers("POST /v1/update_weights", "model")
+@pytest.mark.covers("UpdateWeightsRequest", "model")
 @pytest.mark.covers("GET /v1/weight_info", "model")
 def test_one_of_several_models_is_changed(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b")

@@ -133,10 +133,10 @@ class RequestModel(BaseModel):
             return f"unknown field {shown(name)}"
         if name in cls.called_here:
             return f"unknown field {shown(name)}; here it is {shown(cls.called_here[name])}"
-        if cls.path and (others := sorted(body.path for body in _BODIES if name in body.field_names())):
-            return f"unknown field {shown(name)}; it is a field of {', '.join(others)}"
         if name in cls.unsupported:
             return f"{name} is not supported by this server"
+        if cls.path and (others := sorted(body.path for body in _BODIES if name in body.field_names())):
+            return f"unknown field {shown(name)}; it is a field of {', '.join(others)}"
         return f"unknown field {shown(name)}{did_you_mean(name, cls.field_names())}"
 
     @classmethod

@@ -219,8 +219,8 @@ class ResponseStreamOptions(RequestModel):
 
 class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
-        "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "n", "prompt",
-        "prompt_cache_options", "response_format",
+        "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "prompt",
+        "prompt_cache_options",
     })  # fmt: skip
     path: ClassVar[str] = "/v1/responses"
     called_here: ClassVar[Mapping[str, str]] = {
