@@ -29,7 +29,7 @@ FEWEST_ROWS, MOST_ROWS = 16, 128
 PART_STEPS = 4
 
 
-class Tiling(NamedTuple):
+class IntegerTiling(NamedTuple):
     """How products are cut into programs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
     runs: int
 
 
-FEW, MANY = Tiling(64, 4, 4, 512, 2), Tiling(128, 8, 3, 0, 1)
+FEW, MANY = IntegerTiling(64, 4, 4, 512, 2), IntegerTiling(128, 8, 3, 0, 1)
 """Of tiles of up to 32 rows, and of more."""
 ROUNDED_RUNS = 16
 """That a program rounds."""
@@ -113,11 +113,11 @@ def _round_kernel(x_ref: Any, codes_ref: Any, scale_ref: Any) -> None:
     triton_store(scale_ref.at[row, run], scale, mask=run < scale_ref.shape[1])
 
 
-def _tiling(tile_rows: int) -> Tiling:
+def _tiling(tile_rows: int) -> IntegerTiling:
     return FEW if tile_rows <= 32 else MANY
 
 
-def _step_runs(tiling: Tiling, inputs: int) -> int:
+def _step_runs(tiling: IntegerTiling, inputs: int) -> int:
     """One, with a mask, where rows are no whole steps of several."""
     return tiling.runs if inputs % (tiling.runs * RUN) == 0 else 1
 
