@@ -14,6 +14,7 @@ import pytest
 
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.settings import ServerSettings
+from tests.sharding.ports import free_port
 
 T = TypeVar("T")
 
@@ -51,12 +52,6 @@ def loop() -> Iterator[Loop]:
 def python(label: str, *command: str, **fields: Any) -> ServerSettings:
     """A stdio server that is a program of ours."""
     return ServerSettings(label, "stdio", command=sys.executable, args=command, **fields)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 15.0) -> None:

@@ -24,6 +24,7 @@ from jaxllm.engine.lockstep.meeting import Group, meet
 from jaxllm.engine.lockstep.messages import CHECKED_STEPS, Agreed, Follows, MemberPlan, Pulse, RunStep
 from jaxllm.errors import EngineDeadError
 from jaxllm.sharding.wire import frame
+from tests.sharding.ports import free_port
 
 PATIENCE = 10.0
 DECODE = Key("decode", 4)
@@ -58,11 +59,6 @@ def no_jax_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def config_of(number: int, port: int, count: int = 2, **fields: Any) -> EngineConfig:
     place = {"num_processes": count, "process_id": number, "coordinator_address": f"127.0.0.1:{port}"}
     return EngineConfig(**({"tensor_parallel_size": count, "cluster_secret": "s"} | place | fields))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 class Met(NamedTuple):

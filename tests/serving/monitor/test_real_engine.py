@@ -11,16 +11,11 @@ from pathlib import Path
 
 import httpx
 
-from jaxllm.serving.listener import bind
 from tests.looking.decode import Profile, decode
 from tests.serving.conftest import wait_for
 from tests.serving.mixed_requests import SETTINGS, write_model
 from tests.serving.real_server import served
-
-
-def free_port() -> int:
-    with bind("127.0.0.1", 0) as listener:
-        return listener.getsockname()[1]
+from tests.sharding.ports import free_port
 
 
 def test_an_engine_tells_of_itself_while_it_works(tmp_path: Path) -> None:
