@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.quick_compile import quick_compile
 
-SECONDS = 600
+SECONDS = 1400
 
 
 def over_devices(count: int, module: str, out: Path, *arguments: str) -> dict[str, np.ndarray]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterable
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -79,16 +80,15 @@ QUANTIZED = ("llama_gqa:4:int8", "llama_gqa:2:fp8", "mixtral:4:int8", "mixtral:4
 ALONE = {case: f"{case.split(':')[0]}:1:{case.split(':')[-1]}" for case in QUANTIZED}
 
 
-@pytest.fixture(scope="module")
-def logits(tmp_path_factory) -> dict[str, np.ndarray]:
+def logits_of(cases: Iterable[str], folder: Path) -> dict[str, np.ndarray]:
     """Of each case, one process for all of them."""
-    folder = tmp_path_factory.mktemp("sharded")
-    cases = dict.fromkeys([*chain(*GROUPS.values()), *QUANTIZED, *ALONE.values()])
     return over_devices(8, "tests.models.run_sharded", folder / "logits.npz", str(folder), *cases)
 
 
+@pytest.mark.timeout(1500)  # minutes of the processor, which other tests leave little of
 @pytest.mark.parametrize("group", GROUPS)
-def test_logits_are_the_goldens(logits, group):
+def test_logits_are_the_goldens(tmp_path, group):
+    logits = logits_of(GROUPS[group], tmp_path)
     found = {case: logits[case] for case in GROUPS[group]}
     goldens = {case: load_golden(case.split(":")[0]).logits for case in GROUPS[group]}
     assert {case: found[case].shape for case in found} == {case: golden.shape for case, golden in goldens.items()}
@@ -96,7 +96,8 @@ def test_logits_are_the_goldens(logits, group):
     assert not {case: error for case, error in worst.items() if not error <= 1e-4}
 
 
-def test_quantized_weights_are_the_same_on_any_number_of_devices(logits):
+def test_quantized_weights_are_the_same_on_any_number_of_devices(tmp_path):
+    logits = logits_of([*QUANTIZED, *ALONE.values()], tmp_path)
     worst = {case: float(np.abs(logits[case] - logits[one]).max()) for case, one in ALONE.items()}
     assert not {case: error for case, error in worst.items() if not error <= 1e-4}
     goldens = {case: load_golden(case.split(":")[0]).logits for case in QUANTIZED}

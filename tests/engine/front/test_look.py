@@ -60,7 +60,7 @@ def test_an_end_of_the_process_ends_the_wait() -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        wait_for(lambda: bool(client._looks))
+        wait_for(lambda: bool(client._asked))
         client._process.kill()
         waiting.join(60)
         assert not waiting.is_alive() and "engine process" in str(raised[0])
