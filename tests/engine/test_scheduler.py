@@ -115,8 +115,8 @@ class Driver:
         preemptions = self.scheduler.stats.preemptions
         schedule, batches = self.scheduler.schedule, []
 
-        def checked() -> Batch:
-            batch = schedule()
+        def checked(**options: bool) -> Batch:
+            batch = schedule(**options)
             self.check(batch, ran_before)
             if self.scheduler.stats.preemptions > preemptions:
                 assert len(batch.admitted) <= len(self.groups) - 1, "the preempted would come straight back"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,13 @@ import numpy as np
 import pytest
 
 from jaxllm.models.registry import model_spec
-from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, matmul
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
-from tests.gpu_here import INTERPRET
 from tests.models.harness import Chunk, Harness
 from tests.models.packed_models import prompt, write
 from tests.models.test_gpu_kernels import INTERPRETED
 
 CASES = ("llama:gptq_sorted", "llama:gptq_sorted_each", "phi3:gptq_sorted", "mixtral:gptq_sorted_each")
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((few_rows, "few_rows"), (matmul, "matmul"), (block_scaled, "few_rows"), (int8, "matmul")):
-        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=INTERPRET))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels.gpu.norm import add_norm
-from jaxllm.pallas_kernels.gpu.products import experts
+from jaxllm.pallas_kernels.gpu.products import experts, linear
 from jaxllm.pallas_kernels.kernels import GPU
 from tests.gpu_here import INTERPRET
 from tests.models.harness import Chunk, Harness
@@ -23,6 +23,7 @@ INTERPRETED = replace(
     GPU,
     attention=partial(GPU.attention, interpret=INTERPRET),
     latent_attention=interpreted,
+    linear=partial(linear, interpret=INTERPRET),
     delta_rule=partial(GPU.delta_rule, interpret=INTERPRET),
     experts=partial(experts, interpret=INTERPRET),
     add_norm=partial(add_norm, interpret=INTERPRET),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,15 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import model_spec
-from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.quantization.gpu_tiles import GpuTiles
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
-from tests.gpu_here import INTERPRET
 from tests.models.harness import Chunk, Harness
 from tests.models.test_gpu_kernels import INTERPRETED
 from tests.reference import load_golden, packings
 from tests.reference.tiny import draw_weights, tiny_config
 from tests.reference.tiny_gguf import write_gguf
 
-KERNELS = replace(INTERPRETED, linear=partial(linear, interpret=INTERPRET))
 SIZES = {
     "llama_gqa": {64: 256, 96: 512},
     "phi3": {64: 256, 84: 256, 168: 512, 128: 512},
@@ -68,7 +63,7 @@ def logits(path: Path, ids: list[int], **options: Any) -> np.ndarray:
     """Of a prompt in parts, one of them more than few rows, and of a decode."""
     checkpoint = open_checkpoint(path)
     kinds = KindChooser(checkpoint, model_spec(checkpoint).names, **options)
-    model = Harness(path, kinds=kinds, **({"kernels": KERNELS} if "gpu_tiles" in options else {}))
+    model = Harness(path, kinds=kinds, **({"kernels": INTERPRETED} if "gpu_tiles" in options else {}))
     parts = [model.run([ids], [Chunk(0, a, b)])[0] for a, b in pairwise([0, 3, len(ids) - 1])]
     return np.concatenate([*parts, model.decode(ids[-1], len(ids) - 1)[None]])
 

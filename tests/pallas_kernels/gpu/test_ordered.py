@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.gpu import few_rows, matmul
 from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.quantization.ordered import Ordered
 from jaxllm.quantization.weight import Weight, fuse
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import EXPERTS, SIZE, check_layer, values
 from tests.pallas_kernels.gpu.test_matmul import KINDS
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "few_rows", partial(few_rows.few_rows, interpret=INTERPRET))
-    monkeypatch.setattr(matmul, "matmul", partial(matmul.matmul, interpret=INTERPRET))
 
 
 def ordered(kind: str, matrix: np.ndarray, seed: int = 0) -> Weight:
@@ -48,7 +40,7 @@ def by_hand(weight: Any) -> np.ndarray:
 def test_inputs_are_brought_into_the_columns_order(kind: str, rows: int) -> None:
     weight = ordered(kind, values(72, 192))
     x = values(rows, 192)
-    out = linear(jnp.asarray(x), weight)
+    out = linear(jnp.asarray(x), weight, interpret=INTERPRET)
     expected = x.astype(np.float64) @ by_hand(weight).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -57,7 +49,7 @@ def test_parts_of_a_product_may_have_different_orders() -> None:
     parts = [ordered("4 bits", values(rows, 96), seed) for seed, rows in enumerate((40, 24, 24))]
     x = values(3, 96)
     expected = x.astype(np.float64) @ np.concatenate([by_hand(part) for part in parts]).T
-    np.testing.assert_allclose(linear(jnp.asarray(x), fuse(parts)), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(linear(jnp.asarray(x), fuse(parts), interpret=INTERPRET), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 13])
