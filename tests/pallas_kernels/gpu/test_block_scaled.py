@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,6 +15,7 @@ from jaxllm.pallas_kernels.gpu.groups import list_rows
 from jaxllm.quantization.coded import FP8
 from jaxllm.quantization.fp8_blocks import Fp8Blocks
 from tests.gpu_here import INTERPRET
+from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 from tests.pallas_kernels.gpu.test_experts import silu
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
@@ -109,41 +108,7 @@ def test_tiles_of_each_groups_rows(sizes: list[int], activated: bool) -> None:
 def test_the_program_for_registers_reads_every_number_right(dtype: np.dtype) -> None:
     bits = np.arange(256, dtype=np.uint8)
     words = bits.view("<u4")
-    found = np.stack(run_ptx(e4m3_program(dtype), words), axis=1).astype("<u4").view(dtype).reshape(-1)
+    found = np.stack(PtxMachine([words]).run(e4m3_program(dtype)), axis=1).astype("<u4").view(dtype).reshape(-1)
     numbers = (bits & 127) != 127
     np.testing.assert_array_equal(found[numbers].astype(np.float32), bits.view(FP8).astype(np.float32)[numbers])
     np.testing.assert_array_equal(np.signbit(found), bits >= 128)
-
-
-def run_ptx(program: str, word: np.ndarray) -> list[np.ndarray]:
-    """$0 and $1 of a program of the few instructions that it may have, for each $2."""
-    registers: dict[str, np.ndarray] = {"$2": word.astype(np.uint32)}
-
-    def value(name: str) -> np.ndarray:
-        return registers[name] if name in registers else np.full(word.shape, int(name, 0), np.uint32)
-
-    for line in re.sub(r"[{}]", "", program).split(";"):
-        operation, _, operands = line.strip().partition(" ")
-        if not operation or operation == ".reg":
-            continue
-        to, *given = (operand.strip() for operand in operands.split(","))
-        a, *others = map(value, given)
-        if operation == "mov.b32":
-            registers[to] = a
-        elif operation == "shr.u32":
-            registers[to] = a >> others[0]
-        elif operation == "and.b32":
-            registers[to] = a & others[0]
-        elif operation == "lop3.b32":
-            assert int(given[3], 0) == 0xEA
-            registers[to] = (a & others[0]) | others[1]
-        elif operation == "prmt.b32":
-            source = np.stack([a, others[0]], axis=1).view(np.uint8)
-            places = [int(given[2], 0) >> 4 * index & 7 for index in range(4)]
-            registers[to] = np.ascontiguousarray(source[:, places]).view(np.uint32)[:, 0]
-        else:
-            assert operation in ("fma.rn.bf16x2", "fma.rn.f16x2"), operation
-            dtype = ml_dtypes.bfloat16 if "bf16" in operation else np.float16
-            x, y, z = (operand[:, None].view(dtype).astype(np.float64) for operand in (a, *others))
-            registers[to] = np.ascontiguousarray((x * y + z).astype(dtype)).view(np.uint32)[:, 0]
-    return [registers["$0"], registers["$1"]]
