@@ -26,6 +26,7 @@ from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.float8 import from_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists
+from jaxllm.pallas_kernels.gpu.row_tiles import neighbours
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 
@@ -180,20 +181,13 @@ def _kernel(
             scale = triton_load(tables["scale"].at[lax.div(matrix_row, matrix.scale_rows)], mask=inside, other=0)
             acc *= scale.astype(jnp.float32)[None, :]
         if activation is not None:
-            gate, up = _neighbours(acc)
+            gate, up = neighbours(acc, 1)
             acc = activation(gate) * up
             output = block * (BLOCK_OUT // 2) + jnp.arange(BLOCK_OUT // 2)
             inside = output < outputs // 2
         triton_store(
             out_ref.at[row[:, None], output[None, :]], acc.astype(out_ref.dtype), mask=live[:, None] & inside[None, :]
         )
-
-
-def _neighbours(x: Float[Array, "n o"]) -> tuple[Float[Array, "n o//2"], Float[Array, "n o//2"]]:
-    """The even and the odd columns."""
-    pairs = x.reshape(x.shape[0], -1, 2)
-    even = (jnp.arange(2) == 0)[None, None, :]
-    return jnp.sum(jnp.where(even, pairs, 0), axis=2), jnp.sum(jnp.where(even, 0, pairs), axis=2)
 
 
 def block_stored(matrix: KernelMatrix) -> int:

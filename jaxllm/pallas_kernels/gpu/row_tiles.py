@@ -79,7 +79,7 @@ def store_sums(
     """Writes sums, or `activation(gate) * up` of neighbouring ones, where they belong."""
     place, there = outputs.lane, outputs.inside
     if activation is not None:
-        gate, up = _neighbours(sums)
+        gate, up = neighbours(sums, 0)
         sums = activation(gate) * up
         place = block * sums.shape[0] + jnp.arange(sums.shape[0])
         there = place < out_ref.shape[2]
@@ -87,8 +87,8 @@ def store_sums(
     triton_store(at, sums.astype(out_ref.dtype), mask=rows.live[None, :] & there[:, None])
 
 
-def _neighbours(x: Float[Array, "o n"]) -> tuple[Float[Array, "o//2 n"], Float[Array, "o//2 n"]]:
-    """The even and the odd rows."""
-    pairs = x.reshape(-1, 2, x.shape[1])
-    even = (jnp.arange(2) == 0)[None, :, None]
-    return jnp.sum(jnp.where(even, pairs, 0), axis=1), jnp.sum(jnp.where(even, 0, pairs), axis=1)
+def neighbours(x: Float[Array, "n m"], axis: int) -> tuple[Array, Array]:
+    """The even and the odd rows (axis 0) or columns (1)."""
+    pairs = x.reshape(*x.shape[:axis], -1, 2, *x.shape[axis + 1 :])
+    even = jnp.expand_dims(jnp.arange(2) == 0, (0, 2) if axis == 0 else (0, 1))
+    return jnp.sum(jnp.where(even, pairs, 0), axis=axis + 1), jnp.sum(jnp.where(even, 0, pairs), axis=axis + 1)
