@@ -19,5 +19,12 @@ def _writable(_: type, file: Path | None) -> None:
 
 
 Count = Annotated[int, Parameter(group=LOAD_GROUP, validator=Number(gte=1))]
+
+
+def counts(*names: str) -> Parameter:
+    """A flag of one number or several, each of at least 1."""
+    return Parameter(name=names, group=LOAD_GROUP, consume_multiple=True, negative=(), validator=Number(gte=1))
+
+
 Rate = Annotated[float, Parameter(group=LOAD_GROUP, validator=Number(gt=0))]
 JsonFile = Annotated[Path | None, Parameter(name="--json", group=LOAD_GROUP, validator=_writable)]

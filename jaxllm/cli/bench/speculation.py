@@ -7,11 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
 from jaxllm.cli.bench.draft_texts import TEXTS
-from jaxllm.cli.bench.flags import LOAD_GROUP, Count, JsonFile
+from jaxllm.cli.bench.flags import Count, JsonFile, counts
 from jaxllm.cli.bench.report import report
 from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig
@@ -29,10 +26,7 @@ DEFAULT = SpeculativeConfig(
     num_speculative_tokens_per_batch_size=[(1, 1, 8), (2, 4096, 4)],
 )
 
-StreamCounts = Annotated[
-    list[int] | None,
-    Parameter(name="--num-streams", group=LOAD_GROUP, consume_multiple=True, negative=(), validator=Number(gte=1)),
-]
+StreamCounts = Annotated[list[int] | None, counts("--num-streams")]
 
 
 @takes_settings(EngineConfig)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
-from jaxllm.cli.bench.flags import LOAD_GROUP, Count, JsonFile
+from jaxllm.cli.bench.flags import Count, JsonFile, counts
 from jaxllm.cli.bench.load import offline_llm, random_prompts, timed_generate
 from jaxllm.cli.bench.report import report
 from jaxllm.cli.settings import takes_settings
@@ -18,16 +15,7 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
-PromptCounts = Annotated[
-    list[int] | None,
-    Parameter(
-        name=("--num-prompts", "--num-streams"),
-        group=LOAD_GROUP,
-        consume_multiple=True,
-        negative=(),
-        validator=Number(gte=1),
-    ),
-]
+PromptCounts = Annotated[list[int] | None, counts("--num-prompts", "--num-streams")]
 
 
 @takes_settings(EngineConfig)
