@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from jaxllm.engine.front.streams import Streams
-from jaxllm.engine.front.thread_client import ThreadClient
-from jaxllm.engine.orders import NameWeights, NewWeights, Pause, ResetPrefixCache, Resume, UpdateWeights, WeightSource
+from jaxllm.engine.front.thread_client import ThreadClient, exchange_weights
+from jaxllm.engine.orders import NameWeights, Pause, ResetPrefixCache, Resume, UpdateWeights, WeightSource
 from jaxllm.errors import ConfigError, InvalidRequestError
-
-if TYPE_CHECKING:
-    from jaxllm.engine.core import EngineCore
 
 LONGEST_VERSION = 256
 
@@ -95,8 +91,7 @@ class Controls:
         name = self._check_version(version) if version is not None else str(self._streams.num_updates + 1)
         client = self._streams.client
         if isinstance(client, ThreadClient):
-            new = client.ask(lambda core: core.weights).read(source)
-            client.ask(partial(_exchange, new, name))
+            exchange_weights(source, name, client.ask)
         elif isinstance(source, Mapping):
             raise ConfigError(
                 "engine_process is True: arrays reach only an engine in the same process; save them as safetensors in "
@@ -125,7 +120,3 @@ class Controls:
                 f"version is {str(version)[:40]!r}; it must be a text of 1 to {LONGEST_VERSION} characters", "version"
             )
         return version
-
-
-def _exchange(new: NewWeights, version: str, core: EngineCore) -> None:
-    core.update_weights(new, version)

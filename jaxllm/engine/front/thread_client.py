@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, EngineStats, LookAt, TokenDelta
-from jaxllm.engine.orders import NameWeights, Order, Pause, ResetPrefixCache, Resume, UpdateWeights
+from jaxllm.engine.orders import NameWeights, Order, Pause, ResetPrefixCache, Resume, UpdateWeights, WeightSource
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.threads import start_thread
 
@@ -57,6 +57,12 @@ class Question:
             self.answer.set_exception(error)
 
 
+def exchange_weights(source: WeightSource, version: str, ask: Ask) -> None:
+    """Read weights while the engine goes on, and exchange them between two steps; raises as `LLM.update_weights`."""
+    new = ask(lambda core: core.weights).read(source)
+    ask(lambda core: core.update_weights(new, version))
+
+
 def carry_out(order: Order, ask: Ask) -> None:
     """Returns when an order has been carried out. To be called on a thread that is not the loop's.
 
@@ -72,8 +78,7 @@ def carry_out(order: Order, ask: Ask) -> None:
         case ResetPrefixCache():
             ask(lambda core: core.reset_prefix_cache())
         case UpdateWeights(source, version):
-            new = ask(lambda core: core.weights).read(source)  # while the engine goes on
-            ask(lambda core: core.update_weights(new, version))
+            exchange_weights(source, version, ask)
         case NameWeights(version):
             ask(lambda core: setattr(core, "weight_version", version))
 

@@ -30,6 +30,9 @@ from jaxllm.weights.names import NameMap
 from jaxllm.weights.source import resolve_model
 from jaxllm.wording import did_you_mean
 
+TIED_HEAD = "lm_head.weight"
+"""How names end of a head that may be the embedding table."""
+
 
 class WeightReader:
     """Reads weights for a model that runs, and exchanges them on its devices."""
@@ -140,9 +143,6 @@ class WeightReader:
                     )
                 new[self._first[param.path] + offset] = array
         return new
-
-
-TIED_HEAD = "lm_head.weight"
 
 
 def _is_plain(param: ParamSpec) -> bool:
