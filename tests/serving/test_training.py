@@ -60,7 +60,7 @@ def test_a_model_pauses(make_client: Callable[..., TestClient], query: dict[str,
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_what_runs_is_ended_or_waited_for(listen: Callable[..., str], mode: str) -> None:
-    engine = FakeEngine(delay=0.02, reply="on and on " * 30)
+    engine = FakeEngine(delay=0.05, reply="on and on " * 30)
     url = listen(engine)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(httpx.post, f"{url}/v1/completions", json=HELLO | {"max_tokens": 40}, timeout=30)
@@ -160,7 +160,7 @@ def test_a_pause_that_waits_holds_up_nothing_else(listen: Callable[..., str]) ->
         done.set()
 
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(httpx.post, f"{url}/v1/completions", json=HELLO | {"max_tokens": 20}, timeout=30)
+        pool.submit(httpx.post, f"{url}/v1/completions", json=HELLO | {"max_tokens": 40}, timeout=30)
         wait_for(lambda: bool(engine.active))
         pool.submit(pause)
         wait_for(lambda: httpx.get(f"{url}/is_paused").json()["is_paused"])
