@@ -90,10 +90,10 @@ def in_chunks(size: int) -> Schedule:
     """Steps of at most so many tokens, which no setting allows to be as few."""
     plain = Scheduler.schedule
 
-    def schedule(scheduler: Scheduler) -> Batch:
+    def schedule(scheduler: Scheduler, *, admitting: bool) -> Batch:
         before, scheduler.max_num_batched_tokens = scheduler.max_num_batched_tokens, size
         try:
-            return plain(scheduler)
+            return plain(scheduler, admitting=admitting)
         finally:
             scheduler.max_num_batched_tokens = before
 
@@ -104,10 +104,10 @@ def preempting() -> Schedule:
     """Every fifth step the newest request loses its pages."""
     plain, steps = Scheduler.schedule, iter(range(10**9))
 
-    def schedule(scheduler: Scheduler) -> Batch:
+    def schedule(scheduler: Scheduler, *, admitting: bool) -> Batch:
         if next(steps) % 5 == 4 and scheduler.running:
             scheduler._preempt(scheduler.running[-1])
-        return plain(scheduler)
+        return plain(scheduler, admitting=admitting)
 
     return schedule
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from jaxllm import LLM
 from tests.reference import load_golden
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, write_checkpoint
-from tests.two_processes import FIELDS, answers, programs
+from tests.two_processes import EXTRAS, FIELDS, answers, programs
 from tests.weights.models import real_model
 
 START_SECONDS = 120
@@ -40,8 +39,8 @@ def test_two_processes_say_what_one_says(model: Path, tmp_path: Path) -> None:
     tokenizer = str(real_model("smollm2-135m"))
     adapter = str(write_adapter(tmp_path / "adapter", model, ["q_proj", "down_proj"]))
     out = tmp_path / "said.json"
-    with programs(model, out=str(out), adapter=adapter, tokenizer=tokenizer) as processes:
-        with LLM(str(model), tokenizer=tokenizer, **FIELDS) as alone:
+    with programs(model, out=str(out), adapter=adapter, tokenizer=tokenizer, **EXTRAS) as processes:
+        with LLM(str(model), tokenizer=tokenizer, **FIELDS, **EXTRAS) as alone:
             expected = json.loads(json.dumps(answers(alone, adapter)))
         ends = [process.communicate(timeout=START_SECONDS) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], ends
@@ -56,8 +55,12 @@ def test_two_processes_say_what_one_says(model: Path, tmp_path: Path) -> None:
 
 def wait_until_it_answers(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
-    said = list(iter(process.stdout.readline, "all is compiled\n"))  # gloo says something as well
-    assert process.poll() is None, (said, process.communicate())
+    said = []
+    for line in process.stdout:  # gloo says something as well
+        if line == "all is compiled\n":
+            return
+        said.append(line)
+    pytest.fail(f"it ended: {said}, {process.communicate()}")
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -71,7 +74,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("llama_gqa", tmp_path_factory.mktemp("small"))
 
 
-ALONE: dict[str, Any] = {"skip_tokenizer_init": True, "enable_lora": False, "speculative_config": None}
 OF_THE_LEADER = {
     "kill": r"process 1 on \S+ is gone",
     "stop": r"process 1 on \S+ has said nothing for 8 seconds",
@@ -82,7 +84,7 @@ OF_THE_LEADER = {
 
 @pytest.mark.parametrize("fault", list(OF_THE_LEADER))
 def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str) -> None:
-    with programs(small, fault=fault, **ALONE) as (leads, follows):
+    with programs(small, fault=fault, skip_tokenizer_init=True) as (leads, follows):
         wait_until_it_answers(leads)
         (said,) = ended([leads])
         assert re.search(rf"^jaxllm: error: {OF_THE_LEADER[fault]}; the group has ended$", said, re.MULTILINE), said
@@ -94,7 +96,7 @@ def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str
 
 
 def test_without_its_leader_a_process_ends(small: Path) -> None:
-    with programs(small, **ALONE) as (leads, follows):
+    with programs(small, skip_tokenizer_init=True) as (leads, follows):
         wait_until_it_answers(leads)
         leads.kill()
         follows.wait(END_SECONDS)

@@ -26,11 +26,14 @@ LATER = 60
 ROOT = Path(__file__).parents[1]
 FIELDS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8,
-    "kv_cache_memory": "4MiB", "decode_buckets": (4,), "prefill_buckets": (32,), "enable_lora": True, "max_loras": 2,
-    "max_lora_rank": 4, "speculative_config": {"num_speculative_tokens": 2}, "cpu_kernels": "off",
+    "kv_cache_memory": "4MiB", "decode_buckets": (4,), "prefill_buckets": (32,), "cpu_kernels": "off",
     "enforce_eager": True,
 }  # fmt: skip
 """Eager, so that nothing is compiled that no request asks for."""
+EXTRAS: dict[str, Any] = {
+    "enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "speculative_config": {"num_speculative_tokens": 2},
+}  # fmt: skip
+"""What requests of every kind ask for beyond that."""
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 17, [5, 6, 7, 5, 6, 7, 5, 6]]
 
 

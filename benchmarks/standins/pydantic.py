@@ -32,6 +32,15 @@ def AfterValidator(check: Any) -> None:
     """What a value must be, which is not checked here."""
 
 
+class ValidationInfo:
+    """What a check of one value is told besides."""
+
+
+def field_validator(*names: str, mode: str) -> Any:
+    """A check of one value, which is not made here."""
+    return lambda check: check
+
+
 def model_validator(mode: str) -> Any:
     """A check of a whole model, which is not made here."""
     return lambda check: check

@@ -19,7 +19,7 @@ from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.requests.tasks import ModelTasks
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.loadable import LoadableModel
-from tests.serving.fake_engine import FakeEngine, app_of
+from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine, app_of
 
 INERT = "Accepted, without effect"
 """How the docstring of a field begins that is accepted only because OpenAI or Anthropic document it as inert."""
@@ -102,6 +102,7 @@ BODIES: dict[str, Any] = {
     "/v1/models/unload": {"model": "other"},
     "/v1/load_lora_adapter": {"lora_name": "new", "lora_path": "."},
     "/v1/unload_lora_adapter": {"lora_name": "old"},
+    "/v1/update_weights": {"model_path": NEW_WEIGHTS},
     "/v1/lora-adapters": [{"id": 0, "scale": 1.0}],
     "/v1/mcp/tools/{name}": {"arguments": {"a": 1}},
     "/v1/files": {"file": (json.dumps(LINE) + "\n").encode(), "purpose": "batch"},
