@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from jaxllm.llm import LLM, generate
     from jaxllm.requests.adapters import LoRARequest
+    from jaxllm.requests.logits_processors import LogitsState
     from jaxllm.requests.outputs import RequestOutput
     from jaxllm.requests.pooling import PoolingParams
     from jaxllm.requests.sampling import SamplingParams
@@ -43,6 +44,7 @@ _HOMES = {
     "SamplingParams": "jaxllm.requests.sampling",
     "BeamSearchParams": "jaxllm.engine.front.beams",
     "LoRARequest": "jaxllm.requests.adapters",
+    "LogitsState": "jaxllm.requests.logits_processors",
     "PoolingParams": "jaxllm.requests.pooling",
     "Steer": "jaxllm.requests.steering",
     "StructuredOutputs": "jaxllm.requests.structured_outputs",
@@ -61,8 +63,8 @@ _HOMES = {
 
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
-    "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "ModelNotFoundError",
-    "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams", "Steer",
+    "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LogitsState", "LoRARequest",
+    "ModelNotFoundError", "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams", "Steer",
     "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 

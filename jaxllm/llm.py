@@ -6,7 +6,7 @@ import itertools
 import tempfile
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home
 from jaxllm.requests.adapters import AdapterUse, LoRA, LoRARequest, adapter_uses
 from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
+from jaxllm.requests.logits_processors import read_processors
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
@@ -55,9 +56,16 @@ class LLM(Inside, Controls):
         ConfigError, ModelNotFoundError, CheckpointError: one line that says what is wrong.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **fields: Any):
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        logits_processors: Sequence[Callable[..., Any]] = (),
+        **fields: Any,
+    ):
+        """`logits_processors` are functions of `(logits, state)` that requests may use: see docs/research.md."""
         self.config: EngineConfig = make_config(EngineConfig, model=str(model), **fields)
-        self._streams = open_streams(self.config)
+        self._streams = open_streams(self.config, processors=read_processors(logits_processors))
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
         self._adapter_folders: list[tempfile.TemporaryDirectory[str]] = []
         """Of adapters that were given as arrays; they are removed with this object."""

@@ -16,6 +16,7 @@ from jaxllm.engine.orders import Order
 from jaxllm.looking import What
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams
+from jaxllm.requests.logits_processors import Declared
 from jaxllm.requests.outputs import RankedLogprobs
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import PromptScores
@@ -179,6 +180,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Most that a request may ask for at a position; -1 for the whole vocabulary."""
     platform: str = ""
     """Of its devices, as JAX calls it."""
+    logits_processors: Declared = msgspec.field(default_factory=dict)
+    """Those that it was given, with the shapes and dtypes of their arguments."""
 
 
 LookAt = Callable[[What, float], bytes]

@@ -199,8 +199,8 @@ class Request:
 
     @property
     def needs_history(self) -> bool:
-        """Its slot must hold the whole token history and the biases."""
-        return self.params.adjusts_logits
+        """Its slot must hold the whole token history."""
+        return self.params.adjusts_logits or self.params.processes_logits
 
     @property
     def awaits_mask(self) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.logits_processors import read_chosen
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.requests.thinking_markers import ThinkingMarkers
 
@@ -64,6 +65,8 @@ class SamplingParams:
         logit_bias: token id -> value added to its logit, each value in [-100, 100].
         allowed_token_ids: only these may be generated; None allows all.
         bad_words: texts that may not be generated: the token that would complete one is never chosen.
+        logits_processors: which of the engine's own logits processors change this request's logits: their names, or
+            names and arguments, as {"scale": {"factor": 2.0}}. They see raw logits, before all else here.
         structured_outputs: what the generated text must match.
         seed: makes the request's own random stream reproducible; None takes one from the engine's seed.
         max_tokens: upper bound on generated tokens; None runs to the context's end.
@@ -85,7 +88,8 @@ class SamplingParams:
         shown_special_token_ids: special tokens that stay in the text although skip_special_tokens leaves them out.
         include_stop_str_in_output: keep the stop string that ended generation in the text.
 
-    Log-probabilities are those of the model's raw distribution, before temperature, penalties and truncation.
+    Log-probabilities are those of the model's raw distribution, before logits processors, temperature, penalties and
+    truncation.
 
     Raises:
         InvalidRequestError: a value is out of range; `param` names the field.
@@ -103,6 +107,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    logits_processors: Mapping[str, Mapping[str, Any]] | Sequence[str] = ()
     structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     max_tokens: int | None = 16
@@ -139,6 +144,7 @@ class SamplingParams:
             if ids is not None:
                 ids = tuple(_integer(name, token, 0, INT32_MAX, f"token ids from 0 to {INT32_MAX}") for token in ids)
             set_field(self, name, ids if name == "allowed_token_ids" else ids or ())
+        set_field(self, "logits_processors", read_chosen(self.logits_processors))
         if self.repeat_last_n == -1:
             set_field(self, "repeat_last_n", None)
         _check(isinstance(self.logit_bias or {}, dict), "logit_bias", self.logit_bias, "token ids with their values")
@@ -208,7 +214,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """True when sampling is argmax of the raw logits: nothing but the forward pass is needed."""
-        return self.temperature == 0 and not self.adjusts_logits and self.logprobs is None
+        return self.temperature == 0 and not (self.adjusts_logits or self.processes_logits or self.logprobs is not None)
+
+    @property
+    def processes_logits(self) -> bool:
+        """True when logits pass functions of the caller's own."""
+        return bool(self.logits_processors)
 
     @property
     def adjusts_logits(self) -> bool:

@@ -38,7 +38,7 @@ def settings_of(request: Request, vocab_size: int, eos_token_ids: Sequence[int])
     views = SETTING_INTS.views(ints) | SETTING_FLOATS.views(floats)
     for name, value in values.items():
         views[name][...] = value
-    adjusts = _adjustments(request, vocab_size, eos_token_ids) if request.needs_history else None
+    adjusts = _adjustments(request, vocab_size, eos_token_ids) if p.adjusts_logits else None
     return Settings(ints, floats, adjusts)
 
 

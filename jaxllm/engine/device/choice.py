@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 
 from jaxllm.engine.device.batch import Fields
 from jaxllm.engine.device.keys import Variant
+from jaxllm.engine.device.processing import Process
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample
 from jaxllm.engine.device.slots import Slots, settings
 from jaxllm.pallas_kernels import Kernels
@@ -45,15 +46,17 @@ class Sampled(NamedTuple):
     settled: Settled | None = None
 
 
-def choose(model: Head, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant) -> tuple[Slots, Sampled]:
+def choose(
+    model: Head, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant, process: Process | None = None
+) -> tuple[Slots, Sampled]:
     """Sample a token behind each row of `hidden` [R, E], and leave it where the next step will look for it.
 
-    `x` has the slot and the position of each row, and a mask where a grammar has a say.
+    `x` has the slot and the position of each row, and a mask where a grammar has a say. Logits pass `process` first.
     """
     if variant.sampled:
         asked = settings(slots, x["slot"]) | {"slot": x["slot"], "position": x["position"]}
         rows = SamplingRows(**{name: asked[name] for name in SamplingRows._fields})
-        tokens, logprobs = sample(model.logits(hidden), rows, slots, x.get("mask"), model.kernels.sums)
+        tokens, logprobs = sample(model.logits(hidden), rows, slots, x.get("mask"), model.kernels.sums, process)
     else:
         found, logprobs = model.most_likely(hidden), None
         tokens = greedy(model.logits(hidden)) if found is None else found

@@ -35,8 +35,9 @@ class Device:
         still to fill, or None where the step only changes what the Device owns.
         """
         uses = key.uses
-        if "steering" in uses.takes and "steering" not in self._parts:
-            self._parts["steering"] = self._executables.new_steering()
+        for name in uses.takes:
+            if name not in self._parts:
+                self._parts[name] = self._executables.new_on_demand(name)
         found = self._executables.get(key)(*(self._parts[name] for name in uses.takes), *vectors)
         self._parts.update(zip(uses.gives, found, strict=False))
         return found[-1] if uses.output else None

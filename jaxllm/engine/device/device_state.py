@@ -34,9 +34,15 @@ class StateShapes:
     """The shapes and shardings of an engine's state, from which it is made."""
 
     def __init__(
-        self, mesh: Mesh | AbstractMesh, sizes: StepSizes, hidden_dtype: Any, tables: Sequence[ParamSpec] = ()
+        self,
+        mesh: Mesh | AbstractMesh,
+        sizes: StepSizes,
+        hidden_dtype: Any,
+        tables: Sequence[ParamSpec] = (),
+        processing_width: int = 0,
     ):
-        """`tables` are those of adapters, where there are any."""
+        """`tables` are those of adapters, where there are any; a row of `Processors` has the `processing_width`."""
+        self._processing_width = processing_width
         self._mesh = mesh
         self._sizes = sizes
         self._hidden_dtype = hidden_dtype
@@ -53,11 +59,14 @@ class StateShapes:
         adapters = tuple(self.sharded(t.shape, t.dtype, t.axes) for t in self._tables)
         return DeviceState(caches, slots, self.hidden(s.max_num_batched_tokens), adapters)
 
-    def abstract_steering(self) -> SteeringState:
-        """What steers requests, once some request is steered."""
+    def on_demand(self) -> dict[str, Any]:
+        """What is there once some request needs it, a row for each slot: what steers requests, and which logits
+        processors they use.
+        """
         rows, layers = self._sizes.num_slots + 1, len(self._sizes.caches)
         ranges: Any = self.ints(rows, 2)
-        return SteeringState(self.hidden(rows, layers), ranges)
+        steering = SteeringState(self.hidden(rows, layers), ranges)
+        return {"steering": steering, "processing": self.ints(rows, self._processing_width)}
 
     def new(self) -> DeviceState:
         """The state of an engine that has no requests, on the devices."""
@@ -75,15 +84,10 @@ class StateShapes:
 
         return self.jit(make, (), state_specs(state), donate=())()
 
-    def new_steering(self) -> SteeringState:
-        """What steers nobody yet, on the devices."""
-        state = self.abstract_steering()
-
-        def make() -> SteeringState:
-            return SteeringState(*(jnp.zeros(part.shape, part.dtype) for part in state))
-
-        found: SteeringState = self.jit(make, (), P(), donate=())()
-        return found
+    def new_on_demand(self, name: str) -> Any:
+        """A part of `on_demand` that concerns nobody yet, on the devices."""
+        part = self.on_demand()[name]
+        return self.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), part), (), P(), donate=())()
 
     def hidden(self, *rows: int) -> Any:
         """Hidden states, so many."""

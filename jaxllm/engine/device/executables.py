@@ -18,6 +18,7 @@ from jaxllm.engine.device.keys import (
     ADAPTED,
     MASKED,
     PLAIN,
+    PROCESSED,
     SAMPLED,
     SAMPLED_ADAPTED,
     Key,
@@ -28,7 +29,6 @@ from jaxllm.engine.device.keys import (
 from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.jobs import Job, Jobs
-from jaxllm.models.layers.steering import SteeringState
 from jaxllm.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -191,18 +191,21 @@ class Executables:
         """With these, a request of that many tokens, which asks for what few do, can run in any batch, and alone
         without much padding. One that records decodes by backbones.
         """
-        sizes, rows = self._buckets.prefill, self._buckets.decode
+        sizes, rows, heads = self._buckets.prefill, self._buckets.decode, self._buckets.head
         fitting = (sizes[-1], smallest_covering(sizes, min(tokens, sizes[-1])))
-        keys = [Key("backbone", size, variants("backbone", variant)[0]) for size in dict.fromkeys(fitting)]
+        of_model = variants("backbone", replace(variant, sampled=False, processed=False))[0]
+        keys = [Key("backbone", size, of_model) for size in dict.fromkeys(fitting)]
+        if variant.processed:
+            keys += [Key("head", size, PROCESSED) for size in dict.fromkeys((heads[0], heads[-1]))]
         if variant.recorded:
             return keys
         every = replace(variant, sampled=True)
         decodes = [Key(kind, size, every) for kind in self._decodes for size in (rows[0], rows[-1])]
         return list(dict.fromkeys([*keys, *decodes]))
 
-    def new_steering(self) -> SteeringState:
-        """What steers requests, on the devices; nobody is yet."""
-        return self._functions.state.new_steering()
+    def new_on_demand(self, name: str) -> Any:
+        """A part of the state that only some requests need, on the devices; it concerns nobody yet."""
+        return self._functions.state.new_on_demand(name)
 
     def begin(self) -> None:
         """Start compiling the plan; returns at once."""
@@ -333,7 +336,8 @@ class Executables:
     def _load_or_compile(self, key: Key) -> Compiled:
         began = time.perf_counter()
         function, args = self._functions.step(key)
-        found = self._saved.load(key, args) if self._saved is not None else None
+        saved = self._saved if key.is_saved else None
+        found = None if saved is None else saved.load(key, args)
         if found is not None:
             with self._lock:
                 self._num_loaded += 1
@@ -342,7 +346,7 @@ class Executables:
         lowered = function.lower(*args)  # type: ignore[attr-defined]
         if self._jobs.closed:
             raise CancelledError("the engine was shut down")
-        compiled = compile_step(lowered, key, self._functions.platform, self._saved)
+        compiled = compile_step(lowered, key, self._functions.platform, saved)
         seconds = time.perf_counter() - began
         with self._lock:
             self._seconds += seconds

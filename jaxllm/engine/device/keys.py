@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal[
     "decode", "verify", "backbone", "head", "score", "score_given", "score_all", "pool", "token_logits", "unembed",
-    "admit", "adjust", "remember", "recall", "encode", "adapt", "steer",
+    "admit", "adjust", "remember", "recall", "encode", "adapt", "steer", "process",
 ]  # fmt: skip
 """The methods of StepFunctions."""
 
@@ -43,6 +43,7 @@ USES: dict[Kind, Uses] = {
     "unembed": Uses(("weights",)),
     "adapt": Uses(("adapters",), ("adapters",), output=False),
     "steer": Uses(("steering",), ("steering",), output=False),
+    "process": Uses(("processing",), ("processing",), output=False),
 }
 
 
@@ -54,6 +55,8 @@ class Variant:
     """Everything that a request may ask of the sampler; argmax alone without it."""
     masked: bool = False
     """A mask of allowed tokens, which a grammar fills; the sampler applies it."""
+    processed: bool = False
+    """Logits pass the caller's own functions for some requests; see `engine.device.processing`."""
     adapted: bool = False
     """Products add what adapters give."""
     steered: bool = False
@@ -62,8 +65,8 @@ class Variant:
     """How many activations it gives besides; see `models.layers.taps`."""
 
     def __post_init__(self) -> None:
-        if self.masked and not self.sampled:
-            raise ValueError("a Variant that is masked must be sampled too: argmax reads no mask")
+        if (self.masked or self.processed) and not self.sampled:
+            raise ValueError("a Variant that is masked or processed must be sampled too: argmax reads raw logits")
 
     def covers(self, other: Variant) -> bool:
         """Whether this can do all that `other` does."""
@@ -79,6 +82,7 @@ _ABILITIES = tuple(field.name for field in fields(Variant))
 PLAIN = Variant()
 SAMPLED = Variant(sampled=True)
 MASKED = Variant(sampled=True, masked=True)
+PROCESSED = Variant(sampled=True, processed=True)
 ADAPTED = Variant(adapted=True)
 SAMPLED_ADAPTED = Variant(sampled=True, adapted=True)
 
@@ -97,8 +101,12 @@ all layers, which requests of one step may want together."""
 
 
 def variants(kind: Kind, wanted: Variant) -> tuple[Variant, ...]:
-    """Those that can do what is wanted of a phase, cheapest first. One that steers or records serves nobody else."""
+    """Those that can do what is wanted of a phase, cheapest first. One that processes, steers or records serves nobody
+    else.
+    """
     found = VARIANTS[kind]
+    if wanted.processed:
+        found = tuple(replace(variant, processed=True) for variant in found if variant.sampled)
     if wanted.steered:
         found = tuple(replace(variant, steered=True) for variant in found)
     if wanted.recorded:
@@ -116,17 +124,25 @@ class Key(NamedTuple):
     @property
     def on_demand(self) -> bool:
         """Nobody plans it: it is compiled when somebody first asks for what few do."""
-        return self.kind in ("unembed", "steer") or self.variant.steered or self.variant.recorded > 0
+        variant = self.variant
+        rare = variant.processed or variant.steered or variant.recorded > 0
+        return rare or self.kind in ("unembed", "steer", "process")
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether another start finds the same under this name: not where a caller's own functions are in it."""
+        return not self.variant.processed
 
     @property
     def uses(self) -> Uses:
-        """What the step has to do with what lives on the devices: behind the weights it may take adapters, and what
-        steers requests.
+        """What the step has to do with what lives on the devices: behind the weights it may take adapters, what steers
+        requests, and what says which logits processors they use.
         """
         found = USES[self.kind]
         if self.variant.recorded:
             found = found._replace(output=True)
-        further = {"adapters": self.variant.adapted, "steering": self.variant.steered}
+        variant = self.variant
+        further = {"adapters": variant.adapted, "steering": variant.steered, "processing": variant.processed}
         return found._replace(takes=(found.takes[0], *(name for name in further if further[name]), *found.takes[1:]))
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
 from jaxllm.engine.device.keys import MASKED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
+from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
@@ -29,7 +30,14 @@ from jaxllm.requests.captures import Tap
 class Runner:
     """What a slot was told is not sent again: a step carries only what changed."""
 
-    def __init__(self, device: Device, sizes: StepSizes, vocab_size: int, eos_token_ids: list[int]):
+    def __init__(
+        self,
+        device: Device,
+        sizes: StepSizes,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        processors: Processors | None = None,
+    ):
         self._device = device
         self._sizes = sizes
         self._readout = Readout(device, sizes, vocab_size)
@@ -40,8 +48,11 @@ class Runner:
         self._known_pages = [0] * sizes.max_num_seqs
         """How many of its sequence's pages each slot has been told."""
         self._remembered = RememberedTexts(sizes.remembered)
+        self._processors = processors or Processors()
         self._steered: set[int] = set()
         """Slots that have been told something to be steered by."""
+        self._processed: set[int] = set()
+        """Slots that have been told of logits processors."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
 
@@ -54,19 +65,24 @@ class Runner:
         keys = []
         size = self._device.most_rows
         if request.params.structured_outputs is not None or request.params.max_thinking_tokens is not None:
-            keys.append(Key("head", size, MASKED))
+            keys.append(Key("head", size, replace(MASKED, processed=request.params.processes_logits)))
         if request.params.prompt_logprobs is not None:
             keys.append(scoring_key(request, size))
         if request.params.wants_vocabulary:
             keys.append(Key("score_all", size))
         if request.adapters:
             keys += self._device.covering_adapted()
-        if request.capture is not None or request.steering is not None:
-            count = 0 if request.capture is None else len(request.capture.taps)
-            variant = Variant(adapted=bool(request.adapters), steered=request.steering is not None, recorded=count)
+        count = 0 if request.capture is None else len(request.capture.taps)
+        processed, steered = request.params.processes_logits, request.steering is not None
+        if count or steered or processed:
+            variant = Variant(
+                sampled=processed, adapted=bool(request.adapters), processed=processed, steered=steered, recorded=count
+            )
             keys += self._device.demanded(len(request.token_ids), variant)
-        if request.steering is not None:
+        if steered:
             keys.append(Key("steer"))
+        if processed:
+            keys.append(Key("process"))
         if request.pooling is not None:
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
         return self._device.missing(keys)
@@ -226,7 +242,7 @@ class Runner:
 
     def _head(self, rows: list[SampledRow], fill: Callable[[list[Request], np.ndarray], None] | None = None) -> Sampled:
         count = len(rows)
-        key = self._device.covering("head", count, _variant(rows) if fill is None else MASKED)
+        key = self._device.covering("head", count, _variant(rows, masked=fill is not None))
         packing = head_packing(key.size, mask_words(self.vocab_size) if key.variant.masked else 0)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
@@ -253,7 +269,9 @@ class Runner:
             self._recall(request, request.params.predicted_token_ids)
         if request.steering is not None or request.slot in self._steered:
             self._steer(request)
-        if settings.adjustments is not None or self._sizes.drafts is not None:
+        if request.params.processes_logits or request.slot in self._processed:
+            self._process(request)
+        if request.needs_history or self._sizes.drafts is not None:
             self._device.run(Key("remember"), slot, history(request, self._sizes.max_model_len))
 
     def _steer(self, request: Request) -> None:
@@ -266,6 +284,12 @@ class Runner:
             ends[:] = steering.start, steering.stop
         self._device.run(Key("steer"), np.int32(request.slot), vectors, ends)
         (self._steered.discard if steering is None else self._steered.add)(request.slot)
+
+    def _process(self, request: Request) -> None:
+        """Tell a slot which logits processors its request uses, or that it uses none any more."""
+        row = self._processors.row(request.params.logits_processors)
+        self._device.run(Key("process"), np.int32(request.slot), row)
+        (self._processed.add if request.params.processes_logits else self._processed.discard)(request.slot)
 
     def _pack_new_pages(self, rows: np.ndarray, batch: Batch) -> None:
         """What the requests have gained since their slots were last told; the rest goes to nobody."""
@@ -306,11 +330,13 @@ def copy_to_host(handle: Handle) -> None:
         array.copy_to_host_async()
 
 
-def _variant(rows: list[SampledRow], batch: Batch | None = None) -> Variant:
+def _variant(rows: list[SampledRow], batch: Batch | None = None, masked: bool = False) -> Variant:
     """What the rows ask of the sampler, and of the model the requests of a batch that runs it."""
     requests = [] if batch is None else [chunk.request for chunk in batch.chunks]
     return Variant(
-        sampled=not all(row.request.params.greedy for row in rows),
+        sampled=masked or not all(row.request.params.greedy for row in rows),
+        masked=masked,
+        processed=any(row.request.params.processes_logits for row in rows),
         adapted=any(request.adapters for request in requests),
         steered=any(request.steering is not None for request in requests),
     )

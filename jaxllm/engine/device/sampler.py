@@ -8,6 +8,7 @@ request's seed and the token's position: so neither batch-mates nor preemption c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -84,12 +85,14 @@ def sample(
     slots: Slots,
     mask: Int[Array, "R -(-V//32)"] | None = None,
     sums: SoftmaxSums = PLAIN,
+    process: Callable[..., jax.Array] | None = None,
 ) -> tuple[Int[Array, "R"], Logprobs]:
     """A token for each row, and its log-probabilities where asked for. What no row needs is skipped at run time.
 
-    `mask` has one bit a token: only those whose bit is set are chosen.
+    `mask` has one bit a token: only those whose bit is set are chosen. `process` is what logits pass before all else.
     """
-    adjusted = lax.cond(jnp.any(rows.adjust > 0), adjust_logits, lambda x, *_: x, logits, rows, slots)
+    adjusted = logits if process is None else process(logits, rows, slots)
+    adjusted = lax.cond(jnp.any(rows.adjust > 0), adjust_logits, lambda x, *_: x, adjusted, rows, slots)
     if mask is not None:
         adjusted = apply_mask(adjusted, mask)
     best = greedy(adjusted)

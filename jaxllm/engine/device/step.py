@@ -29,7 +29,7 @@ from jaxllm.engine.device.drafts.drafter import Drafter
 from jaxllm.engine.device.drafts.ngrams import NgramDrafter
 from jaxllm.engine.device.drafts.verify import verify
 from jaxllm.engine.device.forward import forward
-from jaxllm.engine.device.keys import PLAIN, Key, Kind, Variant
+from jaxllm.engine.device.keys import PLAIN, USES, Key, Kind, Variant
 from jaxllm.engine.device.packing import (
     SETTING_FLOATS,
     admit_packing,
@@ -43,6 +43,7 @@ from jaxllm.engine.device.packing import (
     score_packing,
     verify_packing,
 )
+from jaxllm.engine.device.processing import Process, Processors
 from jaxllm.engine.device.sampler import token_logprobs
 from jaxllm.engine.device.sizes import ModelDrafts, StepSizes, with_rows
 from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember
@@ -53,7 +54,7 @@ from jaxllm.engine.settings import Adjustments
 from jaxllm.models.abstract import AdaptedModel
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
-from jaxllm.models.layers.steering import Steered, SteeringState
+from jaxllm.models.layers.steering import Steered
 from jaxllm.models.layers.taps import Recorder, recording
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
 from jaxllm.weights.loader import ParamSpec, Value
@@ -77,12 +78,14 @@ class StepFunctions:
         sizes: StepSizes,
         adapted: AdaptedModel | None = None,
         draft: AbstractDraft | None = None,
+        processors: Processors | None = None,
     ):
         """`model` is abstract (see `abstract_model`); `specs` are its parameters in `nnx.split` order.
 
         `adapted` is the same model with tables of adapters. A `draft` model's parameters come behind the model's.
         """
         self._adapted = adapted
+        self.processors = processors or Processors()
         self._graph, state = nnx.split(model)
         leaves, self._treedef = jax.tree.flatten(state)
         self._num_leaves = len(leaves)
@@ -96,7 +99,8 @@ class StepFunctions:
         # The C++ kernels give float32, which a decode does not round on its way to the head, and so nobody does. An
         # encoder's are not rounded either: they may be vectors already.
         hidden_dtype = jnp.float32 if model.kernels.native or not sizes.num_slots else sizes.dtype
-        self.state = StateShapes(mesh, sizes, hidden_dtype, adapted.tables if adapted is not None else ())
+        tables = adapted.tables if adapted is not None else ()
+        self.state = StateShapes(mesh, sizes, hidden_dtype, tables, self.processors.width)
         self._packing = WeightPacking(specs, joins=self.platform not in GRAPHED)
         self._weights = self._packing.abstract(mesh)
         self._weight_specs = tuple(a.sharding.spec for a in self._weights)
@@ -152,7 +156,8 @@ class StepFunctions:
             "remember": self.remember,
             "recall": self.recall,
             "adapt": self.adapt,
-            "steer": self.steer,
+            "steer": partial(self.put_row, "steer"),
+            "process": partial(self.put_row, "process"),
         }
         return sized[key.kind](key.size) if key.kind in sized else unsized[key.kind]()
 
@@ -168,7 +173,7 @@ class StepFunctions:
             model = self._model(weights)
             tokens, meta, slots = decode_batch(x, slots, page_size, variant.adapted)
             hidden, caches = forward(model, tokens, caches, meta)
-            slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, variant)
+            slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, variant, self._process(weights))
             return caches, slots, out
 
         def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
@@ -198,8 +203,8 @@ class StepFunctions:
         def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
             drafter = self._drafter(weights, rows)
             assert drafter is not None, "only an engine that tries drafts verifies any"
-            model = partial(self._model, weights)
-            return verify(model, caches, slots, packing.unpack(ints), drafter=drafter, **rules)
+            parts = {"drafter": drafter, "process": self._process(weights)}
+            return verify(partial(self._model, weights), caches, slots, packing.unpack(ints), **parts, **rules)
 
         return self._build(Key("verify", rows, variant), step, self.state.ints(packing.size))
 
@@ -243,7 +248,7 @@ class StepFunctions:
         def step(weights: Any, slots: Slots, hidden: jax.Array, ints: jax.Array) -> Any:
             x = packing.unpack(ints)
             x |= {"position": slots.position[x["slot"]] - 1}
-            return choose(self._model(weights), hidden[x["hidden_row"]], x, slots, variant)
+            return choose(self._model(weights), hidden[x["hidden_row"]], x, slots, variant, self._process(weights))
 
         return self._build(Key("head", rows, variant), step, self.state.ints(packing.size))
 
@@ -329,15 +334,16 @@ class StepFunctions:
         rows = [self.state.sharded(t.shape[1:], t.dtype, t.axes[1:]) for t in tables]
         return self._build(Key("adapt"), step, self.state.ints(), *rows)
 
-    def steer(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(steering, slot, vectors, range) -> (steering,)`: what the request that took a slot is steered by."""
-        state = self.state.abstract_steering()
+    def put_row(self, kind: Kind) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(part, slot, *row) -> (part,)`: what the request that took a slot is steered by, or is processed with."""
+        parts, tree = jax.tree.flatten(self.state.on_demand()[USES[kind].takes[0]])
 
-        def step(steering: SteeringState, slot: jax.Array, *rows: jax.Array) -> tuple[SteeringState]:
-            return (SteeringState(*(part.at[slot].set(row) for part, row in zip(steering, rows, strict=True))),)
+        def step(state: Any, slot: jax.Array, *rows: jax.Array) -> tuple[Any]:
+            pairs = zip(jax.tree.leaves(state), rows, strict=True)
+            return (jax.tree.unflatten(tree, [part.at[slot].set(row) for part, row in pairs]),)
 
-        rows = [self.state.replicated(part.shape[1:], part.dtype) for part in state]
-        return self._build(Key("steer"), step, self.state.ints(), *rows)
+        rows = [self.state.replicated(part.shape[1:], part.dtype) for part in parts]
+        return self._build(Key(kind), step, self.state.ints(), *rows)
 
     def _scoring(self, kind: Kind, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         packing = score_packing(rows)
@@ -359,6 +365,11 @@ class StepFunctions:
             assert self._adapted is not None, "only an engine with adapters runs adapted steps"
             model = self._adapted.merged(parameters, given.adapters)
         return model if given.steering is None else Steered(model, given.steering)
+
+    def _process(self, weights: StepWeights | tuple[jax.Array, ...]) -> Process | None:
+        """What logits pass in a step whose key says so."""
+        table = weights.processing if isinstance(weights, StepWeights) else None
+        return None if table is None else partial(self.processors.process, table)
 
     def _parameters(self, weights: tuple[jax.Array, ...]) -> Any:
         return jax.tree.unflatten(self._treedef, self.unpack_weights(weights))
@@ -386,11 +397,11 @@ class StepFunctions:
         uses, state = key.uses, self.state.abstract()
         parts = {"weights": self._weights, **state._asdict()}
         specs = {"weights": self._weight_specs, "caches": state_specs(state.caches), "slots": P(), "hidden": P()}
-        specs |= {"adapters": state_specs(state.adapters), "steering": P()}
-        parts["steering"] = self.state.abstract_steering()
+        specs |= {"adapters": state_specs(state.adapters), "steering": P(), "processing": P()}
+        parts |= self.state.on_demand()
         inputs = (*(specs[name] for name in uses.takes), *(a.sharding.spec for a in sent))
         outputs = (*(specs[name] for name in uses.gives), *([P()] if uses.output else []))
         donated = tuple(index for index, name in enumerate(uses.takes) if name in uses.gives)
-        if key.variant.adapted or key.variant.steered:
+        if key.variant.adapted or key.variant.steered or key.variant.processed:
             step = with_parts(step, [name for name in uses.takes if name in StepWeights._fields])
         return self.state.jit(step, inputs, outputs, donated), (*(parts[name] for name in uses.takes), *sent)

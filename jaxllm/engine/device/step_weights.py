@@ -22,6 +22,8 @@ class StepWeights(NamedTuple):
     adapters: Any = None
     """Tables, of a step that is adapted."""
     steering: Any = None
+    processing: Any = None
+    """The rows of `Processors`, of a step that is processed."""
 
 
 class WeightPacking:

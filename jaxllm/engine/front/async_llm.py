@@ -8,7 +8,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
@@ -23,6 +23,7 @@ from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineInfo, En
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse, LoRA, adapter_uses
+from jaxllm.requests.logits_processors import LogitsProcessor, read_processors
 from jaxllm.requests.outputs import PooledOutput, RequestOutput
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
@@ -51,13 +52,19 @@ class AsyncLLM(Controls):
         *,
         given_up: threading.Event | None = None,
         room: MemoryRoom | None = None,
+        logits_processors: Sequence[Callable[..., Any]] = (),
         **fields: Any,
     ):
-        """`given_up`, once it is set, ends the start of an engine in a process of its own; by `room` it asks first."""
+        """`given_up`, once it is set, ends the start of an engine in a process of its own; by `room` it asks first.
+
+        `logits_processors` are functions that requests may use; see `LLM`.
+        """
         self.config: EngineConfig = config if config is not None else make_config(EngineConfig, **fields)
         self._sleep_level = 0
         self._keeper = Keeper() if _can_sleep(self.config) else None
-        self._streams = open_streams(self.config, given_up, room, self._keeper)
+        self._streams = open_streams(
+            self.config, given_up, room, self._keeper, read_processors(logits_processors)
+        )
         self._streams.limit = self.info.max_num_seqs + self.config.max_num_waiting
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
         weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end
@@ -302,6 +309,7 @@ def open_streams(
     given_up: threading.Event | None = None,
     room: MemoryRoom | None = None,
     keeper: Keeper | None = None,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Streams:
     """Start an engine and its reader; one that has a process of its own is started again when it dies.
 
@@ -311,7 +319,7 @@ def open_streams(
         ConfigError, ModelNotFoundError, CheckpointError: it could not start.
     """
     config = settled(config)
-    client, tokenizer = start_engine(config, given_up, room, keeper)
+    client, tokenizer = start_engine(config, given_up, room, keeper, processors)
     info = client.info  # not what is free at the time of the next start
     sizes = {"kv_cache_memory": info.kv_cache_memory, "state_cache_memory": info.state_cache_memory}
     same = config.model_copy(update=sizes)
@@ -320,6 +328,6 @@ def open_streams(
     def start(given_up: threading.Event, wanted: MemoryRoom | None = None) -> EngineClient:
         if config.in_group:
             raise ConfigError("num_processes is set: an engine of several processes starts again with all of them")
-        return start_client(same, given_up, wanted or taken, keeper)
+        return start_client(same, given_up, wanted or taken, keeper, processors)
 
     return Streams(client, tokenizer, start=start, revived=bool(config.engine_process) and not config.in_group)

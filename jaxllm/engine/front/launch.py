@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
@@ -11,6 +12,7 @@ from jaxllm.engine.messages import EngineClient
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import ConfigError
+from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.sharding.clusters import settled
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -24,6 +26,7 @@ def start_engine(
     given_up: threading.Event | None = None,
     room: MemoryRoom | None = None,
     keeper: Keeper | None = None,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[EngineClient, Tokenizer | None]:
     """A running engine, and the tokenizer its front door needs; see `start_client`.
 
@@ -37,7 +40,7 @@ def start_engine(
         from jaxllm.engine.start.follow import follow
 
         follow(config)
-    client = start_client(config, given_up, room, keeper)
+    client = start_client(config, given_up, room, keeper, processors)
     try:
         return client, resolve_tokenizer(config)
     except BaseException:
@@ -50,12 +53,18 @@ def start_client(
     given_up: threading.Event | None = None,
     room: MemoryRoom | None = None,
     keeper: Keeper | None = None,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> EngineClient:
     """A running engine; in a process of its own, `given_up` ends a start under way. Raises as `start_engine`.
 
     With `room` it asks for its place in memory, see there. `keeper` is where it may leave its weights, and find those
-    of an engine before it.
+    of an engine before it. `processors` are functions of logits that requests may use.
     """
+    if processors and (config.engine_process or config.data_parallel_size > 1 or config.in_group):
+        raise ConfigError(
+            "logits_processors are functions, which reach only an engine in this process: engine_process must be False, "
+            "and data_parallel_size and num_processes 1"
+        )
     if config.data_parallel_size > 1:
         return start_replicas(config, given_up, keeper)
     if config.engine_process:
@@ -65,7 +74,7 @@ def start_client(
     from jaxllm.engine.front.thread_client import ThreadClient
     from jaxllm.engine.start.build import build_core
 
-    core, info = build_core(config, room)
+    core, info = build_core(config, room, processors=processors)
     return ThreadClient(core, info)
 
 

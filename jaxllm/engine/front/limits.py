@@ -9,6 +9,7 @@ from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.captures import CaptureParams
 from jaxllm.requests.compiled_grammars import compile_grammar
+from jaxllm.requests.logits_processors import check_chosen
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import MAX_ENTRIES
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
@@ -54,6 +55,7 @@ def check_request(
     for name in ("stop", "bad_words", "structured_outputs"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
+    check_chosen(info.logits_processors, params.logits_processors)
     _check_logprobs(info.max_logprobs, params)
     _check_vocabularies(info, len(ids), params)
     if params.structured_outputs is not None:

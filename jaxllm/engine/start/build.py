@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ from jaxllm.models.parts import LiveModel, ModelParts
 from jaxllm.models.registry import adapter_names
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress, progress_bar, tell
+from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.devices import check_free_memory, no_room
@@ -94,12 +95,14 @@ def build_core(
     kept: Kept | None = None,
     on_group: Callable[[Group], None] = lambda group: None,
     on_broken: Callable[[str], None] = die,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> tuple[EngineCore, EngineInfo]:
     """Everything up to the point where requests can run; the log says what took how long.
 
     With `room` the engine is planned first, and asks for its place before it touches a device. Weights that another
     engine has left in `kept` are taken from there. `on_group` is told of the group that this process leads, if it
-    leads one, and `on_broken` why that is over, in any thread: it ends the process.
+    leads one, and `on_broken` why that is over, in any thread: it ends the process. `processors` are functions of
+    logits that requests may use.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: one line each.
@@ -126,7 +129,7 @@ def build_core(
             clock.lap("the other processes")
         leader = None if group is None else group.leader
         with _telling_the_others(leader):
-            stage = plan_and_compile(config, checkpoint, group, clock)
+            stage = plan_and_compile(config, checkpoint, group, clock, processors)
             with closing_at_failure(stage):
                 return _assemble(stage, tokenizer, kept, leader)
 
@@ -156,7 +159,13 @@ def find_model(config: EngineConfig, clock: Clock) -> Path:
     return path
 
 
-def plan_and_compile(config: EngineConfig, checkpoint: Checkpoint, group: Group | None, clock: Clock) -> Prepared:
+def plan_and_compile(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    group: Group | None,
+    clock: Clock,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Prepared:
     """Choose all sizes, in a group together with the other processes, and begin to compile."""
     here = config.tensor_parallel_size // (1 if group is None else group.count)
     check_free_memory(here, config.gpu_memory_utilization)
@@ -179,7 +188,7 @@ def plan_and_compile(config: EngineConfig, checkpoint: Checkpoint, group: Group 
         logger.info(line)
     for note in blueprint.plan.notes:
         logger.warning(note)
-    functions = step_functions(blueprint, mesh)
+    functions = step_functions(blueprint, mesh, processors)
     saved = saved_executables(config, blueprint, mesh)
     options: dict[str, Any] = {"eager": config.enforce_eager, "saved": saved}
     match None if group is None else group.hold:
@@ -295,7 +304,7 @@ def _assemble(
     device = (
         Device(executables, weights, state) if leader is None else LeadingDevice(leader, executables, weights, state)
     )
-    runner = (EncoderRunner if encodes else Runner)(device, blueprint.sizes, outputs, eos)
+    runner = (EncoderRunner if encodes else Runner)(device, blueprint.sizes, outputs, eos, functions.processors)
     gather_weights(stage, weights)
     with progress_bar("Compiling what the first request needs") as on_progress:
         executables.wait_until_covered(on_progress)
@@ -341,6 +350,7 @@ def _assemble(
         default_sampling=_sampling_defaults(checkpoint),
         max_logprobs=config.max_logprobs,
         platform=plan.platform,
+        logits_processors=functions.processors.declared,
     )
     checkpoint.close()
     logger.info("started: %s", clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.drafts.draft_model import AbstractDraft
+from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.sizes import Limits, NgramDrafts, StepSizes
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.checkpoint import open_model
@@ -46,6 +48,7 @@ from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.tasks import longest_text
 from jaxllm.pallas_kernels.tpu_limits import most_sequences
+from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.setting_values import format_bytes
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec
@@ -287,10 +290,20 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     return Blueprint(plan, spec, options, model, params, sizes, adapted, draft)
 
 
-def step_functions(blueprint: Blueprint, mesh: Mesh) -> StepFunctions:
-    """The functions that an engine of this blueprint compiles."""
+def step_functions(
+    blueprint: Blueprint, mesh: Mesh, logits_processors: Sequence[LogitsProcessor] = ()
+) -> StepFunctions:
+    """The functions that an engine of this blueprint compiles.
+
+    Raises:
+        ConfigError: JAX cannot trace one of the processors, or the model is an encoder.
+    """
+    sizes, processors = blueprint.sizes, Processors(logits_processors)
+    if logits_processors and not sizes.num_slots:
+        raise ConfigError("logits_processors is set, and this model is an encoder, which chooses no tokens")
+    processors.check(sizes.vocab_size, sizes.max_model_len)
     draft = None if blueprint.draft is None else AbstractDraft(blueprint.draft.model, blueprint.draft.params)
-    return StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes, blueprint.adapted, draft)
+    return StepFunctions(blueprint.model, blueprint.params, mesh, sizes, blueprint.adapted, draft, processors)
 
 
 def _default_length(model: DecoderConfig) -> int:

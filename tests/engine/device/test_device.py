@@ -31,6 +31,10 @@ def device_of(llm: LLM) -> Device:
     return llm._streams.client._loop._core._runner._device  # type: ignore[attr-defined]
 
 
+def halved(logits: Any, state: Any) -> Any:
+    return logits / 2
+
+
 def held(device: Device) -> list[np.ndarray]:
     """Copies of all that lives on the device between steps."""
     return [np.array(a) for a in jax.tree.leaves({k: v for k, v in device._parts.items() if k != "weights"})]
@@ -62,6 +66,7 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(
     messages: list[Message] = []
     given: list[Any] = []
     adapter = LoRARequest("one", 1, write_adapter(tmp_path, directory, ["q_proj", "down_proj"]))
+    more = more | {"logits_processors": [halved]}
     with LLM(directory, **FIELDS, **more) as leader, LLM(directory, **FIELDS, **more) as follower:
         device = device_of(leader)
         run = device.run
@@ -83,6 +88,7 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(
         leader.score(prompts, [[4]] * 3, use_tqdm=False)
         leader.capture(prompts, {"residual": 1, "final": True}, use_tqdm=False)
         leader.generate(prompts, sampled, use_tqdm=False, steer=Steer(0, np.ones(leader.info.hidden_size)))
+        leader.generate(prompts, SamplingParams(max_tokens=3, logits_processors=["halved"]), use_tqdm=False)
         leader.unembed(np.ones((2, leader.info.hidden_size)))
         leader.embed(prompts)
         if "adapt" in kinds:
@@ -113,8 +119,8 @@ class Echo(Executables):
     def __init__(self) -> None:
         pass
 
-    def new_steering(self) -> str:
-        return "steering"
+    def new_on_demand(self, name: str) -> str:
+        return name
 
     def get(self, key: Key) -> Callable[..., tuple[str, ...]]:
         uses = key.uses
@@ -127,7 +133,7 @@ class Echo(Executables):
 
 
 def test_what_a_step_gives_back_takes_the_place_of_what_it_took() -> None:
-    names = ("weights", "caches", "slots", "hidden", "adapters", "steering")
+    names = ("weights", "caches", "slots", "hidden", "adapters", "steering", "processing")
     device = Device(Echo(), (), DeviceState("caches", "slots", "hidden", "adapters"))  # type: ignore[arg-type]
     device._parts["weights"] = "weights"
     for kind, uses in USES.items():

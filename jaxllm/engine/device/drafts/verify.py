@@ -19,6 +19,7 @@ from jaxllm.engine.device.choice import Sampled, Settled, choose
 from jaxllm.engine.device.drafts.drafter import Asked, Drafter
 from jaxllm.engine.device.forward import forward
 from jaxllm.engine.device.keys import Variant
+from jaxllm.engine.device.processing import Process
 from jaxllm.engine.device.slots import Slots
 from jaxllm.models.decoder import Decoder
 
@@ -32,6 +33,7 @@ def verify(
     drafter: Drafter,
     variant: Variant,
     page_size: int,
+    process: Process | None = None,
 ) -> tuple[Any, Slots, Sampled]:
     """One token of each sequence and as many drafted ones as are right: caches, slots, and what was sampled.
 
@@ -62,7 +64,7 @@ def verify(
         tokens, meta, slots = mixed_batch(fields, slots, variant.adapted)
         hidden, caches = forward(model(), tokens, caches, meta)
         owner = jnp.append(slot, nobody)[meta.seq_ids]
-        slots, sampled = choose(model(), hidden, {"slot": owner, "position": meta.positions}, slots, variant)
+        slots, sampled = choose(model(), hidden, {"slot": owner, "position": meta.positions}, slots, variant, process)
         rows = jnp.minimum(start[:-1, None] + jnp.arange(drafter.num_tokens + 1), count - 1)
         right = tried & (sampled.tokens[rows[:, :-1]] == drafts)
         taken = jnp.cumprod(right, axis=1).sum(axis=1)
@@ -73,7 +75,7 @@ def verify(
         fields = {"num_decodes": x["num_decodes"], "tokens": last, "slot": slot, "new_page": jnp.zeros_like(slot)}
         tokens, meta, slots = decode_batch(fields, slots, page_size, variant.adapted)
         hidden, caches = forward(model(), tokens, caches, meta)
-        slots, sampled = choose(model(), hidden, {"slot": slot, "position": meta.positions}, slots, variant)
+        slots, sampled = choose(model(), hidden, {"slot": slot, "position": meta.positions}, slots, variant, process)
         rows = jnp.repeat(jnp.arange(slot.shape[0]), drafter.num_tokens + 1)
         return caches, slots, _rows(sampled, rows), jnp.zeros_like(drafted)
 
