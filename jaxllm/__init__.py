@@ -62,10 +62,29 @@ _HOMES = {
 }
 
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
-    "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LogitsState", "LoRARequest",
-    "ModelNotFoundError", "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams", "Steer",
-    "StructuredOutputs", "__version__", "generate",
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CheckpointError",
+    "ConfigError",
+    "ContextLengthError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EnginePausedError",
+    "InvalidRequestError",
+    "JaxLLMError",
+    "LoRARequest",
+    "LogitsState",
+    "ModelNotFoundError",
+    "PoolingParams",
+    "QueueFullError",
+    "RequestOutput",
+    "ResponsesSession",
+    "SamplingParams",
+    "Steer",
+    "StructuredOutputs",
+    "__version__",
+    "generate",
 ]  # fmt: skip
 
 

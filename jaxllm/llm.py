@@ -26,6 +26,7 @@ from jaxllm.requests.adapters import AdapterUse, LoRA, LoRARequest, adapter_uses
 from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
 from jaxllm.requests.logits_processors import read_processors
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
+from jaxllm.requests.patching import Patch, Patches, patches_of
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import Steer, Steers, steers_of
@@ -86,6 +87,7 @@ class LLM(Inside, Controls):
         capture: CaptureRequest | None = None,
         positions: str | Sequence[int] = "all",
         steer: Steers = None,
+        patch: Patches = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, batched; the outputs are in the order of the prompts.
 
@@ -99,6 +101,7 @@ class LLM(Inside, Controls):
             positions: of which tokens, prompt and completion counted together: "all", "prompt", "generated", "last" (of
                 the prompt), or numbers. Tokens from the first of them on are not taken from the prefix cache.
             steer: what is added to the residual stream of all prompts, or for each prompt one Steer, several, or None.
+            patch: what takes the place of it, `{(layer, position): vector}`, for all prompts, or for each one or None.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be honoured; nothing is run then.
@@ -111,8 +114,8 @@ class LLM(Inside, Controls):
         pairs = [prompt_ids(item, self.tokenizer) for item in items]
         requests = [(text, ids, p) for (text, ids), p in zip(pairs, params, strict=True)]
         wanted = None if capture is None else read_capture(capture, positions, self.info.num_layers)
-        steers = steers_of(steer, len(items))
-        return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers)
+        steers, patches = steers_of(steer, len(items)), patches_of(patch, len(items))
+        return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches)
 
     def chat(
         self,
@@ -304,12 +307,19 @@ class LLM(Inside, Controls):
         adapters: Sequence[tuple[AdapterUse, ...]] = (),
         capture: CaptureParams | None = None,
         steers: Sequence[Sequence[Steer]] = (),
+        patches: Sequence[Patch] = (),
     ) -> list[RequestOutput]:
         for _, ids, params in items:
             check_request(self.info, self.tokenizer, ids, params)
             if capture is not None:
                 check_capture(self.info, ids, capture)
-        nobody: list[list[Steer]] = [[]] * len(items)
+        given = zip(
+            items,
+            adapters or [()] * len(items),
+            steers or [()] * len(items),
+            patches or [{}] * len(items),
+            strict=True,
+        )
         requests = [
             EngineRequest(
                 request_id=uuid.uuid4().hex,
@@ -317,9 +327,10 @@ class LLM(Inside, Controls):
                 sampling_params=params,
                 adapters=uses,
                 capture=capture,
-                steering=self._steering(own, len(ids)),
+                steering=self._steering(steer, len(ids)),
+                patching=self._patching(patch, len(ids)),
             )
-            for (_, ids, params), uses, own in zip(items, adapters or [()] * len(items), steers or nobody, strict=True)
+            for (_, ids, params), uses, steer, patch in given
         ]
         collectors = [
             Collector(request.request_id, text, ids, params, self.tokenizer, capture, self.info.hidden_size)

@@ -18,6 +18,7 @@ from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams
 from jaxllm.requests.logits_processors import Declared
 from jaxllm.requests.outputs import RankedLogprobs
+from jaxllm.requests.patching import Patching
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
@@ -51,6 +52,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     """Activations that are wanted of it."""
     steering: Steering | None = None
     """What is added to its residual stream."""
+    patching: Patching | None = None
+    """What takes the place of its residual stream, at single layers and tokens."""
 
 
 class CapturedRows(msgspec.Struct):

@@ -13,6 +13,7 @@ from jaxllm.engine.messages import CapturedRows, EngineRequest
 from jaxllm.engine.page_pool import PrefixNode
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams
+from jaxllm.requests.patching import Patching
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.prompt_scores import ScoresInProgress
 from jaxllm.requests.sampling import SamplingParams
@@ -102,6 +103,8 @@ class Request:
     """Activations that are wanted of it."""
     steering: Steering | None = None
     """What is added to its residual stream."""
+    patching: Patching | None = None
+    """What takes the place of its residual stream, at single layers and tokens."""
     captured: list[CapturedRows] = field(default_factory=list)
     """What has reached the host of them, and its caller has not been told."""
     constraint: Constraint | None = None
@@ -149,6 +152,7 @@ class Request:
             scores_from=message.scores_from,
             capture=message.capture,
             steering=message.steering,
+            patching=message.patching,
         )
 
     def add_pooled(self, values: np.ndarray, first: bool) -> None:
@@ -184,12 +188,12 @@ class Request:
     @property
     def cache_root(self) -> PrefixNode:
         """Only requests with the same one share cached prefixes: their salt, what is added to the weights, what
-        steers them, and which weights they began with.
+        steers and patches them, and which weights they began with.
         """
         root: PrefixNode = self.cache_salt
-        if self.adapters or self.steering is not None:
-            steered = () if self.steering is None else (self.steering.digest,)
-            root = (self.cache_salt, *((use.id, use.scale) for use in self.adapters), *steered)
+        changes = tuple(change.digest for change in (self.steering, self.patching) if change is not None)
+        if self.adapters or changes:
+            root = (self.cache_salt, *((use.id, use.scale) for use in self.adapters), *changes)
         return (root, "since reset", self.cache_generation) if self.cache_generation else root
 
     @property
@@ -222,6 +226,11 @@ class Request:
     def reads_hidden(self) -> bool:
         """More than its next token is read from its steps."""
         return self.pooling is not None or self.params.wants_vocabulary or self.capture is not None
+
+    @property
+    def is_to_be_patched(self) -> bool:
+        """Some token of it that has not been run will be patched, if it comes to that."""
+        return self.patching is not None and self.num_computed < self.patching.end
 
     @property
     def fast_forwards(self) -> bool:

@@ -85,6 +85,7 @@ class RunAhead:
             and r.constraint is None
             and (r.thinking is None or r.num_inflight + certain <= r.thinking.left)
             and not r.reads_hidden
+            and not r.is_to_be_patched
             for r in running
         )
 

@@ -37,6 +37,12 @@ class Chunk:
             return []
         return capture.among(range(self.start, self.start + self.length), self.request.num_prompt)
 
+    @property
+    def patches(self) -> list[int]:
+        """Which of its request's patches are of tokens in it."""
+        patching = self.request.patching
+        return [] if patching is None else patching.among(range(self.start, self.start + self.length))
+
 
 @dataclass
 class Batch:
@@ -68,7 +74,10 @@ class Batch:
 
     @property
     def decode_only(self) -> bool:
-        """Every chunk is one token that samples, and nothing else is read from its hidden states: one executable does
-        it all.
+        """Every chunk is one token that samples and is not patched, and nothing else is read from its hidden states:
+        one executable does it all.
         """
-        return all(chunk.length == 1 and chunk.num_sampled and not chunk.request.reads_hidden for chunk in self.chunks)
+        return all(
+            chunk.length == 1 and chunk.num_sampled and not chunk.request.reads_hidden and not chunk.patches
+            for chunk in self.chunks
+        )

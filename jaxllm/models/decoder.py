@@ -24,6 +24,7 @@ from jaxllm.models.layers.mlp import MLP, GatedMLP
 from jaxllm.models.layers.moe import DenseBesideMoE, MoE
 from jaxllm.models.layers.norm import LayerNorm, RMSNorm, norm_of_kind
 from jaxllm.models.layers.params import param
+from jaxllm.models.layers.patching import LayerPatches, patched, patching_layer, step_patches
 from jaxllm.models.layers.per_layer import PerLayerGate, PerLayerInputs
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.layers.ssd import StateSpaceDual
@@ -93,7 +94,7 @@ class Decoder(nnx.Module):
         with adapting(meta):
             given = None if self.per_layer is None else self.per_layer(tokens, x)
         specs, written, late = config.caches, list(caches), None
-        taps, steering = recorder(), step_steering()
+        taps, steering, patches = recorder(), step_steering(), step_patches()
         for index, layer in enumerate(self.layers):
             graph, weights = nnx.split(layer)
             spec = specs[index]
@@ -102,7 +103,9 @@ class Decoder(nnx.Module):
                 x, late, written[owner], taken = _run_layer(
                     graph, weights, x, late, angles[config.layers[index].rope], written[owner], meta,
                     None if given is None else given[:, index],
-                    None if steering is None else steering.layer(index), None if taps is None else taps.layer(index, x),
+                    None if steering is None else steering.layer(index),
+                    None if patches is None else patches.layer(index, x),
+                    None if taps is None else taps.layer(index, x),
                 )  # fmt: skip
             if taps is not None:
                 taps.buffer = taken
@@ -179,8 +182,8 @@ class DecoderLayer(nnx.Module):
         A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
         """
         first = self.attention_norm or self.mlp_norm
-        if self.add_norm is None or first is None or tapped():
-            assert late is None, "no layer of a step that records leaves anything to the next"
+        if self.add_norm is None or first is None or tapped() or patched():
+            assert late is None, "no layer of a step that records or patches leaves anything to the next"
             x, cache = self._whole(x, angles, cache, meta)
             return self._ended(x, given), None, cache
         x, normed = (x, first.traced(x)) if late is None else self.add_norm(x, late, first.traced)
@@ -259,14 +262,15 @@ def _added(out: Float[Array, "T E"], post: Norm | None, scale: float) -> Float[A
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
     graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: Cache, meta: StepMetadata, given: Any,
-    steering: LayerSteering | None, taps: LayerTaps | None,
+    steering: LayerSteering | None, patches: LayerPatches | None, taps: LayerTaps | None,
 ) -> Any:  # fmt: skip
     """One layer, and the activations with its own. Being jitted, it is traced once for all layers that differ by
     nothing but their weights.
     """
-    with adapting(meta), tapping(taps) as taken:
+    with adapting(meta), patching_layer(patches), tapping(taps) as taken:
         x, late, cache = nnx.merge(graph, weights)(x, late, angles, cache, meta, given)
         x = x if steering is None else steering.added(x)
+        x = x if patches is None else patches.put(x)
         tap("residual", x)
     return x, late, cache, None if taken is None else taken.buffer
 

@@ -72,9 +72,9 @@ def _read(function: Callable[..., jax.Array]) -> LogitsProcessor:
     named = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
     first = [parameter for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
     if len(first) != 2 or any(parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in first):
-        said = f"{name}{inspect.signature(function)}"
+        taken = ", ".join(parameter.name for parameter in parameters)
         raise ConfigError(
-            f"logits_processors has {said}; it must take (logits, state), and arguments behind a *: "
+            f"logits_processors has {name}({taken}); it must take (logits, state), and arguments behind a *: "
             "(logits, state, *, scale=1.0)"
         )
     return LogitsProcessor(name, function, {parameter.name: _default(name, parameter) for parameter in named})

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.requests.logits_processors import read_chosen
+from jaxllm.requests.logits_processors import Chosen, read_chosen
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.requests.thinking_markers import ThinkingMarkers
 
@@ -215,6 +215,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when sampling is argmax of the raw logits: nothing but the forward pass is needed."""
         return self.temperature == 0 and not (self.adjusts_logits or self.processes_logits or self.logprobs is not None)
+
+    @property
+    def chosen_processors(self) -> Chosen:
+        """Its logits processors by name, each with its arguments."""
+        assert isinstance(self.logits_processors, Mapping), "they are read when this is built"
+        return self.logits_processors
 
     @property
     def processes_logits(self) -> bool:

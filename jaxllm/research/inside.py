@@ -18,6 +18,7 @@ from jaxllm.engine.front.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesInProgress, read_capture
+from jaxllm.requests.patching import Patch, Patches, Patching, patches_of, read_patch
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import Steer, Steering, read_steering
 from jaxllm.research.logits import LogitRows
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.front.thread_client import ThreadClient
     from jaxllm.models.decoder import Decoder
     from jaxllm.models.parts import LiveModel
+    from jaxllm.research.attention import LayerAttention, Watched
     from jaxllm.research.model import OpenModel
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class Inside:
 
     _streams: Streams
     _open: OpenModel | None = None
+    _watched: Watched | None = None
 
     @property
     def module(self) -> Decoder:
@@ -87,6 +90,29 @@ class Inside:
         rows = None if embeddings is None else jnp.asarray(embeddings)
         return self._model.logits(params, jnp.asarray(tokens), rows)
 
+    def attention(self, prompt: Prompt, layers: int | Sequence[int] | bool = True) -> dict[int, LayerAttention]:
+        """What layers attend by over a text of up to 512 tokens: weights, queries, keys and values, by layer.
+
+        It is computed anew in plain XLA, in memory that grows with the square of the text's length, and compiled for
+        each length. With tensor parallelism no request should run meanwhile.
+
+        Args:
+            layers: one, several, which may count back from the last with -1, or True for all that have attention.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own.
+            InvalidRequestError: the prompt is too long, a layer is not there or has no attention, or the model attends
+                to latents.
+        """
+        from jaxllm.research.attention import Watched
+
+        info, tokenizer = self._streams.client.info, self._streams.tokenizer
+        model, ids = self._model, prompt_ids(prompt, tokenizer)[1]
+        check_request(info, tokenizer, ids, SamplingParams(max_tokens=1))
+        if self._watched is None or self._watched.model is not model:
+            self._watched = Watched(model)
+        return self._watched.attention(self.params, np.array(ids, np.int32), layers)
+
     def score(
         self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[ScoredCompletion]:
@@ -128,6 +154,8 @@ class Inside:
         capture: CaptureRequest,
         positions: str | Sequence[int] = "prompt",
         use_tqdm: bool = True,
+        *,
+        patch: Patches = None,
     ) -> list[Captures]:
         """Activations of one prompt or many, in their order: `llm.capture(prompts, {"residual": [3, 12]})`.
 
@@ -137,6 +165,7 @@ class Inside:
             capture: names of `jaxllm.requests.captures.POINTS` with a layer, a list of layers, or True for all; and
                 `"final": True`. Or a list of TransformerLens's names, such as "blocks.12.hook_resid_post".
             positions: of which tokens: "prompt" (or "all"), "last", or numbers, which may count from the end.
+            patch: what takes the place of the residual stream, for all prompts, or for each prompt one or None.
 
         Raises:
             InvalidRequestError: a prompt, a name, a layer or a position is not there; nothing is run then.
@@ -147,13 +176,19 @@ class Inside:
         wanted = read_capture(capture, positions, info.num_layers)
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         requests = []
-        for prompt in prompt_list(prompts):
+        items = prompt_list(prompts)
+        for prompt, own in zip(items, patches_of(patch, len(items)), strict=True):
             ids = prompt_ids(prompt, tokenizer)[1]
             check_request(info, tokenizer, ids, params)
             check_capture(info, ids, wanted)
-            requests.append(
-                EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling_params=params, capture=wanted)
+            request = EngineRequest(
+                request_id=uuid.uuid4().hex,
+                prompt_token_ids=ids,
+                sampling_params=params,
+                capture=wanted,
+                patching=self._patching(own, len(ids)),
             )
+            requests.append(request)
         found = [CapturesInProgress(wanted, info.hidden_size) for _ in requests]
 
         def take(sequence: int, delta: TokenDelta) -> bool:
@@ -166,9 +201,17 @@ class Inside:
         return [captures.finish() for captures in found]
 
     def logits(
-        self, prompts: Prompt | Sequence[Prompt], positions: str | Sequence[int] = "prompt", use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        positions: str | Sequence[int] = "prompt",
+        use_tqdm: bool = True,
+        *,
+        patch: Patches = None,
     ) -> list[LogitRows]:
         """The logits over the vocabulary after each token of one prompt or many, of which none is kept.
+
+        Args:
+            patch: as `capture`.
 
         Returns:
             For each prompt something like an array `[T, V]` whose rows are computed where they are looked at.
@@ -179,7 +222,7 @@ class Inside:
             EngineDeadError: the engine has died.
         """
         self._client()
-        found = self.capture(prompts, {FINAL: True}, positions, use_tqdm)
+        found = self.capture(prompts, {FINAL: True}, positions, use_tqdm, patch=patch)
         unembed = partial(self.unembed, norm=False)
         return [LogitRows(captures.final, unembed, self._streams.client.info.vocab_size) for captures in found]
 
@@ -231,6 +274,14 @@ class Inside:
             raise InvalidRequestError("this model is an encoder; only decoders are steered", "steer")
         return read_steering(
             steers, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
+        )
+
+    def _patching(self, patch: Patch, num_prompt: int) -> Patching | None:
+        info = self._streams.client.info
+        if patch and info.tasks.encodes:
+            raise InvalidRequestError("this model is an encoder; only decoders are patched", "patch")
+        return read_patch(
+            patch, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
         )
 
     @property

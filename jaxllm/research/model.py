@@ -36,25 +36,29 @@ class OpenModel:
         """Raises InvalidRequestError for an encoder, which predicts no tokens."""
         if parts.spec.config.encoder is not None:
             raise InvalidRequestError(f"{parts.spec.family.name} is an encoder; only decoders have logits of tokens")
-        self._parts = parts
+        self.parts = parts
         self._config = parts.spec.config
         model, self._specs = abstract_model(parts.spec, replace(parts.options, kernels=WHOLE, adapters=None))
         self._graph, state = nnx.split(model)
         self._tree = jax.tree.structure(state)
-        self._axes = {spec.path: P(*spec.axes) for spec in self._specs}
+        self.axes = {spec.path: P(*spec.axes) for spec in self._specs}
 
     def params(self, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """The engine's weights, by `LiveModel.arrays`: the same arrays where each number is kept by itself, otherwise
         expanded.
         """
-        kept = [spec.abstract() for spec in self._parts.params]
+        kept = [spec.abstract() for spec in self.parts.params]
         values = jax.tree.unflatten(jax.tree.structure(kept), arrays)
-        pairs = zip(self._parts.params, self._specs, values, strict=True)
+        pairs = zip(self.parts.params, self._specs, values, strict=True)
         return {plain.path: self._plain(value, spec, plain) for spec, plain, value in pairs}
 
     def module(self, params: ModelArrays) -> Decoder:
         """The Flax module; its collectives run inside `shard_map` over the engine's mesh."""
-        model: Any = nnx.merge(self._graph, jax.tree.unflatten(self._tree, [params[path] for path in self._axes]))
+        return self.merged(self._graph, params)
+
+    def merged(self, graph: Any, params: ModelArrays) -> Decoder:
+        """The same with other kernels in the graph."""
+        model: Any = nnx.merge(graph, jax.tree.unflatten(self._tree, [params[path] for path in self.axes]))
         return model  # type: ignore[no-any-return]
 
     @under_own_settings
@@ -70,8 +74,8 @@ class OpenModel:
         if tokens.ndim not in (1, 2) or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
             kind = f"{tokens.dtype}{list(tokens.shape)}"
             raise InvalidRequestError(f"tokens is {kind}; it must be integers, [T] or [B, T]", "tokens")
-        if params.keys() != self._axes.keys():
-            odd = sorted(params.keys() ^ self._axes.keys())
+        if params.keys() != self.axes.keys():
+            odd = sorted(params.keys() ^ self.axes.keys())
             raise InvalidRequestError(f"params differs from llm.params in {', '.join(odd[:4])}", "params")
         if embeddings is not None:
             expected = (*tokens.shape, self._config.hidden_size)
@@ -79,14 +83,14 @@ class OpenModel:
                 raise InvalidRequestError(
                     f"embeddings is {list(embeddings.shape)}; it must be {list(expected)}", "embeddings"
                 )
-            embeddings = embeddings.reshape(-1, expected[-1]).astype(self._parts.options.dtype)
+            embeddings = embeddings.reshape(-1, expected[-1]).astype(self.parts.options.dtype)
         out = self._run(dict(params), tokens.reshape(-1, tokens.shape[-1]), embeddings)
         return out.reshape(*tokens.shape, -1)
 
     @cached_property
     def _run(self) -> Any:
         mapped = jax.shard_map(
-            self._forward, mesh=self._parts.mesh, in_specs=(self._axes, P(), P()), out_specs=P(), check_vma=False
+            self._forward, mesh=self.parts.mesh, in_specs=(self.axes, P(), P()), out_specs=P(), check_vma=False
         )
         return jax.jit(mapped)
 
@@ -95,15 +99,15 @@ class OpenModel:
     ) -> Float[Array, "N V"]:
         model = self.module(params)
         count, length = tokens.shape
-        hidden, _ = model(tokens.reshape(-1), self._caches(count), whole_sequences(count, length), embeddings)
+        hidden, _ = model(tokens.reshape(-1), self.caches(count), whole_sequences(count, length), embeddings)
         return model.logits(hidden)
 
-    def _caches(self, count: int) -> tuple[tuple[jax.Array, ...], ...]:
+    def caches(self, count: int) -> tuple[tuple[jax.Array, ...], ...]:
         """Zeros for the states of `count` sequences, and for padding's; keys and values are not kept in pages."""
-        layout = CacheLayout(np.dtype(np.float32), 1, self._parts.options.tp)
+        layout = CacheLayout(np.dtype(np.float32), 1, self.parts.options.tp)
 
         def zeros(buffer: Buffer) -> jax.Array:
-            shape = NamedSharding(self._parts.mesh, P(*buffer.axes)).shard_shape(buffer.shape)
+            shape = NamedSharding(self.parts.mesh, P(*buffer.axes)).shard_shape(buffer.shape)
             return jnp.zeros(shape, buffer.dtype)
 
         kept = ([part for part in parts_of([spec]) if isinstance(part, PerSlot)] for spec in self._config.caches)
@@ -120,7 +124,7 @@ class OpenModel:
             return value.array
         leaves, tree = jax.tree.flatten(value)
         axes = tuple(P(*axes) for _, axes in spec.leaves())
-        expanded: jax.Array = _expanding(self._parts.mesh, tree, axes, P(*plain.axes), plain.dtype)(*leaves)
+        expanded: jax.Array = _expanding(self.parts.mesh, tree, axes, P(*plain.axes), plain.dtype)(*leaves)
         return expanded
 
 

@@ -40,6 +40,19 @@ STEERED = ("llama_gqa", "lfm2")
 STEERED_LAYER = 1
 STEERED_POSITIONS = {"all": range(0, 96), "part": range(10, 40)}
 
+PATCHED_PLACES = {"prompt": ((1, 12), (0, 30), (2, 31), (1, 31), (1, 63)), "generated": ((0, 12), (1, 66), (2, 68))}
+"""(layer, position) of what is patched: in the prompt alone, and beside it in the greedy tokens after it."""
+ATTENDED = ("llama_gqa", "gemma3_small", "lfm2")
+ATTENDED_TOKENS = 40
+"""Tokens of the prompt whose attention is kept."""
+
+
+def patches(which: str, width: int) -> dict[tuple[int, int], np.ndarray]:
+    """What takes the place of the stream as the layer ends: zeros at the first of the places."""
+    drawn = np.random.default_rng(13).standard_normal((len(PATCHED_PLACES[which]), width)).astype(np.float32)
+    drawn[0] = 0
+    return dict(zip(PATCHED_PLACES[which], drawn, strict=True))
+
 
 def steering_vector(width: int) -> np.ndarray:
     """What is added to the stream as STEERED_LAYER ends; it moves the logits by a lot."""
@@ -57,6 +70,9 @@ class InsideGolden:
         gradient: `[LOSS_TOKENS, E]`, the loss's derivative by the rows of the embedding table that these tokens have.
         steered: `[T, V]`, the prompt's logits by "all" and "part", where the stream is steered at STEERED_POSITIONS.
         steered_tokens: those that greedy decoding appends to the prompt then.
+        patched, patched_tokens: the same where the stream is patched at PATCHED_PLACES.
+        attention: of the first ATTENDED_TOKENS tokens of the prompt, for models in ATTENDED: by "weights.layer",
+            `[H, T, T]`, and by "keys.layer" and "values.layer", `[T, K, D]`, as transformers' cache holds them.
     """
 
     activations: dict[str, np.ndarray]
@@ -64,6 +80,9 @@ class InsideGolden:
     gradient: np.ndarray
     steered: dict[str, np.ndarray]
     steered_tokens: dict[str, list[int]]
+    patched: dict[str, np.ndarray]
+    patched_tokens: dict[str, list[int]]
+    attention: dict[str, np.ndarray]
 
 
 def load_inside(name: str) -> InsideGolden:
@@ -73,4 +92,7 @@ def load_inside(name: str) -> InsideGolden:
     loss, gradient = float(arrays.pop("loss", np.nan)), arrays.pop("gradient", np.zeros(0))
     steered = {which: arrays.pop(f"steered.{which}") for which in STEERED_POSITIONS if f"steered.{which}" in arrays}
     tokens = {which: arrays.pop(f"tokens.{which}").tolist() for which in steered}
-    return InsideGolden(arrays, loss, gradient, steered, tokens)
+    patched = {which: arrays.pop(f"patched.{which}") for which in PATCHED_PLACES if f"patched.{which}" in arrays}
+    after = {which: arrays.pop(f"patched_tokens.{which}").tolist() for which in patched}
+    attention = {key: arrays.pop(key) for key in list(arrays) if key.split(".")[0] in ("weights", "keys", "values")}
+    return InsideGolden(arrays, loss, gradient, steered, tokens, patched, after, attention)

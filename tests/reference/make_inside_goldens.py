@@ -15,14 +15,18 @@ import torch
 
 from tests.reference import load_golden
 from tests.reference.inside import (
+    ATTENDED,
+    ATTENDED_TOKENS,
     DIFFERENTIATED,
     FOLDER,
     HOOKED,
     LOSS_TOKENS,
+    PATCHED_PLACES,
     POSITIONS,
     STEERED,
     STEERED_LAYER,
     STEERED_POSITIONS,
+    patches,
     steering_vector,
 )
 from tests.reference.oracle import load_oracle
@@ -93,6 +97,55 @@ def steered(name: str, model: Any) -> dict[str, np.ndarray]:
     return found
 
 
+def patched(name: str, model: Any) -> dict[str, np.ndarray]:
+    """Logits of the prompt, and the greedy tokens after it, of a model whose stream is patched."""
+    prompt, found = tiny_prompt(name), {}
+    for which in PATCHED_PLACES:
+        handles = []
+        for (layer, position), value in patches(which, model.config.hidden_size).items():
+
+            def put(module: Any, inputs: Any, output: Any, position: int = position, value: Any = value) -> Any:
+                states = (output[0] if isinstance(output, tuple) else output).clone()
+                if position < states.shape[1]:
+                    states[:, position] = torch.from_numpy(value)
+                return (states, *output[1:]) if isinstance(output, tuple) else states
+
+            handles.append(model.model.layers[layer].register_forward_hook(put))
+        ids = list(prompt)
+        with torch.inference_mode():
+            for _ in range(STEERED_TOKENS):
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0]
+                best = logits[-1].topk(2)
+                assert best.values[0] - best.values[1] > 1e-3, f"{name}: two tokens are nearly tied"
+                ids.append(int(best.indices[0]))
+        for handle in handles:
+            handle.remove()
+        tokens = np.array(ids[len(prompt) :])
+        found |= {f"patched.{which}": logits[: len(prompt)].numpy(), f"patched_tokens.{which}": tokens}
+    return found
+
+
+def attention(name: str, model: Any) -> dict[str, np.ndarray]:
+    """Weights, and what the cache holds, of each layer that attends."""
+    ids = torch.tensor([tiny_prompt(name)[:ATTENDED_TOKENS]])
+    with torch.inference_mode():
+        told = model(ids, use_cache=True, output_attentions=True)
+    found: dict[str, np.ndarray] = {}
+    attending = [index for index, layer in enumerate(model.model.layers) if hasattr(layer, "self_attn")]
+    weights = [weights for weights in told.attentions if weights is not None]
+    assert len(attending) == len(weights)
+    for index, of_layer in zip(attending, weights, strict=True):
+        cached = told.past_key_values.layers[index]
+        found[f"weights.{index}"] = of_layer[0].numpy()
+        found |= {f"keys.{index}": cached.keys[0], f"values.{index}": cached.values[0]}
+    return {key: np.asarray(value) if "weights" in key else kept(value) for key, value in found.items()}
+
+
+def kept(cached: Any) -> np.ndarray:
+    """`[K, T, D]`, of which a layer with a window keeps the last tokens -> `[T, K, D]`."""
+    return np.ascontiguousarray(cached.numpy().swapaxes(0, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(dict.fromkeys([*HOOKED, *DIFFERENTIATED])))
@@ -102,7 +155,9 @@ def main() -> None:
             model = load_oracle(name, write_checkpoint(name, Path(scratch)))
             arrays = derivative(name, model) if name in DIFFERENTIATED else {}
             if name in STEERED:
-                arrays |= steered(name, model)
+                arrays |= steered(name, model) | patched(name, model)
+            if name in ATTENDED:
+                arrays |= attention(name, model)
             if name in HOOKED:
                 arrays |= activations(name, model)
         np.savez(FOLDER / f"{name}.npz", **arrays)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from jaxllm import LLM, SamplingParams, Steer
 from tests.reference.tiny import tiny_prompt, write_checkpoint
+from tests.research.processors import PROCESSORS
 
 MODELS = ("llama_mha8", "lfm2")
 FIELDS: dict[str, Any] = {
@@ -27,13 +29,21 @@ FIELDS: dict[str, Any] = {
 def shown(name: str, folder: Path, tp: int) -> dict[str, np.ndarray]:
     """Activations, logits, scores, and a derivative."""
     prompt = tiny_prompt(name)[:40]
-    with LLM(write_checkpoint(name, folder / name), **FIELDS, tensor_parallel_size=tp) as llm:
+    fields = FIELDS | {"logits_processors": PROCESSORS, "tensor_parallel_size": tp}
+    with LLM(write_checkpoint(name, folder / name), **fields) as llm:
         (captures,) = llm.capture(prompt, {"residual": True, "attention_out": [0, 2], "mlp_out": 1}, use_tqdm=False)
         (rows,) = llm.logits(prompt, "last", use_tqdm=False)
         logits = rows[:]
         steer, params = Steer(1, np.ones(llm.info.hidden_size)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
         (output,) = llm.generate([prompt], params, use_tqdm=False, steer=steer)
         steered = [next(iter(step.values())).logprob for step in output.outputs[0].logprobs or ()]
+        params = replace(params, max_tokens=9, logits_processors={"nudge": {"by": 9.0}, "fresh": {}, "stripes": {}})
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        processed = np.array(output.outputs[0].token_ids)
+        patch = {(0, 7): np.zeros(llm.info.hidden_size), (1, 41): np.ones(llm.info.hidden_size)}
+        (output,) = llm.generate([prompt], replace(params, logits_processors=[]), use_tqdm=False, patch=patch)
+        patched = np.array(output.outputs[0].token_ids)
+        attention = llm.attention(prompt[:12])
         (score,) = llm.score(prompt[:9], [prompt[9:30]], use_tqdm=False)
 
         def loss(params: dict[str, jax.Array]) -> jax.Array:
@@ -47,7 +57,18 @@ def shown(name: str, folder: Path, tp: int) -> dict[str, np.ndarray]:
     return (
         found
         | vectors
-        | {"logits": logits, "steered": np.array(steered), "score": score.logprobs, "loss": np.asarray(value)}
+        | {
+            "logits": logits,
+            "steered": np.array(steered),
+            "processed": processed,
+            "patched": patched,
+            "weights": np.stack([found.weights for found in attention.values()]),
+            "queries": np.stack([found.queries for found in attention.values()]),
+            "keys": np.stack([found.keys for found in attention.values()]),
+            "values": np.stack([found.values for found in attention.values()]),
+            "score": score.logprobs,
+            "loss": np.asarray(value),
+        }
     )
 
 

@@ -197,9 +197,9 @@ class Executables:
         keys = [Key("backbone", size, of_model) for size in dict.fromkeys(fitting)]
         if variant.processed:
             keys += [Key("head", size, PROCESSED) for size in dict.fromkeys((heads[0], heads[-1]))]
-        if variant.recorded:
+        if variant.recorded or not (variant.processed or variant.steered):
             return keys
-        every = replace(variant, sampled=True)
+        every = replace(variant, sampled=True, patched=0)
         decodes = [Key(kind, size, every) for kind in self._decodes for size in (rows[0], rows[-1])]
         return list(dict.fromkeys([*keys, *decodes]))
 

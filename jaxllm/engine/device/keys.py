@@ -61,6 +61,8 @@ class Variant:
     """Products add what adapters give."""
     steered: bool = False
     """The residual stream is steered for some requests; see `models.layers.steering`."""
+    patched: int = 0
+    """How many rows of layers' outputs it may be given others for; see `models.layers.patching`."""
     recorded: int = 0
     """How many activations it gives besides; see `models.layers.taps`."""
 
@@ -99,16 +101,21 @@ RECORDED = (1, 4, 16, 64, 256, 1024)
 """How many activations a backbone may give; each that does is compiled on demand. The most are those of all points of
 all layers, which requests of one step may want together."""
 
+PATCHED = (4, 32, 256, 2048, 16384, 131072, 1048576)
+"""How many patches a backbone has room for; each that has any is compiled on demand."""
+
 
 def variants(kind: Kind, wanted: Variant) -> tuple[Variant, ...]:
-    """Those that can do what is wanted of a phase, cheapest first. One that processes, steers or records serves nobody
-    else.
+    """Those that can do what is wanted of a phase, cheapest first. One that processes, steers, patches or records
+    serves nobody else.
     """
     found = VARIANTS[kind]
     if wanted.processed:
         found = tuple(replace(variant, processed=True) for variant in found if variant.sampled)
     if wanted.steered:
         found = tuple(replace(variant, steered=True) for variant in found)
+    if wanted.patched:
+        found = tuple(replace(variant, patched=count) for count in PATCHED for variant in found)
     if wanted.recorded:
         found = tuple(replace(variant, recorded=count) for count in RECORDED for variant in found)
     return tuple(variant for variant in found if variant.covers(wanted))
@@ -125,7 +132,7 @@ class Key(NamedTuple):
     def on_demand(self) -> bool:
         """Nobody plans it: it is compiled when somebody first asks for what few do."""
         variant = self.variant
-        rare = variant.processed or variant.steered or variant.recorded > 0
+        rare = variant.processed or variant.steered or variant.patched > 0 or variant.recorded > 0
         return rare or self.kind in ("unembed", "steer", "process")
 
     @property

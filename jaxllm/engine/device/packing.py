@@ -106,18 +106,25 @@ def verify_packing(rows: int) -> Packing:
 
 @cache
 def backbone_packing(
-    tokens: int, max_num_seqs: int, page_size: int, has_states: bool = False, taps: tuple[int, ...] = ()
+    tokens: int,
+    max_num_seqs: int,
+    page_size: int,
+    has_states: bool = False,
+    taps: tuple[int, ...] = (),
+    patches: int = 0,
 ) -> Packing:
     """`tokens` tokens of up to `min(tokens, max_num_seqs)` sequences.
 
     `new_pages` are (slot, place in its page table, page) of what sequences have gained since their last step; what is
     left over says so to the slot that belongs to nobody. `taps` is the shape of the places of activations, in a step
-    that records any.
+    that records any. `patches` is the room for patches, each of a layer and a row, in a step that has any.
     """
     seqs = min(tokens, max_num_seqs)
+    further = {"taps": taps} if taps else {}
+    further |= {"patch_layers": (patches,), "patch_rows": (patches,)} if patches else {}
     return Packing(
         num_decodes=(), num_seqs=(), tokens=(tokens,), query_start=(seqs + 1,), slot=(seqs,),
-        new_pages=(seqs + tokens // page_size, 3), **_state_fields(seqs, has_states), **{"taps": taps} if taps else {},
+        new_pages=(seqs + tokens // page_size, 3), **_state_fields(seqs, has_states), **further,
     )  # fmt: skip
 
 

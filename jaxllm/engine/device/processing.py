@@ -87,7 +87,7 @@ class Processors:
                 value = default
                 if key in given:
                     value = argument(processor.name, key, given[key], default.shape, default.dtype.name)
-                bits = value.astype(np.int32) if value.dtype == bool else value.view(np.int32)
+                bits = value.astype(np.int32) if value.dtype.kind == "b" else value.view(np.int32)
                 views[f"{processor.name}.{key}"][...] = bits
         return row
 
@@ -117,4 +117,4 @@ def _run(
 
 
 def _value(bits: jax.Array, dtype: np.dtype) -> jax.Array:
-    return bits != 0 if dtype == bool else lax.bitcast_convert_type(bits, dtype)
+    return bits != 0 if dtype.kind == "b" else lax.bitcast_convert_type(bits, dtype)

@@ -17,6 +17,7 @@ from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
 from jaxllm.engine.device.keys import MASKED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
+from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, step_patches
 from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
@@ -74,10 +75,10 @@ class Runner:
             keys += self._device.covering_adapted()
         count = 0 if request.capture is None else len(request.capture.taps)
         processed, steered = request.params.processes_logits, request.steering is not None
-        if count or steered or processed:
-            variant = Variant(
-                sampled=processed, adapted=bool(request.adapters), processed=processed, steered=steered, recorded=count
-            )
+        patched = 0 if request.patching is None else len(request.patching.places)
+        if count or steered or processed or patched:
+            of_model = {"adapted": bool(request.adapters), "steered": steered, "patched": patched, "recorded": count}
+            variant = Variant(sampled=processed, processed=processed, **of_model)
             keys += self._device.demanded(len(request.token_ids), variant)
         if steered:
             keys.append(Key("steer"))
@@ -188,11 +189,14 @@ class Runner:
 
     def _prefill(self, batch: Batch) -> Handle:
         taps = wanted_taps(batch.chunks)
-        variant = replace(_variant([], batch), recorded=len(taps))
+        patches = step_patches(batch.chunks)
+        variant = replace(_variant([], batch), patched=len(patches), recorded=len(taps))
         key = self._device.covering("backbone", batch.num_tokens, variant)
-        ints = self._pack_backbone(batch, key, taps)
+        vectors = [self._pack_backbone(batch, key, taps, patches)]
+        if patches:
+            vectors.append(patch_values(patches, key.variant.patched))
         self._count(key, batch.num_tokens, chunks=batch.chunks)
-        found = self._device.run(key, ints)
+        found = self._device.run(key, *vectors)
         rows: list[SampledRow] = []
         pooling: list[tuple[Chunk, int]] = []
         scored: list[tuple[Chunk, int]] = []
@@ -218,14 +222,16 @@ class Runner:
             handle.rows, handle.sampled = rows, self._head(rows)
         return handle
 
-    def _pack_backbone(self, batch: Batch, key: Key, taps: list[Tap]) -> np.ndarray:
+    def _pack_backbone(self, batch: Batch, key: Key, taps: list[Tap], patches: list[RowPatch]) -> np.ndarray:
         sizes, room = self._sizes, key.variant.recorded
-        shape = sizes.taps if room else ()
-        packing = backbone_packing(key.size, sizes.max_num_seqs, sizes.page_size, sizes.has_states, shape)
+        shape, limits = sizes.taps if room else (), (sizes.max_num_seqs, sizes.page_size, sizes.has_states)
+        packing = backbone_packing(key.size, *limits, shape, key.variant.patched)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         if room:
             fill_places(x["taps"], taps, room)
+        if patches:
+            fill_patches(x, patches)
         x["num_decodes"][...] = batch.num_decodes
         x["num_seqs"][...] = len(batch.chunks)
         x["slot"][:] = self._slot_rows(batch.chunks, x["slot"].shape[0])
@@ -287,7 +293,7 @@ class Runner:
 
     def _process(self, request: Request) -> None:
         """Tell a slot which logits processors its request uses, or that it uses none any more."""
-        row = self._processors.row(request.params.logits_processors)
+        row = self._processors.row(request.params.chosen_processors)
         self._device.run(Key("process"), np.int32(request.slot), row)
         (self._processed.add if request.params.processes_logits else self._processed.discard)(request.slot)
 

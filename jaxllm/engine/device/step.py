@@ -54,6 +54,7 @@ from jaxllm.engine.settings import Adjustments
 from jaxllm.models.abstract import AdaptedModel
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
+from jaxllm.models.layers.patching import StepPatches, patching
 from jaxllm.models.layers.steering import Steered
 from jaxllm.models.layers.taps import Recorder, recording
 from jaxllm.requests.pooling import MAX_TOKEN_IDS
@@ -203,32 +204,40 @@ class StepFunctions:
         def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
             drafter = self._drafter(weights, rows)
             assert drafter is not None, "only an engine that tries drafts verifies any"
-            parts = {"drafter": drafter, "process": self._process(weights)}
-            return verify(partial(self._model, weights), caches, slots, packing.unpack(ints), **parts, **rules)
+            parts = {"process": self._process(weights), **rules}
+            return verify(partial(self._model, weights), caches, slots, packing.unpack(ints), drafter=drafter, **parts)
 
         return self._build(Key("verify", rows, variant), step, self.state.ints(packing.size))
 
     def backbone(self, tokens: int, variant: Variant = PLAIN) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, hidden, ints) -> (caches, slots, hidden)`: `tokens` tokens up to the last norm.
 
-        One that records gives the activations too, `[variant.recorded, T, E]`.
+        One that records gives the activations too, `[variant.recorded, T, E]`. One that is patched takes the patches
+        too, float32 `[variant.patched, E]`.
         """
         sizes, count = self._sizes, variant.recorded
         taps = sizes.taps if count else ()
-        packing = backbone_packing(tokens, sizes.max_num_seqs, sizes.page_size, sizes.has_states, taps)
+        limits = sizes.max_num_seqs, sizes.page_size, sizes.has_states
+        packing = backbone_packing(tokens, *limits, taps, variant.patched)
+        sent = [self.state.ints(packing.size)]
+        if variant.patched:
+            sent.append(self.state.replicated((variant.patched, sizes.hidden_size), jnp.float32))
 
-        def step(weights: Any, caches: Any, slots: Slots, buffer: jax.Array, ints: jax.Array) -> Any:
+        def step(
+            weights: Any, caches: Any, slots: Slots, buffer: jax.Array, ints: jax.Array, *values: jax.Array
+        ) -> Any:
             before, drafter = slots, self._drafter(weights)
             x = packing.unpack(ints)
             ids, meta, slots = mixed_batch(x, slots, variant.adapted)
-            with recording(Recorder(x["taps"], count) if count else None) as recorder:
+            patches = StepPatches(x["patch_layers"], x["patch_rows"], *values) if values else None
+            with patching(patches), recording(Recorder(x["taps"], count) if count else None) as recorder:
                 hidden, caches = forward(self._model(weights), ids, caches, meta)
             if drafter is not None:
                 caches, slots = drafter.follow(ids, meta, caches, before, slots)
             taken = () if recorder is None else (recorder.taken,)
             return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)), *taken
 
-        return self._build(Key("backbone", tokens, variant), step, self.state.ints(packing.size))
+        return self._build(Key("backbone", tokens, variant), step, *sent)
 
     def encode(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, hidden, ints) -> (hidden,)`: `tokens` tokens of whole texts through an encoder."""

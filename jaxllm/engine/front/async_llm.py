@@ -62,9 +62,7 @@ class AsyncLLM(Controls):
         self.config: EngineConfig = config if config is not None else make_config(EngineConfig, **fields)
         self._sleep_level = 0
         self._keeper = Keeper() if _can_sleep(self.config) else None
-        self._streams = open_streams(
-            self.config, given_up, room, self._keeper, read_processors(logits_processors)
-        )
+        self._streams = open_streams(self.config, given_up, room, self._keeper, read_processors(logits_processors))
         self._streams.limit = self.info.max_num_seqs + self.config.max_num_waiting
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
         weakref.finalize(self, self._streams.shutdown).atexit = False  # its threads see to a program's end

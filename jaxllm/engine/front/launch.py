@@ -62,8 +62,8 @@ def start_client(
     """
     if processors and (config.engine_process or config.data_parallel_size > 1 or config.in_group):
         raise ConfigError(
-            "logits_processors are functions, which reach only an engine in this process: engine_process must be False, "
-            "and data_parallel_size and num_processes 1"
+            "logits_processors are functions, which reach only an engine in this process: engine_process must be "
+            "False, and data_parallel_size and num_processes 1"
         )
     if config.data_parallel_size > 1:
         return start_replicas(config, given_up, keeper)

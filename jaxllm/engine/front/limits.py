@@ -55,7 +55,7 @@ def check_request(
     for name in ("stop", "bad_words", "structured_outputs"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
-    check_chosen(info.logits_processors, params.logits_processors)
+    check_chosen(info.logits_processors, params.chosen_processors)
     _check_logprobs(info.max_logprobs, params)
     _check_vocabularies(info, len(ids), params)
     if params.structured_outputs is not None:
