@@ -29,11 +29,13 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
     slopes: Float[Array, "H"] | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """As `whole.attention`, of one sequence. Behind the keys and values its pages have queries `[1, T, H, D]` and
     weights `[1, H, T, T]`: of the layer itself, and then of each later layer that shares its keys.
     """
     rules: dict[str, Any] = {"scale": scale, "window": window, "chunked": chunked, "softcap": softcap}
+    assert value_dim is None, "latents are not watched"
     earlier = pages[2:]
     out, pages = whole.attention(q, k, v, pages[:2], meta, **rules, sinks=sinks, slopes=slopes)
     options = Options(scale, window, softcap, None, pages[-1].shape[-1], chunked, slopes)

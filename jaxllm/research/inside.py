@@ -104,6 +104,8 @@ class Inside:
             InvalidRequestError: the prompt is too long, a layer is not there or has no attention, or the model attends
                 to latents.
         """
+        import jax.numpy as jnp
+
         from jaxllm.research.attention import Watched
 
         info, tokenizer = self._streams.client.info, self._streams.tokenizer
@@ -111,7 +113,7 @@ class Inside:
         check_request(info, tokenizer, ids, SamplingParams(max_tokens=1))
         if self._watched is None or self._watched.model is not model:
             self._watched = Watched(model)
-        return self._watched.attention(self.params, np.array(ids, np.int32), layers)
+        return self._watched.attention(self.params, jnp.array(ids, jnp.int32), layers)
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], use_tqdm: bool = True

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm import LLM, ConfigError, InvalidRequestError
 from tests.reference.inside import ATTENDED, ATTENDED_TOKENS, load_inside
-from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
+from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.research.inside import FIELDS
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
@@ -65,9 +65,8 @@ def test_weights_follow_from_queries_and_keys(model: str, tmp_path: Path) -> Non
     """Also where later layers share the keys of an earlier one, and where attention stands beside a state."""
     with LLM(write_checkpoint(model, tmp_path), **FIELDS) as llm:
         found = llm.attention(tiny_prompt(model)[:6])
-        own = found[min(found)].keys.shape[-1] ** -0.5
-        scale = {"gemma4": 1.0, "falcon_h1": own * tiny_config("falcon_h1").get("key_multiplier", 1)}.get(model, own)
-        for attention in found.values():
+        for layer, attention in found.items():
+            scale = llm.module.layers[layer].attention.scale
             expected = softmax_of(attention.queries, attention.keys, scale)
             np.testing.assert_allclose(attention.weights, expected, atol=1e-5)
         for layer in range(1, len(found)):

@@ -22,7 +22,7 @@ from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.masks import mask_words
+from jaxllm.engine.masks import ALL, mask_words
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.work import Batch, Chunk
 from jaxllm.requests.captures import Tap
@@ -77,8 +77,14 @@ class Runner:
         processed, steered = request.params.processes_logits, request.steering is not None
         patched = 0 if request.patching is None else len(request.patching.places)
         if count or steered or processed or patched:
-            of_model = {"adapted": bool(request.adapters), "steered": steered, "patched": patched, "recorded": count}
-            variant = Variant(sampled=processed, processed=processed, **of_model)
+            variant = Variant(
+                sampled=processed,
+                adapted=bool(request.adapters),
+                processed=processed,
+                steered=steered,
+                patched=patched,
+                recorded=count,
+            )
             keys += self._device.demanded(len(request.token_ids), variant)
         if steered:
             keys.append(Key("steer"))
@@ -256,6 +262,8 @@ class Runner:
         x["slot"][:] = self._slot_rows(rows, key.size)
         if fill is not None:
             fill([row.request for row in rows], x["mask"][:count])
+        elif key.variant.masked:  # the one without a mask is still being compiled
+            x["mask"][:] = ALL
         self._count(key, count)
         sampled: Sampled = self._device.run(key, ints)
         return sampled
