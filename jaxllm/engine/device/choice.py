@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from jaxllm.engine.device.batch import Fields
 from jaxllm.engine.device.keys import Variant
-from jaxllm.engine.device.processing import Process
+from jaxllm.engine.device.processing import ProcessLogits
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample
 from jaxllm.engine.device.slots import Slots, settings
 from jaxllm.pallas_kernels import Kernels
@@ -47,7 +47,7 @@ class Sampled(NamedTuple):
 
 
 def choose(
-    model: Head, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant, process: Process | None = None
+    model: Head, hidden: jax.Array, x: Fields, slots: Slots, variant: Variant, process: ProcessLogits | None = None
 ) -> tuple[Slots, Sampled]:
     """Sample a token behind each row of `hidden` [R, E], and leave it where the next step will look for it.
 

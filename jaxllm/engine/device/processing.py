@@ -18,7 +18,7 @@ from jaxllm.engine.device.slots import Slots
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.requests.logits_processors import Chosen, Declared, LogitsProcessor, LogitsState, argument
 
-Process = Callable[[jax.Array, SamplingRows, Slots], jax.Array]
+ProcessLogits = Callable[[jax.Array, SamplingRows, Slots], jax.Array]
 """Logits of rows -> logits, by what the rows' requests use."""
 
 

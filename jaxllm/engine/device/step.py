@@ -43,7 +43,7 @@ from jaxllm.engine.device.packing import (
     score_packing,
     verify_packing,
 )
-from jaxllm.engine.device.processing import Process, Processors
+from jaxllm.engine.device.processing import ProcessLogits, Processors
 from jaxllm.engine.device.sampler import token_logprobs
 from jaxllm.engine.device.sizes import ModelDrafts, StepSizes, with_rows
 from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember
@@ -375,7 +375,7 @@ class StepFunctions:
             model = self._adapted.merged(parameters, given.adapters)
         return model if given.steering is None else Steered(model, given.steering)
 
-    def _process(self, weights: StepWeights | tuple[jax.Array, ...]) -> Process | None:
+    def _process(self, weights: StepWeights | tuple[jax.Array, ...]) -> ProcessLogits | None:
         """What logits pass in a step whose key says so."""
         table = weights.processing if isinstance(weights, StepWeights) else None
         return None if table is None else partial(self.processors.process, table)

@@ -19,7 +19,7 @@ from jaxllm.engine.device.choice import Sampled, Settled, choose
 from jaxllm.engine.device.drafts.drafter import Asked, Drafter
 from jaxllm.engine.device.forward import forward
 from jaxllm.engine.device.keys import Variant
-from jaxllm.engine.device.processing import Process
+from jaxllm.engine.device.processing import ProcessLogits
 from jaxllm.engine.device.slots import Slots
 from jaxllm.models.decoder import Decoder
 
@@ -33,7 +33,7 @@ def verify(
     drafter: Drafter,
     variant: Variant,
     page_size: int,
-    process: Process | None = None,
+    process: ProcessLogits | None = None,
 ) -> tuple[Any, Slots, Sampled]:
     """One token of each sequence and as many drafted ones as are right: caches, slots, and what was sampled.
 
