@@ -113,7 +113,7 @@ class LLM(Inside, Controls):
         adapters = _adapters(lora_request, len(items))
         pairs = [prompt_ids(item, self.tokenizer) for item in items]
         requests = [(text, ids, p) for (text, ids), p in zip(pairs, params, strict=True)]
-        wanted = None if capture is None else read_capture(capture, positions, self.info.num_layers)
+        wanted = None if capture is None else read_capture(capture, positions, self.info.layer_shapes)
         steers, patches = steers_of(steer, len(items)), patches_of(patch, len(items))
         return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches)
 

@@ -15,7 +15,7 @@ import msgspec
 from jaxllm.engine.orders import Order
 from jaxllm.looking import What
 from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.captures import CaptureParams
+from jaxllm.requests.captures import CaptureParams, LayerShapes
 from jaxllm.requests.logits_processors import Declared
 from jaxllm.requests.outputs import RankedLogprobs
 from jaxllm.requests.patching import Patching
@@ -174,6 +174,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """With these in its config another engine has as many pages and states, whatever memory is free then."""
     hidden_size: int = 0
     num_layers: int = 0
+    kv_heads: tuple[tuple[int, int] | None, ...] = ()
+    """Of each layer with keys and values of its own: how many heads they have, and their size."""
     num_parameters: int = 0
     tasks: ModelTasks = ModelTasks()
     """What the model is made for besides text, and its classes."""
@@ -185,6 +187,11 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Of its devices, as JAX calls it."""
     logits_processors: Declared = msgspec.field(default_factory=dict)
     """Those that it was given, with the shapes and dtypes of their arguments."""
+
+    @property
+    def layer_shapes(self) -> LayerShapes:
+        """What its layers have of each token."""
+        return LayerShapes(self.hidden_size, self.kv_heads)
 
 
 LookAt = Callable[[What, float], bytes]

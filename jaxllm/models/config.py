@@ -214,6 +214,16 @@ class DecoderConfig:
         """Channels of a head of this layer."""
         return layer.head_dim or self.head_dim
 
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int] | None, ...]:
+        """Of each layer that has keys and values of its own, how many heads they have, and their size."""
+        return tuple(
+            (self.num_kv_heads_of(layer), self.head_dim_of(layer))
+            if "attention" in layer.mixers and layer.shares_kv_of is None and self.mla is None
+            else None
+            for layer in self.layers
+        )
+
     def num_kv_heads_of(self, layer: LayerKind) -> int:
         """KV heads of this layer."""
         return layer.num_kv_heads or self.num_kv_heads

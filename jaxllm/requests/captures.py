@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from jaxllm.wording import did_you_mean
 POINTS = ("residual_before", "attention_out", "residual_middle", "mlp_out", "residual")
 """The places in a layer whose activations can be given: the residual stream as it enters, what the mixer (attention, a
 convolution, a recurrence) adds to it, the stream after that, what the MLP adds, and the stream as it leaves."""
+CACHED = ("keys", "values")
+"""What attention keeps of each token in the KV cache, as it keeps it: after any norm and rotation."""
+TAPPED = (*POINTS, *CACHED)
 FINAL = "final"
 """The hidden states after the last norm, which the head reads."""
 
@@ -25,6 +29,8 @@ TRANSFORMER_LENS = {
     "hook_resid_mid": "residual_middle",
     "hook_mlp_out": "mlp_out",
     "hook_resid_post": "residual",
+    "attn.hook_rot_k": "keys",
+    "attn.hook_v": "values",
 }
 """TransformerLens's names behind "blocks.N.", and ours."""
 
@@ -37,11 +43,35 @@ Positions = Literal["all", "prompt", "generated", "last"] | tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class LayerShapes:
+    """What a model's layers have of each token.
+
+    Attributes:
+        width: E, of the residual stream.
+        heads: of each layer the KV heads and their size, where it has keys and values of its own.
+    """
+
+    width: int
+    heads: tuple[tuple[int, int] | None, ...]
+
+    def has(self, name: str, layer: int) -> bool:
+        """Whether the layer has that activation."""
+        return name not in CACHED or self.heads[layer] is not None
+
+    def of(self, tap: Tap) -> tuple[int, ...]:
+        """The shape of an activation at one token."""
+        name, layer = tap
+        heads = self.heads[layer] if name in CACHED else None
+        return (self.width,) if heads is None else heads
+
+
+@dataclass(frozen=True)
 class CaptureParams:
-    """The activations that a request is to give, in this order, and at which tokens."""
+    """The activations that a request is to give, in this order, of these shapes, and at which tokens."""
 
     taps: tuple[Tap, ...]
     positions: Positions = "all"
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def first(self, num_prompt: int) -> int:
         """The first position that is wanted of a request with a prompt of so many tokens."""
@@ -62,18 +92,19 @@ def _counted(positions: tuple[int, ...], num_prompt: int) -> list[int]:
     return [position if position >= 0 else num_prompt + position for position in positions]
 
 
-def read_capture(capture: CaptureRequest, positions: str | Sequence[int], num_layers: int) -> CaptureParams:
+def read_capture(capture: CaptureRequest, positions: str | Sequence[int], layers: LayerShapes) -> CaptureParams:
     """What a caller asks for, by its own names or TransformerLens's.
 
     Raises:
         InvalidRequestError: naming the field, its value, and what would be accepted.
     """
+    num_layers = len(layers.heads)
     if isinstance(capture, str):
         capture = [capture]
     if not isinstance(capture, Mapping):
         taps = [_of_transformer_lens(name) for name in capture]
     else:
-        taps = [tap for name, layers in capture.items() for tap in _of_layers(name, layers, num_layers)]
+        taps = [tap for name, wanted in capture.items() for tap in _of_layers(name, wanted, layers)]
     for name, layer in taps:
         if name != FINAL and not -num_layers <= layer < num_layers:
             last = num_layers - 1
@@ -81,37 +112,54 @@ def read_capture(capture: CaptureRequest, positions: str | Sequence[int], num_la
     settled = dict.fromkeys((name, layer % num_layers if name != FINAL else -1) for name, layer in taps)
     if not settled:
         raise InvalidRequestError("capture names no activation; it must have one", "capture")
-    return CaptureParams(tuple(settled), _positions(positions))
+    for name, layer in settled:
+        _check_cached(name, layer, layers)
+    return CaptureParams(tuple(settled), _positions(positions), tuple(map(layers.of, settled)))
 
 
-def _of_layers(name: str, layers: object, num_layers: int) -> list[Tap]:
+def _check_cached(name: str, layer: int, layers: LayerShapes) -> None:
+    if not layers.has(name, layer):
+        known = ", ".join(str(index) for index in range(len(layers.heads)) if layers.has(name, index)) or "none"
+        raise InvalidRequestError(
+            f"capture has layer {layer} of {name!r}; layers with {name} of their own are {known}", "capture"
+        )
+    if math.prod(layers.of((name, layer))) > layers.width:
+        heads, size = layers.of((name, layer))
+        raise InvalidRequestError(
+            f"capture has layer {layer} of {name!r}, of {heads} heads of {size}; accepted are up to {layers.width} "
+            "numbers, the width of the residual stream",
+            "capture",
+        )
+
+
+def _of_layers(name: str, wanted: object, layers: LayerShapes) -> list[Tap]:
     if name == FINAL:
-        if layers is not True:
+        if wanted is not True:
             raise InvalidRequestError(
-                f"capture has {layers!r} for 'final', which is of no layer; it must be True", "capture"
+                f"capture has {wanted!r} for 'final', which is of no layer; it must be True", "capture"
             )
         return [(FINAL, -1)]
-    if name not in POINTS:
+    if name not in TAPPED:
         if name.startswith("blocks."):
             raise InvalidRequestError(
                 "TransformerLens's names go into a list: capture=['blocks.3.hook_resid_post']", "capture"
             )
-        known = (*POINTS, FINAL)
+        known = (*TAPPED, FINAL)
         raise InvalidRequestError(
             f"capture has {name!r}{did_you_mean(name, known)}; accepted are {', '.join(known)}", "capture"
         )
-    if layers is True:
-        return [(name, layer) for layer in range(num_layers)]
-    found = integers(layers)
+    if wanted is True and any(layers.has(name, layer) for layer in range(len(layers.heads))):
+        return [(name, layer) for layer in range(len(layers.heads)) if layers.has(name, layer)]
+    found = integers(wanted)
     if not found:
         raise InvalidRequestError(
-            f"capture has {layers!r} for {name!r}; it must be a layer, a list of layers, or True for all", "capture"
+            f"capture has {wanted!r} for {name!r}; it must be a layer, a list of layers, or True for all", "capture"
         )
     return [(name, layer) for layer in found]
 
 
 def _of_transformer_lens(name: str) -> Tap:
-    found = re.fullmatch(r"blocks\.(\d+)\.(\w+)", name)
+    found = re.fullmatch(r"blocks\.(\d+)\.([\w.]+)", name)
     if found is None or found[2] not in TRANSFORMER_LENS:
         known = ", ".join(f"blocks.N.{hook}" for hook in TRANSFORMER_LENS)
         raise InvalidRequestError(f"capture has {name!r}; in a list accepted are {known}", "capture")
@@ -138,14 +186,15 @@ def integers(given: object) -> list[int]:
 
 
 class Captures(Mapping[str, dict[int, np.ndarray]]):
-    """Activations of one sequence: `captures["residual"][12]` is `[n, E]` float32, a row for each of `positions`.
+    """Activations of one sequence: `captures["residual"][12]` is `[n, E]` float32, a row for each of `positions`; keys
+    and values are `[n, K, D]`.
 
     `captures.final` are the states after the last norm. TransformerLens's names work too:
     `captures.array("blocks.12.hook_resid_post")`.
     """
 
-    def __init__(self, taps: Sequence[Tap], positions: np.ndarray, values: np.ndarray):
-        """`values` are `[activations, n, E]`, in the order of `taps`."""
+    def __init__(self, taps: Sequence[Tap], positions: np.ndarray, values: Sequence[np.ndarray]):
+        """`values` are those of each of `taps`."""
         self.positions = positions
         self.values_by_tap = dict(zip(taps, values, strict=True))
 
@@ -197,4 +246,8 @@ class CapturesInProgress:
         positions = sorted(self._rows)
         rows = [self._rows[position] for position in positions]
         values = np.stack(rows, axis=1) if rows else np.zeros((len(self._params.taps), 0, self._width), np.float32)
-        return Captures(self._params.taps, np.array(positions, np.int64), values)
+        cut = [
+            found[:, : math.prod(shape)].reshape(-1, *shape)  # behind the keys of fewer heads there is nothing
+            for found, shape in zip(values, self._params.shapes, strict=True)
+        ]
+        return Captures(self._params.taps, np.array(positions, np.int64), cut)

@@ -164,7 +164,7 @@ class Inside:
         A captured sequence gives up the prefix cache from its first wanted token on; others in its batch do not.
 
         Args:
-            capture: names of `jaxllm.requests.captures.POINTS` with a layer, a list of layers, or True for all; and
+            capture: names of `jaxllm.requests.captures.TAPPED` with a layer, a list of layers, or True for all; and
                 `"final": True`. Or a list of TransformerLens's names, such as "blocks.12.hook_resid_post".
             positions: of which tokens: "prompt" (or "all"), "last", or numbers, which may count from the end.
             patch: what takes the place of the residual stream, for all prompts, or for each prompt one or None.
@@ -175,7 +175,7 @@ class Inside:
         """
         self._streams.check_process()
         info, tokenizer = self._streams.client.info, self._streams.tokenizer
-        wanted = read_capture(capture, positions, info.num_layers)
+        wanted = read_capture(capture, positions, info.layer_shapes)
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         requests = []
         items = prompt_list(prompts)

@@ -31,7 +31,8 @@ def shown(name: str, folder: Path, tp: int) -> dict[str, np.ndarray]:
     prompt = tiny_prompt(name)[:40]
     fields = FIELDS | {"logits_processors": PROCESSORS, "tensor_parallel_size": tp}
     with LLM(write_checkpoint(name, folder / name), **fields) as llm:
-        (captures,) = llm.capture(prompt, {"residual": True, "attention_out": [0, 2], "mlp_out": 1}, use_tqdm=False)
+        wanted = {"residual": True, "attention_out": [0, 2], "mlp_out": 1, "keys": True, "values": True}
+        (captures,) = llm.capture(prompt, wanted, use_tqdm=False)
         (rows,) = llm.logits(prompt, "last", use_tqdm=False)
         logits = rows[:]
         steer, params = Steer(1, np.ones(llm.info.hidden_size)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
@@ -72,12 +73,23 @@ def shown(name: str, folder: Path, tp: int) -> dict[str, np.ndarray]:
     )
 
 
+def shared_keys(folder: Path, tp: int) -> dict[str, np.ndarray]:
+    """Of a model with one KV head, which each device has."""
+    name = "llama_mqa_tied"
+    with LLM(write_checkpoint(name, folder / name), **FIELDS, tensor_parallel_size=tp) as llm:
+        prompt = tiny_prompt(name)[:12]
+        (captures,) = llm.capture(prompt, {"keys": 1, "values": 0}, use_tqdm=False)
+        attention = llm.attention(prompt, 1)[1]
+    return {"captured": captures["keys"][1], "values": captures["values"][0], "keys": attention.keys}
+
+
 def main(out: str) -> None:
     arrays: dict[str, Any] = {"devices": len(jax.devices())}
     with tempfile.TemporaryDirectory() as folder:
         for name in MODELS:
             arrays |= {f"{name}/{key}": array for key, array in shown(name, Path(folder), len(jax.devices())).items()}
-    np.savez(out, **arrays)
+        found = shared_keys(Path(folder), len(jax.devices()))
+    np.savez(out, **arrays, **{f"shared/{key}": array for key, array in found.items()})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.device.handle import Recorded
 from jaxllm.engine.work import Chunk
-from jaxllm.requests.captures import FINAL, POINTS, Tap
+from jaxllm.requests.captures import FINAL, TAPPED, Tap
 
 
 def wanted_taps(chunks: Sequence[Chunk]) -> list[Tap]:
@@ -24,7 +24,7 @@ def fill_places(places: np.ndarray, taps: Sequence[Tap], room: int) -> None:
     """Tell each layer, and the last norm, where its activations go: in the order of `taps`, or behind `room`."""
     places[:] = room
     for place, (name, layer) in enumerate(taps):
-        places[layer, 0 if name == FINAL else POINTS.index(name)] = place
+        places[layer, 0 if name == FINAL else TAPPED.index(name)] = place
 
 
 def record(found: jax.Array, taps: Sequence[Tap], chunks: Sequence[tuple[Chunk, int]]) -> list[Recorded]:

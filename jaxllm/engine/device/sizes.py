@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, PerSlot, parts_of
 from jaxllm.models.options import AdapterSizes
-from jaxllm.requests.captures import POINTS
+from jaxllm.requests.captures import TAPPED
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class StepSizes(Limits):
         """The shape of what a step that records activations is told: of each layer, and of the last norm, where each
         of its activations goes.
         """
-        return len(self.caches) + 1, len(POINTS)
+        return len(self.caches) + 1, len(TAPPED)
 
     @property
     def buffers(self) -> tuple[tuple[Buffer, ...], ...]:

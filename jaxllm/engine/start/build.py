@@ -346,6 +346,7 @@ def _assemble(
         num_parameters=plan.num_parameters,
         hidden_size=blueprint.spec.config.vector_size,
         num_layers=blueprint.spec.config.num_layers,
+        kv_heads=blueprint.spec.config.kv_heads,
         tasks=read_tasks(checkpoint, encodes),
         default_sampling=_sampling_defaults(checkpoint),
         max_logprobs=config.max_logprobs,

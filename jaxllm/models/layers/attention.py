@@ -16,9 +16,10 @@ from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm, UnitRMSNorm, WholeRMSNorm
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles, rotate
+from jaxllm.models.layers.taps import tap, tapped
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, Pages, RootMeanSquare, StepMetadata
-from jaxllm.sharding.collectives import tensor_rank
+from jaxllm.sharding.collectives import gather_over_tensor, tensor_rank, tensor_size
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
         self.output = RowLinear(num_heads * head_dim, size, options, output_bias)
         self.q_norm = _qk_norm(qk_norm, num_heads, head_dim, norm_eps, tp, options)
         self.k_norm = _qk_norm(qk_norm if has_kv else None, num_kv_heads, head_dim, norm_eps, shards, options)
-        self.num_heads = num_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.heads, self.kv_heads = num_heads // tp, num_kv_heads // shards
         self.head_dim = head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
@@ -125,6 +126,9 @@ class Attention(nnx.Module):
         q, gate = (q[:, ::2], q[:, 1::2]) if self.gated else (q, None)
         if not self.causal:
             return self.output(self._among_texts(q, k, v, angles, meta), residual=residual), pages
+        if tapped() and self.has_kv:
+            tap("keys", self._all_heads(self._turned(q, k, angles, meta)[1]))
+            tap("values", self._all_heads(v))
         options: dict[str, Any] = {}
         if self.chunked:
             options["chunked"] = True
@@ -146,6 +150,12 @@ class Attention(nnx.Module):
         if gate is not None:
             out = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
         return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
+
+    def _all_heads(self, x: Float[Array, "T K D"]) -> Float[Array, "T n"]:
+        """Those of all devices one after another, each once."""
+        heads = gather_over_tensor(x.swapaxes(1, 2)).swapaxes(1, 2)  # [T, heads of all devices, D]
+        repeats = tensor_size() // kv_shards(self.num_kv_heads, tensor_size())
+        return heads[:, ::repeats].reshape(len(x), -1)
 
     def _slopes(self, steepness: float) -> Float[Array, "H"]:
         """Those of this device's heads."""

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.requests.captures import POINTS
+from jaxllm.requests.captures import TAPPED
 
 
 class LayerTaps(NamedTuple):
-    """What a layer is told: the place in the buffer of its activation at each of POINTS, the last for nobody."""
+    """What a layer is told: the place in the buffer of its activation at each of TAPPED, the last for nobody."""
 
     places: Int[Array, "n"]
     buffer: Float[Array, "N T E"]
@@ -56,7 +56,7 @@ class Recorder:
     def last(self, hidden: Float[Array, "T E"]) -> None:
         """The states after the last norm."""
         taps = _Layer(self.layer(-1, hidden))
-        taps.record(POINTS[0], hidden)
+        taps.record(TAPPED[0], hidden)
         self.buffer = taps.buffer
 
 
@@ -67,7 +67,8 @@ class _Layer:
         self.places, self.buffer = taps
 
     def record(self, point: str, value: Float[Array, "T E"]) -> None:
-        place = self.places[POINTS.index(point)]
+        place = self.places[TAPPED.index(point)]
+        value = value[:, : self.buffer.shape[2]]  # wider keys are refused: nobody looks at these
         self.buffer = lax.dynamic_update_slice(self.buffer, value[None].astype(self.buffer.dtype), (place, 0, 0))
 
 
@@ -107,7 +108,7 @@ def tapped() -> bool:
 
 
 def tap(point: str, value: jax.Array) -> None:
-    """Record an activation of the layer that is traced, at one of POINTS, where it records any."""
+    """Record an activation of the layer that is traced, at one of TAPPED, where it records any."""
     target = _layer.get()
     if target is not None:
         target.record(point, value)
