@@ -333,7 +333,7 @@ class LLM(Inside, Controls):
             for (_, ids, params), uses, steer, patch in given
         ]
         collectors = [
-            Collector(request.request_id, text, ids, params, self.tokenizer, capture, self.info.hidden_size)
+            Collector(request.request_id, text, ids, params, self.tokenizer, capture, self.info.layer_shapes.widest)
             for request, (text, ids, params) in zip(requests, items, strict=True)
         ]
         places = [(collector, choice) for collector in collectors for choice in range(len(collector.output.outputs))]

@@ -19,8 +19,9 @@ SAMPLING_GROUP = Group(
     "Sampling", sort_key=1, help="A flag wins over the model's own recommendation, and that over the default shown."
 )
 
-# Text is what these commands are for; --seed is the engine's own, which unseeded requests draw from.
-_LEFT_OUT = {"detokenize", *EngineConfig.model_fields}
+# Text is what these commands are for; --seed is the engine's own, which unseeded requests draw from; functions of
+# logits are given to an engine in Python.
+_LEFT_OUT = {"detokenize", "logits_processors", *EngineConfig.model_fields}
 _FLAG_TYPES: dict[str, Any] = {
     "stop": list[str] | None,
     "stop_token_ids": list[int] | None,

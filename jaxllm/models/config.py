@@ -15,6 +15,7 @@ from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.per_layer import PerLayerConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.models.layers.ssd import SSDConfig
+from jaxllm.requests.captures import LayerShapes
 
 NormKind = Literal["rms", "layer", "layer_unbiased"]
 MixerKind = Literal["attention", "conv", "delta", "ssd"]
@@ -223,6 +224,11 @@ class DecoderConfig:
             else None
             for layer in self.layers
         )
+
+    @property
+    def layer_shapes(self) -> LayerShapes:
+        """What the layers have of each token."""
+        return LayerShapes(self.hidden_size, self.kv_heads)
 
     def num_kv_heads_of(self, layer: LayerKind) -> int:
         """KV heads of this layer."""

@@ -64,6 +64,11 @@ class LayerShapes:
         heads = self.heads[layer] if name in CACHED else None
         return (self.width,) if heads is None else heads
 
+    @property
+    def widest(self) -> int:
+        """The numbers of the largest activation of a token: each has room for as many on its way to the host."""
+        return max(self.width, *(math.prod(heads) for heads in self.heads if heads is not None), 0)
+
 
 @dataclass(frozen=True)
 class CaptureParams:
@@ -122,13 +127,6 @@ def _check_cached(name: str, layer: int, layers: LayerShapes) -> None:
         known = ", ".join(str(index) for index in range(len(layers.heads)) if layers.has(name, index)) or "none"
         raise InvalidRequestError(
             f"capture has layer {layer} of {name!r}; layers with {name} of their own are {known}", "capture"
-        )
-    if math.prod(layers.of((name, layer))) > layers.width:
-        heads, size = layers.of((name, layer))
-        raise InvalidRequestError(
-            f"capture has layer {layer} of {name!r}, of {heads} heads of {size}; accepted are up to {layers.width} "
-            "numbers, the width of the residual stream",
-            "capture",
         )
 
 
@@ -228,13 +226,13 @@ class CapturesInProgress:
     """Rows of a sequence's activations as they come, in any order and some perhaps twice."""
 
     def __init__(self, params: CaptureParams, width: int):
-        """`width` is E."""
+        """`width` is that of the widest activation of the model."""
         self._params = params
         self._width = width
         self._rows: dict[int, np.ndarray] = {}
 
     def add(self, positions: Sequence[int], values: bytes) -> None:
-        """float32 `[activations, positions, E]`; those that were computed again take the place of earlier ones."""
+        """float32 `[activations, positions, width]`; those that were computed again take the place of earlier ones."""
         shape = (len(self._params.taps), len(positions), self._width)
         for position, rows in zip(
             positions, np.frombuffer(values, np.float32).reshape(shape).swapaxes(0, 1), strict=True
@@ -247,7 +245,7 @@ class CapturesInProgress:
         rows = [self._rows[position] for position in positions]
         values = np.stack(rows, axis=1) if rows else np.zeros((len(self._params.taps), 0, self._width), np.float32)
         cut = [
-            found[:, : math.prod(shape)].reshape(-1, *shape)  # behind the keys of fewer heads there is nothing
+            found[:, : math.prod(shape)].reshape(-1, *shape)  # what is behind is unused
             for found, shape in zip(values, self._params.shapes, strict=True)
         ]
         return Captures(self._params.taps, np.array(positions, np.int64), cut)

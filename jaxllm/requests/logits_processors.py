@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from jaxllm.errors import ConfigError, Field, InvalidRequestError
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 _FIELD = "logits_processors"
-_DTYPES = {"b": np.dtype(bool), "i": np.dtype(np.int32), "u": np.dtype(np.int32), "f": np.dtype(np.float32)}
+_DTYPES = {"b": "bool", "i": "int32", "u": "int32", "f": "float32"}
 """What each kind of default value is kept as."""
 
 
@@ -86,6 +85,8 @@ def _default(name: str, parameter: inspect.Parameter) -> np.ndarray:
             f"logits_processors: the argument {parameter.name!r} of {name} has no default value, which says what shape "
             "and type requests may give it"
         )
+    import numpy as np
+
     value = np.asarray(parameter.default)
     if value.dtype.kind not in _DTYPES:
         raise ConfigError(
@@ -120,6 +121,8 @@ def read_chosen(given: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str,
 
 def _plain(value: Any) -> Any:
     """Numbers and lists of them, which can be compared."""
+    import numpy as np
+
     return value if isinstance(value, str) or value is None else np.asarray(value).tolist()
 
 
@@ -129,6 +132,8 @@ def argument(name: str, key: str, value: Any, shape: Sequence[int], dtype: str) 
     Raises:
         InvalidRequestError: it has another shape, or other values.
     """
+    import numpy as np
+
     try:
         found = np.asarray(value)
         fits = found.dtype.kind in _DTYPES and np.can_cast(_DTYPES[found.dtype.kind], dtype, "same_kind")

@@ -191,7 +191,7 @@ class Inside:
                 patching=self._patching(own, len(ids)),
             )
             requests.append(request)
-        found = [CapturesInProgress(wanted, info.hidden_size) for _ in requests]
+        found = [CapturesInProgress(wanted, info.layer_shapes.widest) for _ in requests]
 
         def take(sequence: int, delta: TokenDelta) -> bool:
             _check_ended(delta)

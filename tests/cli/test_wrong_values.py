@@ -121,4 +121,7 @@ def test_keys_of_an_object(cli: Any, value: str, message: str) -> None:
 
 def test_every_parameter_of_sampling_was_tried() -> None:
     tried = {parameter.name for parameter in PARAMETERS.values()}
-    assert {*SamplingParams.__dataclass_fields__} - tried - {*EngineConfig.model_fields} == {"detokenize"}
+    assert {*SamplingParams.__dataclass_fields__} - tried - {*EngineConfig.model_fields} == {
+        "detokenize",
+        "logits_processors",
+    }

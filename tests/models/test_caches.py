@@ -82,6 +82,7 @@ def test_steps_have_a_row_for_each_slot_one_for_padding_and_one_for_each_snapsho
     sizes = StepSizes(
         max_num_seqs=4, max_num_batched_tokens=32, decode_steps=1, max_model_len=64, page_size=16, num_pages=10,
         num_snapshots=3, caches=LAYERS, cache_layout=FLOATS, hidden_size=8, vocab_size=9, dtype=np.float32,
+        widest_activation=8,
     )  # fmt: skip
     assert sizes.has_states and sizes.num_states == 8
     assert [len(layer) for layer in sizes.buffers] == [2, 2, 2, 0, 0]

@@ -80,10 +80,14 @@ def test_layers_without_are_refused(model: str, wanted: Any, said: str, tmp_path
         llm.capture([1, 2, 3], wanted, use_tqdm=False)
 
 
-def test_keys_that_are_wider_than_the_stream_are_refused(llama: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama.info, "kv_heads", ((2, 33), (2, 32), (2, 32)))
-    with pytest.raises(
-        InvalidRequestError, match="capture has layer 0 of 'keys', of 2 heads of 33; accepted are up"
-    ):
-        llama.capture([1, 2, 3], {"keys": [0]}, use_tqdm=False)
-    assert llama.capture([1, 2, 3], {"keys": [1]}, use_tqdm=False)[0]["keys"][1].shape == (3, 2, 32)
+def test_keys_may_be_wider_than_the_stream(tmp_path: Path) -> None:
+    """8 heads of 16, of a stream of 64: beside what is as wide as that."""
+    prompt = tiny_prompt("llama_mha8")[:12]
+    with LLM(write_checkpoint("llama_mha8", tmp_path), **FIELDS) as llm:
+        (found,) = llm.capture(prompt, {"keys": 1, "residual": 1, "final": True}, use_tqdm=False)
+        (stream,) = llm.capture(prompt, {"residual": 1, "final": True}, use_tqdm=False)
+        keys = llm.attention(prompt, 1)[1].keys
+    assert keys.shape == (12, 8, 16) and found.final.shape == (12, 64)
+    np.testing.assert_allclose(found["keys"][1], keys, **EXACT)
+    np.testing.assert_allclose(found["residual"][1], stream["residual"][1], atol=1e-6)
+    np.testing.assert_allclose(found.final, stream.final, atol=1e-6)

@@ -96,6 +96,8 @@ class StepSizes(Limits):
     hidden_size: int
     vocab_size: int
     dtype: Any
+    widest_activation: int
+    """Numbers of a token that the largest activation has which a layer may give."""
     draft_caches: tuple[CacheSpec, ...] = ()
     """What each layer of a draft model keeps, in pages beside those of the model."""
 

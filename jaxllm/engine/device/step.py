@@ -212,11 +212,11 @@ class StepFunctions:
     def backbone(self, tokens: int, variant: Variant = PLAIN) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, hidden, ints) -> (caches, slots, hidden)`: `tokens` tokens up to the last norm.
 
-        One that records gives the activations too, `[variant.recorded, T, E]`. One that is patched takes the patches
+        One that records gives the activations too, `[variant.recorded, T, W]`. One that is patched takes the patches
         too, float32 `[variant.patched, E]`.
         """
         sizes, count = self._sizes, variant.recorded
-        taps = sizes.taps if count else ()
+        taps, recorder = sizes.taps if count else (), partial(Recorder, count=count, width=sizes.widest_activation)
         limits = sizes.max_num_seqs, sizes.page_size, sizes.has_states
         packing = backbone_packing(tokens, *limits, taps, variant.patched)
         sent = [self.state.ints(packing.size)]
@@ -230,11 +230,11 @@ class StepFunctions:
             x = packing.unpack(ints)
             ids, meta, slots = mixed_batch(x, slots, variant.adapted)
             patches = StepPatches(x["patch_layers"], x["patch_rows"], *values) if values else None
-            with patching(patches), recording(Recorder(x["taps"], count) if count else None) as recorder:
+            with patching(patches), recording(recorder(x["taps"]) if count else None) as records:
                 hidden, caches = forward(self._model(weights), ids, caches, meta)
             if drafter is not None:
                 caches, slots = drafter.follow(ids, meta, caches, before, slots)
-            taken = () if recorder is None else (recorder.taken,)
+            taken = () if records is None else (records.taken,)
             return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)), *taken
 
         return self._build(Key("backbone", tokens, variant), step, *sent)

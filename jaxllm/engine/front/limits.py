@@ -77,7 +77,7 @@ def check_capture(info: EngineInfo, ids: Sequence[int], capture: CaptureParams) 
     """
     if info.tasks.encodes:
         raise InvalidRequestError("this model is an encoder; activations are given of decoders only", "capture")
-    most = max(1, MOST_CAPTURED_BYTES // (4 * info.max_num_batched_tokens * info.hidden_size))
+    most = max(1, MOST_CAPTURED_BYTES // (4 * info.max_num_batched_tokens * info.layer_shapes.widest))
     if len(capture.taps) > most:
         raise InvalidRequestError(
             f"capture asks for {len(capture.taps)} activations; accepted are up to {most} at a time, for steps of "

@@ -120,9 +120,9 @@ class Collector:
         params: SamplingParams,
         tokenizer: Tokenizer | None = None,
         capture: CaptureParams | None = None,
-        hidden_size: int = 0,
+        width: int = 0,
     ):
-        """`tokenizer` names the tokens of the prompt's log-probabilities; `capture` are of states of `hidden_size`."""
+        """`tokenizer` names the tokens of the prompt's log-probabilities; `capture` are of up to `width`."""
         wants = params.logprobs is not None
         self.output = RequestOutput(
             request_id=request_id,
@@ -135,7 +135,7 @@ class Collector:
             metrics=RequestMetrics(arrival_time=time.time()),
         )
         self._open = params.n
-        self._captures = [CapturesInProgress(capture, hidden_size) for _ in range(params.n)] if capture else []
+        self._captures = [CapturesInProgress(capture, width) for _ in range(params.n)] if capture else []
         self._tokenizer = tokenizer
 
     def add(self, choice: int, delta: TokenDelta) -> None:

@@ -264,6 +264,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         cache_layout=layout,
         vocab_size=model_config.num_outputs,
         hidden_size=model_config.vector_size,
+        widest_activation=model_config.layer_shapes.widest,
         dtype=options.dtype,
         draft_caches=draft_caches,
     )

@@ -25,7 +25,7 @@ class LayerTaps(NamedTuple):
     """What a layer is told: the place in the buffer of its activation at each of TAPPED, the last for nobody."""
 
     places: Int[Array, "n"]
-    buffer: Float[Array, "N T E"]
+    buffer: Float[Array, "N T W"]
 
 
 @dataclass
@@ -35,14 +35,16 @@ class Recorder:
     Attributes:
         places: of each layer, and of a last row for what comes after all of them; see `LayerTaps`.
         count: how many activations there is room for.
+        width: of the widest of them; others leave the rest of their rows as it is.
     """
 
     places: Int[Array, "L n"]
     count: int
-    buffer: Float[Array, "N T E"] | None = None
+    width: int
+    buffer: Float[Array, "N T W"] | None = None
 
     @property
-    def taken(self) -> Float[Array, "n T E"]:
+    def taken(self) -> Float[Array, "n T W"]:
         """What was recorded."""
         assert self.buffer is not None, "the model records inside recording()"
         return self.buffer[: self.count]
@@ -50,7 +52,7 @@ class Recorder:
     def layer(self, index: int, x: Float[Array, "T E"]) -> LayerTaps:
         """What the layer `index` is told, whose activations are like `x`."""
         if self.buffer is None:
-            self.buffer = jnp.zeros((self.count + 1, *x.shape), x.dtype)
+            self.buffer = jnp.zeros((self.count + 1, len(x), self.width), x.dtype)
         return LayerTaps(self.places[index], self.buffer)
 
     def last(self, hidden: Float[Array, "T E"]) -> None:
@@ -66,9 +68,8 @@ class _Layer:
     def __init__(self, taps: LayerTaps):
         self.places, self.buffer = taps
 
-    def record(self, point: str, value: Float[Array, "T E"]) -> None:
+    def record(self, point: str, value: Float[Array, "T _"]) -> None:
         place = self.places[TAPPED.index(point)]
-        value = value[:, : self.buffer.shape[2]]  # wider keys are refused: nobody looks at these
         self.buffer = lax.dynamic_update_slice(self.buffer, value[None].astype(self.buffer.dtype), (place, 0, 0))
 
 
