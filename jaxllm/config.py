@@ -166,17 +166,14 @@ class EngineConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _pages_can_be_offloaded(self) -> Self:
-        if self.kv_offload_memory is None:
-            for name in ("kv_offload_dir", "kv_offload_disk"):
-                value = getattr(self, name)
-                if value != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} is {value}, which changes nothing without kv_offload_memory")
-        elif not self.enable_prefix_caching:
-            raise ValueError("kv_offload_memory is set, and enable_prefix_caching is false: no prompt would find a page")
-        elif self.in_group:
+        for name, needed in (("kv_offload_dir", "kv_offload_memory"), ("kv_offload_disk", "kv_offload_dir")):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and getattr(self, needed) is None:
+                raise ValueError(f"{name} is {value}, which changes nothing without {needed}")
+        if self.kv_offload_memory is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_offload_memory is set, and enable_prefix_caching is false: nobody would look there")
+        if self.kv_offload_memory is not None and self.in_group:
             raise ValueError("kv_offload_memory is set, and num_processes: each process would have to keep its part")
-        elif self.kv_offload_dir is None and self.kv_offload_disk != type(self).model_fields["kv_offload_disk"].default:
-            raise ValueError(f"kv_offload_disk is {self.kv_offload_disk}, which changes nothing without kv_offload_dir")
         return self
 
     @property

@@ -50,7 +50,9 @@ class Driver:
         places: int = 0,
         host_pages: int = 0,
     ):
-        """`host_pages` are kept in host memory; without any, none is. `snapshots` is the number of states that can be kept, of a model whose layers have some; None is another."""
+        """`host_pages` are kept in host memory; without any, none is. `snapshots` is the number of states that can be
+        kept, of a model whose layers have some; None is another.
+        """
         self.states = StateCache(max_num_seqs + 1, snapshots) if snapshots and caching else None
         self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
         self.max_model_len = (num_pages - 1) * page_size

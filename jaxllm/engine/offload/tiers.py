@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 SAVED_AT_ONCE = 32
 """Pages that an engine without work copies to disk before it looks whether there is work."""
 
-Pages = Callable[[], Sequence[Page]]
+Arriving = Callable[[], Sequence[Page]]
 """Gives pages that are on their way to the host when they have arrived."""
 
 
@@ -58,7 +58,7 @@ class PageTiers:
         leaving, self._leaving = self._leaving, []
         return leaving
 
-    def keep(self, digests: Sequence[Digest], pages: Pages) -> None:
+    def keep(self, digests: Sequence[Digest], pages: Arriving) -> None:
         """Keep pages that are on their way to the host, in host memory."""
 
         def arrive() -> None:
@@ -113,7 +113,7 @@ class PageTiers:
         digests = [digest for digest, _ in zip(self._unsaved, range(SAVED_AT_ONCE), strict=False)]
         return [(self._unsaved.pop(digest), digest) for digest in digests]
 
-    def save(self, digests: Sequence[Digest], pages: Pages) -> None:
+    def save(self, digests: Sequence[Digest], pages: Arriving) -> None:
         """Write pages that are on their way to the host to disk."""
 
         def write() -> None:

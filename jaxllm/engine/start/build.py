@@ -317,7 +317,13 @@ def _assemble(
         EncoderScheduler(pool, *limits)
         if encodes
         else Scheduler(
-            pool, *limits, rule, plan.decode_steps, states, draft_depth(config), AdapterPlaces(plan.adapter_places),
+            pool,
+            *limits,
+            rule,
+            plan.decode_steps,
+            states,
+            draft_depth(config),
+            AdapterPlaces(plan.adapter_places),
             tiers,
         )
     )

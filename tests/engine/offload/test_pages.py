@@ -133,7 +133,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int)
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(ConfigError, match="kv_offload_dir is .* others than this user may write there"):
+    with pytest.raises(ConfigError, match=r"kv_offload_dir is .* others than this user may write there"):
         disk(folder)
 
 
