@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 import queue
 import random
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxllm.engine.accept import Results, store_scores
 from jaxllm.engine.adapters.store import AdapterStore, check_adapters
+from jaxllm.engine.counting import Counting
 from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.runner import Runner
@@ -25,12 +25,12 @@ from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
 from jaxllm.engine.messages import (
     INITIAL_VERSION,
-    STEP_TOKENS,
     CapturedRows,
     EngineRequest,
     EngineStats,
     TokenDelta,
 )  # fmt: skip
+from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
@@ -77,6 +77,7 @@ class EngineCore:
         """Requests share what they have computed with those of their own generation."""
         self._scheduler = scheduler
         self._pool = pool
+        self._tiers = scheduler.tiers
         self._idle_check = IdleCheck(pool, scheduler.states, scheduler.adapters)
         self._runner = runner
         self._tokenizer = tokenizer
@@ -97,24 +98,23 @@ class EngineCore:
         self._pending: Handle | None = None
         self._pending_version = self._read_version = self.weight_version
         """Of the weights that the step under way runs with, and that the step being read ran with."""
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._cached_prompt_tokens = 0
-        self._generation_tokens = 0
-        self._drafts = 0
-        self._draft_tokens = 0
-        self._accepted_by_position = [0] * scheduler.ahead.drafts.most
-        self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
-        self._step_tokens = 0
-        self._host_seconds = 0.0
-        self._wait_seconds = 0.0
+        self._counting = Counting(scheduler.ahead.drafts.most)
 
     @property
     def has_work(self) -> bool:
-        """There is something to schedule or a step to read."""
+        """There is something to schedule, a step to read, or a copy to be made."""
+        return self._has_requests or self._is_saving
+
+    @property
+    def _has_requests(self) -> bool:
         return (
             self._pending is not None or self._num_schedulable > 0 or bool(self._failed) or not self._prepared.empty()
         )
+
+    @property
+    def _is_saving(self) -> bool:
+        """Nobody waits for anything, and pages are to be copied to disk."""
+        return self._tiers is not None and self._tiers.has_unsaved and not self._scheduler.num_unfinished
 
     @property
     def _num_schedulable(self) -> int:
@@ -157,9 +157,9 @@ class EngineCore:
         if request.adapters:
             check_adapters(request.adapters, self._scheduler.adapters.count)
         self._runner.prepare(request)
-        missing = self._runner.missing(request)
-        if missing or params.structured_outputs is not None or not self._has_adapters(request):
-            self._prepare(request, missing)
+        missing, on_disk = self._runner.missing(request), self._on_disk(request)
+        if missing or on_disk or params.structured_outputs is not None or not self._has_adapters(request):
+            self._prepare(request, missing, on_disk)
         else:
             request.status = Status.WAITING
             self._scheduler.add(request)
@@ -187,57 +187,31 @@ class EngineCore:
         """
         began = time.thread_time()
         deltas = self._start_prepared()
+        if not self._has_requests:
+            self._save_pages()
         batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
         if batch.admitted:
             self.on_begin([request.request_id for request in batch.admitted])
         handle = self._runner.dispatch(batch) if batch.chunks else None
         if handle is not None:
-            self._count_steps(batch)
+            self._counting.step(batch)
         previous, self._pending = self._pending, handle
         self._read_version, self._pending_version = self._pending_version, self.weight_version
         if previous is not None:
-            self._wait_seconds += previous.wait()
+            self._counting.so_far.step_device_wait_seconds += previous.wait()
             deltas += self._read(previous)
-            self._steps += 1
+            self._counting.so_far.num_steps += 1
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
-        self._host_seconds += time.thread_time() - began
+        self._counting.so_far.step_host_seconds += time.thread_time() - began
         if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
         return deltas
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        s, compiles = self._scheduler, self._runner.compiles
-        return EngineStats(
-            num_running=len(s.running),
-            num_waiting=len(s.waiting),
-            num_preparing=len(self._requests) - s.num_unfinished,
-            num_preemptions=s.stats.preemptions,
-            num_pages=self._pool.num_pages - 1,
-            num_free_pages=self._pool.num_free,
-            page_size=self._pool.page_size,
-            prefix_cache_queries=s.stats.prefix_queries,
-            prefix_cache_hits=s.stats.prefix_hits,
-            prompt_tokens=self._prompt_tokens,
-            cached_prompt_tokens=self._cached_prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            num_drafts=self._drafts,
-            num_draft_tokens=self._draft_tokens,
-            accepted_by_position=list(self._accepted_by_position),
-            num_steps=self._steps,
-            steps_by_tokens=list(self._steps_by_tokens),
-            step_tokens=self._step_tokens,
-            step_host_seconds=self._host_seconds,
-            step_device_wait_seconds=self._wait_seconds,
-            scheduled_tokens=dict(self._runner.scheduled_tokens),
-            padded_tokens=dict(self._runner.padded_tokens),
-            compiles_foreseen=compiles.foreseen,
-            compiles_unforeseen=compiles.unforeseen,
-            compile_seconds=compiles.seconds,
-            compiles_pending=compiles.pending,
-            ready=True,
-        )
+        num_preparing = len(self._requests) - self._scheduler.num_unfinished
+        return self._counting.snapshot(self._scheduler, self._pool, self._runner, num_preparing)
 
     def unembed(self, states: np.ndarray, normed: bool) -> np.ndarray:
         """The logits `[n, V]` of states `[n, E]`, as many as a step takes at a time: fewer rows than given are left.
@@ -287,16 +261,37 @@ class EngineCore:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.close()
         self._preparing.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self._constraining.close()
 
-    def _prepare(self, request: Request, missing: list[Key]) -> None:
-        """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need."""
+    def _on_disk(self, request: Request) -> list[Digest]:
+        """Pages of its prompt that are to be read from disk before it begins."""
+        if self._tiers is None or self._paused is not None:
+            return []
+        return self._tiers.on_disk(self._scheduler.prefix_root(request), request.token_ids[: request.first_read])
+
+    def _save_pages(self) -> None:
+        """Copy some pages to disk that are not there yet; one step's time at most, as a request may come."""
+        unsaved = [] if self._tiers is None or not self._is_saving else self._tiers.take_unsaved()
+        if unsaved:
+            assert self._tiers is not None
+            for part in self._runner.read_pages(unsaved):
+                self._tiers.save(part.digests, part.contents)
+
+    def _prepare(self, request: Request, missing: list[Key], on_disk: list[Digest]) -> None:
+        """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need, and
+        pages that are on disk.
+        """
 
         def prepare() -> Constraint | None:
             if self._adapters is not None:
                 request.adapter_rows = tuple(self._adapters.read(use) for use in request.adapters)
             for key in missing:
                 self._runner.compile(key)
+            if on_disk:
+                assert self._tiers is not None
+                self._tiers.read(on_disk)
             outputs = request.params.structured_outputs
             if outputs is None:
                 return None
@@ -334,6 +329,9 @@ class EngineCore:
                 allow_only(row, request.thinking.forced)
 
     def _read(self, handle: Handle) -> list[TokenDelta]:
+        for leaving in handle.leaving:
+            assert self._tiers is not None, "without tiers no page is copied"
+            self._tiers.keep(leaving.digests, leaving.contents)
         for score in handle.scores:
             if score.request.status is not Status.FINISHED:
                 store_scores(score)
@@ -374,7 +372,7 @@ class EngineCore:
         return deltas
 
     def _finish_pooled(self, request: Request) -> TokenDelta:
-        self._count_prompt(request)
+        self._counting.prompt(request)
         self._forget(request)
         return TokenDelta(
             request_id=request.request_id,
@@ -386,38 +384,23 @@ class EngineCore:
             padding=request.padding,
         )
 
-    def _count_steps(self, batch: Batch) -> None:
-        """A decode of several steps runs its rows as often."""
-        tokens = sum(chunk.length for chunk in batch.chunks)
-        self._step_tokens += tokens * batch.num_steps
-        self._steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
-
-    def _count_prompt(self, request: Request) -> None:
-        self._prompt_tokens += request.num_prompt
-        self._cached_prompt_tokens += max(request.num_cached, 0)
-
     def _settle(self, result: Result) -> None:
         """Drafts that the device refused were never tokens; those that it took are."""
         if result.num_reserved:
             self._scheduler.settle(result.request, result.num_reserved, len(result.tokens) - 1)
         if result.num_drafted:
-            self._drafts += 1
-            self._draft_tokens += result.num_drafted
-            result.request.num_drafted += result.num_drafted
-            result.request.num_taken += len(result.tokens) - 1
-            for place in range(len(result.tokens) - 1):
-                self._accepted_by_position[place] += 1
+            self._counting.drafts(result)
 
     def _accept(self, result: Result, logprobs: Logprobs | None, vocabulary: np.ndarray | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
         if request.num_output == 0:
-            self._count_prompt(request)
+            self._counting.prompt(request)
         running = len(self._scheduler.running)
         delta, settled = self._results.accept(result, logprobs, running, self._pending, vocabulary)
         delta.weight_version = self._read_version
         self._scheduler.accept(request, delta.token_ids, settled)
-        self._generation_tokens += len(delta.token_ids)
+        self._counting.so_far.generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             delta.num_preemptions, delta.padding = request.num_preemptions, request.padding
             delta.num_drafted, delta.num_taken = request.num_drafted, request.num_taken

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal[
     "decode", "verify", "backbone", "head", "score", "score_given", "score_all", "pool", "token_logits", "unembed",
-    "admit", "adjust", "remember", "recall", "encode", "adapt", "steer", "process",
+    "admit", "adjust", "remember", "recall", "encode", "adapt", "steer", "process", "read_pages", "write_pages",
 ]  # fmt: skip
 """The methods of StepFunctions."""
 
@@ -44,6 +44,8 @@ USES: dict[Kind, Uses] = {
     "adapt": Uses(("adapters",), ("adapters",), output=False),
     "steer": Uses(("steering",), ("steering",), output=False),
     "process": Uses(("processing",), ("processing",), output=False),
+    "read_pages": Uses(("caches",)),
+    "write_pages": Uses(("caches",), ("caches",), output=False),
 }
 
 
@@ -94,6 +96,8 @@ VARIANTS: dict[Kind, tuple[Variant, ...]] = {
     "backbone": (PLAIN, ADAPTED),
     "encode": (PLAIN,),
     "head": (PLAIN, SAMPLED, MASKED),
+    "read_pages": (PLAIN,),
+    "write_pages": (PLAIN,),
 }
 """Those that are compiled of each phase, cheapest first; adapted ones only where an engine has adapters."""
 
