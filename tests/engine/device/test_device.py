@@ -106,6 +106,8 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(
         "recall",
         "encode",
         "adapt",
+        "read_pages",
+        "write_pages",
     } | kinds
     assert ("adapt" in kinds) == any(key.variant.adapted for key, _ in messages)
     assert all(isinstance(a, np.ndarray) for _, vectors in messages for a in jax.tree.leaves(vectors))
