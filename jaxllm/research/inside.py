@@ -20,6 +20,7 @@ from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesInProgress, read_capture
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import Steer, Steering, read_steering
+from jaxllm.requests.tables import OutputList, TableList
 from jaxllm.research.logits import LogitRows
 from jaxllm.research.scores import ScoredCompletion, pairs, scored
 
@@ -120,7 +121,7 @@ class Inside:
             return True
 
         drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
-        return [found[index] for index in range(len(asked))]
+        return TableList(found[index] for index in range(len(asked)))
 
     def capture(
         self,
@@ -163,7 +164,7 @@ class Inside:
             return True
 
         drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
-        return [captures.finish() for captures in found]
+        return OutputList(captures.finish() for captures in found)
 
     def logits(
         self, prompts: Prompt | Sequence[Prompt], positions: str | Sequence[int] = "prompt", use_tqdm: bool = True
