@@ -18,8 +18,10 @@ from jaxllm.engine.accept import Results, store_scores
 from jaxllm.engine.adapters.store import AdapterStore, check_adapters
 from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.keys import Key
+from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.idle_check import IdleCheck
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
 GRAMMAR_THREADS = 4
+SHORTEST_WAIT = 5e-5
+"""Seconds: looking at a step that has ended takes less."""
 
 
 class EngineCore:
@@ -97,6 +101,10 @@ class EngineCore:
         self._pending: Handle | None = None
         self._pending_version = self._read_version = self.weight_version
         """Of the weights that the step under way runs with, and that the step being read ran with."""
+        self.last_steps: dict[StepKind, RanStep] = {}
+        """The last one of each kind whose results have been read; the newest comes last."""
+        self._read_at = 0.0
+        """When a step's results were last on the host."""
         self._steps = 0
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
@@ -196,7 +204,9 @@ class EngineCore:
         previous, self._pending = self._pending, handle
         self._read_version, self._pending_version = self._pending_version, self.weight_version
         if previous is not None:
-            self._wait_seconds += previous.wait()
+            waited = previous.wait()
+            self._wait_seconds += waited
+            self._note(previous.ran, waited)
             deltas += self._read(previous)
             self._steps += 1
         if handle is not None and handle.waiting:
@@ -205,6 +215,19 @@ class EngineCore:
         if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
         return deltas
+
+    def _note(self, ran: RanStep | None, waited: float) -> None:
+        now = time.perf_counter()
+        if ran is not None:
+            ran.seconds, ran.waited = now - max(ran.dispatched, self._read_at), waited > SHORTEST_WAIT
+            self.last_steps.pop(ran.kind, None)
+            self.last_steps[ran.kind] = ran
+        self._read_at = now
+
+    @property
+    def sizes(self) -> StepSizes:
+        """Those that every step shares."""
+        return self._runner.sizes
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""

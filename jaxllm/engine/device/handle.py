@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxllm.engine.device.choice import Sampled
+from jaxllm.engine.device.ran_step import RanStep
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.request import Request
 
@@ -102,6 +103,7 @@ class Handle:
     num_steps: int = 1
     stride: int = 1
     reserved: list[int] = field(default_factory=list)
+    ran: RanStep | None = None
 
     def wait(self) -> float:
         """Block until the step's results are on the host; returns the seconds it took."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import BinaryIO
@@ -17,6 +18,7 @@ from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
 from jaxllm.engine.device.keys import MASKED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
+from jaxllm.engine.device.ran_step import RanExecutable, RanStep, StepKind, sequences_of
 from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
@@ -44,6 +46,8 @@ class Runner:
         """Slots that have been told something to be steered by."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
+        self._counted: dict[Key, RanExecutable] = {}
+        """Of the step that is being dispatched."""
 
     def prepare(self, request: Request) -> None:
         """Lay out what the request's slot will be told. What raises here concerns nobody else."""
@@ -70,6 +74,11 @@ class Runner:
         if request.pooling is not None:
             keys.append(Key("token_logits", size) if request.pooling.kind == "logits" else Key("pool"))
         return self._device.missing(keys)
+
+    @property
+    def sizes(self) -> StepSizes:
+        """Those that every step shares."""
+        return self._sizes
 
     @property
     def most_rows(self) -> int:
@@ -103,6 +112,7 @@ class Runner:
 
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything."""
+        self._begin()
         for rows, place in batch.entering:
             self._device.run(Key("adapt"), np.int32(place), *rows)
         for request in batch.admitted:
@@ -111,8 +121,21 @@ class Runner:
             handle = self._prefill(batch)
         else:
             handle = self._verify(batch) if batch.drafts else self._decode(batch)
+        return self._end(handle, batch)
+
+    def _begin(self) -> None:
+        self._device.recent.clear()
+        self._counted.clear()
+
+    def _end(self, handle: Handle, batch: Batch) -> Handle:
         copy_to_host(handle)
+        kind: StepKind = "decode" if batch.decode_only else "prefill"
+        handle.ran = RanStep(kind, self._executed(), sequences_of(batch), time.perf_counter())
         return handle
+
+    def _executed(self) -> list[RanExecutable]:
+        """What the step has run so far, in order."""
+        return [self._counted.get(key, RanExecutable(key)) for key in self._device.recent]
 
     def sample_waiting(self, handle: Handle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
         """Enqueue the second half of a step whose rows wait for masks, which `fill` writes: [R, V/32], one bit a token.
@@ -124,6 +147,8 @@ class Runner:
         if handle.rows:
             handle.sampled = self._head(handle.rows, fill)
             copy_to_host(handle)
+            if handle.ran is not None:
+                handle.ran.executables = self._executed()
 
     def remember_answer(self, request: Request) -> None:
         """Drafts of later requests may come from the answer of this one, where those are looked through."""
@@ -293,6 +318,7 @@ class Runner:
     def _count(self, key: Key, used: int, times: int = 1, chunks: Sequence[Chunk] = ()) -> None:
         """`chunks` share the padding among them, by their tokens."""
         name, padding = f"{key.kind}-{key.size}", (key.size - used) * times
+        self._counted[key] = RanExecutable(key, used, times)
         self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used * times
         self.padded_tokens[name] = self.padded_tokens.get(name, 0) + padding
         if padding:
