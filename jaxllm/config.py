@@ -114,6 +114,12 @@ class EngineConfig(SettingsGroup):
     """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
+    kv_offload_memory: Annotated[Bytes, Field(gt=0)] | None = None
+    """Bytes of host memory, as 8GiB, for KV pages that have lost their place: their prompts find them again there."""
+    kv_offload_dir: Path | None = None
+    """A folder for pages that kv_offload_memory has no room for, and for all of an idle engine's: they outlive it."""
+    kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
+    """Bytes that kv_offload_dir may take for one model; the longest unused pages are deleted."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many devices share each layer."""
@@ -156,6 +162,18 @@ class EngineConfig(SettingsGroup):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and not self.may_use_adapters:
                 raise ValueError(f"{name} is {value}, and enable_lora is false: no request could use an adapter")
+        return self
+
+    @model_validator(mode="after")
+    def _pages_can_be_offloaded(self) -> Self:
+        for name, needed in (("kv_offload_dir", "kv_offload_memory"), ("kv_offload_disk", "kv_offload_dir")):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and getattr(self, needed) is None:
+                raise ValueError(f"{name} is {value}, which changes nothing without {needed}")
+        if self.kv_offload_memory is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_offload_memory is set, and enable_prefix_caching is false: nobody would look there")
+        if self.kv_offload_memory is not None and self.in_group:
+            raise ValueError("kv_offload_memory is set, and num_processes: each process would have to keep its part")
         return self
 
     @property

@@ -44,6 +44,7 @@ _STARTED = "mpirun, Slurm or Kubernetes start the processes: see docs/scale.md a
 _NO_MEDIA = "models are served for text only"
 _READ = "it is read from the checkpoint"
 _COMPILED = "steps are compiled by XLA; see --enforce-eager, --decode-buckets and --prefill-buckets"
+_OFFLOAD = "see --kv-offload-memory, bytes for pages that have lost their place, and --kv-offload-dir"
 _ONE_GRAMMAR = "grammars are always llguidance's"
 
 REFUSED: Mapping[str, str] = {
@@ -54,7 +55,9 @@ REFUSED: Mapping[str, str] = {
     "--middleware": _CODE,
     "--worker-cls": _CODE,
     "--worker-extension-cls": _CODE,
-    "--swap-space": "a request that runs out of pages is computed again, nothing is swapped out",
+    "--swap-space": _OFFLOAD,
+    "--kv-offloading-size": _OFFLOAD,
+    "--kv-offloading-backend": _OFFLOAD,
     "--cpu-offload-gb": "weights stay on the devices; see --isq for smaller ones",
     "--num-gpu-blocks-override": "see --kv-cache-memory",
     "--max-seq-len-to-capture": _COMPILED,
@@ -86,7 +89,7 @@ REFUSED: Mapping[str, str] = {
     "--allowed-local-media-path": _NO_MEDIA,
     "--mm-processor-kwargs": _NO_MEDIA,
     "--interleave-mm-strings": _NO_MEDIA,
-    "--kv-transfer-config": "KV pages stay in one engine",
+    "--kv-transfer-config": "pages go to no other engine while it runs; see --kv-offload-memory and --kv-offload-dir",
     "--scheduling-policy": "requests run by their field priority, and in their order where it is the same",
     "--guided-decoding-backend": _ONE_GRAMMAR,
     "--structured-outputs-config": _ONE_GRAMMAR,

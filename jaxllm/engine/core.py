@@ -33,6 +33,7 @@ from jaxllm.engine.messages import (
     EngineStats,
     TokenDelta,
 )  # fmt: skip
+from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
@@ -81,6 +82,7 @@ class EngineCore:
         """Requests share what they have computed with those of their own generation."""
         self._scheduler = scheduler
         self._pool = pool
+        self._tiers = scheduler.tiers
         self._idle_check = IdleCheck(pool, scheduler.states, scheduler.adapters)
         self._runner = runner
         self._tokenizer = tokenizer
@@ -119,10 +121,19 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """There is something to schedule or a step to read."""
+        """There is something to schedule, a step to read, or a copy to be made."""
+        return self._has_requests or self._is_saving
+
+    @property
+    def _has_requests(self) -> bool:
         return (
             self._pending is not None or self._num_schedulable > 0 or bool(self._failed) or not self._prepared.empty()
         )
+
+    @property
+    def _is_saving(self) -> bool:
+        """Nobody waits for anything, and pages are to be copied to disk."""
+        return self._tiers is not None and self._tiers.has_unsaved and not self._scheduler.num_unfinished
 
     @property
     def _num_schedulable(self) -> int:
@@ -165,9 +176,9 @@ class EngineCore:
         if request.adapters:
             check_adapters(request.adapters, self._scheduler.adapters.count)
         self._runner.prepare(request)
-        missing = self._runner.missing(request)
-        if missing or params.structured_outputs is not None or not self._has_adapters(request):
-            self._prepare(request, missing)
+        missing, on_disk = self._runner.missing(request), self._on_disk(request)
+        if missing or on_disk or params.structured_outputs is not None or not self._has_adapters(request):
+            self._prepare(request, missing, on_disk)
         else:
             request.status = Status.WAITING
             self._scheduler.add(request)
@@ -195,6 +206,8 @@ class EngineCore:
         """
         began = time.thread_time()
         deltas = self._start_prepared()
+        if not self._has_requests:
+            self._save_pages()
         batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
         if batch.admitted:
             self.on_begin([request.request_id for request in batch.admitted])
@@ -242,6 +255,10 @@ class EngineCore:
             page_size=self._pool.page_size,
             prefix_cache_queries=s.stats.prefix_queries,
             prefix_cache_hits=s.stats.prefix_hits,
+            offload_queries=s.stats.offload_queries,
+            offload_hits=s.stats.offload_hits,
+            num_host_pages=0 if self._tiers is None else self._tiers.num_host,
+            num_disk_pages=0 if self._tiers is None else self._tiers.num_disk,
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._cached_prompt_tokens,
             generation_tokens=self._generation_tokens,
@@ -310,16 +327,37 @@ class EngineCore:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.close()
         self._preparing.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self._constraining.close()
 
-    def _prepare(self, request: Request, missing: list[Key]) -> None:
-        """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need."""
+    def _on_disk(self, request: Request) -> list[Digest]:
+        """Pages of its prompt that are to be read from disk before it begins."""
+        if self._tiers is None or self._paused is not None:
+            return []
+        return self._tiers.on_disk(self._scheduler.prefix_root(request), request.token_ids[: request.first_read])
+
+    def _save_pages(self) -> None:
+        """Copy some pages to disk that are not there yet; one step's time at most, as a request may come."""
+        unsaved = [] if self._tiers is None or not self._is_saving else self._tiers.take_unsaved()
+        if unsaved:
+            assert self._tiers is not None
+            for part in self._runner.read_pages(unsaved):
+                self._tiers.save(part.digests, part.contents)
+
+    def _prepare(self, request: Request, missing: list[Key], on_disk: list[Digest]) -> None:
+        """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need, and
+        pages that are on disk.
+        """
 
         def prepare() -> Constraint | None:
             if self._adapters is not None:
                 request.adapter_rows = tuple(self._adapters.read(use) for use in request.adapters)
             for key in missing:
                 self._runner.compile(key)
+            if on_disk:
+                assert self._tiers is not None
+                self._tiers.read(on_disk)
             outputs = request.params.structured_outputs
             if outputs is None:
                 return None
@@ -357,6 +395,9 @@ class EngineCore:
                 allow_only(row, request.thinking.forced)
 
     def _read(self, handle: Handle) -> list[TokenDelta]:
+        for leaving in handle.leaving:
+            assert self._tiers is not None, "without tiers no page is copied"
+            self._tiers.keep(leaving.digests, leaving.contents)
         for score in handle.scores:
             if score.request.status is not Status.FINISHED:
                 store_scores(score)

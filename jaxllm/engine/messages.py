@@ -123,7 +123,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefix_cache_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Prompt tokens found there."""
+    """Prompt tokens found there, on the devices or in host memory."""
+    offload_queries: int = 0
+    """Prompt tokens that were not on the devices and were looked up in host memory, where pages are kept there."""
+    offload_hits: int = 0
+    """Those of them that were found."""
+    num_host_pages: int = 0
+    """KV pages kept in host memory."""
+    num_disk_pages: int = 0
+    """KV pages kept on disk."""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     """Those of them that the prefix cache held."""

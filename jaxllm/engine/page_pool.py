@@ -31,6 +31,10 @@ class PagePool:
         self._next_node = 0
         self.on_forget: Callable[[PrefixNode], None] = lambda node: None
         """Is told of each node whose page is given away."""
+        self.on_give_away: Callable[[int, PrefixNode], None] = lambda page, node: None
+        """The same, with the page, which still has its contents until it is written again."""
+        self.on_register: Callable[[int, PrefixNode, PrefixNode, Sequence[int]], None] = lambda *registered: None
+        """Is told of each page that can be found by its prefix from now on: its node, its parent's and its tokens."""
 
     @property
     def num_free(self) -> int:
@@ -92,6 +96,7 @@ class PagePool:
         self._key_of[page] = key
         self._next_node += 1
         self._node_of[page] = self._next_node
+        self.on_register(page, self._next_node, parent, tokens)
         return self._next_node
 
     def release(self, pages: Sequence[int]) -> None:
@@ -119,4 +124,6 @@ class PagePool:
         key = self._key_of.pop(page, None)
         if key is not None:
             del self._page_of[key]
-            self.on_forget(self._node_of.pop(page))
+            node = self._node_of.pop(page)
+            self.on_give_away(page, node)
+            self.on_forget(node)

@@ -12,6 +12,8 @@ from jaxllm.engine.adapters.places import AdapterPlaces
 from jaxllm.engine.draft_depth import DraftDepth
 from jaxllm.engine.fair_queue import FairQueue
 from jaxllm.engine.fair_shares import Sharers, gives_way, in_turn, preempted_first, prompt_shares
+from jaxllm.engine.offload.host_pages import Page
+from jaxllm.engine.offload.tiers import PageTiers
 from jaxllm.engine.page_pool import PagePool, PrefixNode
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.run_ahead import RunAhead
@@ -27,6 +29,9 @@ class SchedulerStats:
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    offload_queries: int = 0
+    """Prompt tokens that the devices' pages did not hold, and that were looked for in host memory."""
+    offload_hits: int = 0
 
 
 class Scheduler:
@@ -50,12 +55,14 @@ class Scheduler:
         states: StateCache | None = None,
         drafts: DraftDepth | None = None,
         adapters: AdapterPlaces | None = None,
+        tiers: PageTiers | None = None,
     ):
         """`states` are kept for a model whose layers have some; without them no prefix of such a model is shared.
 
         `drafts` is the most tokens that a decode tries ahead with each request. `adapters` are the places on the
-        devices that requests with adapters need.
+        devices that requests with adapters need. Pages that are given away are kept in `tiers`, if there are any.
         """
+        self.tiers = tiers
         self.adapters = adapters or AdapterPlaces(0)
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -122,6 +129,8 @@ class Scheduler:
             index += 1
         if admitting and self.stats.preemptions == preemptions:  # else the preempted would come straight back
             self._admit(batch, budget, shares, favoured)
+        if self.tiers is not None and batch.chunks:
+            batch.leaving = self.tiers.take_leaving()
         batch.chunks.sort(key=lambda chunk: chunk.length > 1)  # stable: one-token chunks first
         batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)
         return batch
@@ -149,7 +158,7 @@ class Scheduler:
         """Tokens that could run now; none when the tokens in flight already fill the request's length."""
         return request.num_total - request.num_computed if request.num_total < request.max_total else 0
 
-    def _prefix_root(self, request: Request) -> PrefixNode:
+    def prefix_root(self, request: Request) -> PrefixNode:
         """Pages are shared only among requests whose positions are rotated alike."""
         rule = self.ahead.length_rule
         if rule is None or request.rotary_len <= rule.original_length:
@@ -268,12 +277,14 @@ class Scheduler:
         if found is None:
             return 0
         cached, node = found
-        start = len(cached) * self.pool.page_size
+        returning = self._find_offloaded(request, len(cached), node)
+        start = (len(cached) + len(returning)) * self.pool.page_size
         length = self._up_to_branch(request, min(len(request.token_ids) - start, room), start)
         pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
         if pages is None:
             self.pool.release(cached)
             return None
+        batch.returning += zip(pages, returning, strict=False)
         if not request.num_preemptions:  # it was charged when it was first admitted
             self.waiting.charge(request, len(request.token_ids) - start)
         self.waiting.remove(request)
@@ -281,6 +292,9 @@ class Scheduler:
             request.num_cached = start
             self.stats.prefix_queries += request.num_prompt
             self.stats.prefix_hits += start
+            if self.tiers is not None:
+                self.stats.offload_queries += request.num_prompt - len(cached) * self.pool.page_size
+                self.stats.offload_hits += len(returning) * self.pool.page_size
         request.pages = cached + pages
         request.num_computed = request.num_admitted = start
         request.num_registered, request.prefix_node = len(cached), node
@@ -304,12 +318,21 @@ class Scheduler:
 
         None where the request had better wait for a step that is under way.
         """
-        root = self._prefix_root(request)
+        root = self.prefix_root(request)
         usable = list(islice(request.token_ids, request.first_read))
         if not usable:
             return [], root
         pages, node = self.pool.acquire_prefix(usable, root)
         return (pages, node) if self.states is None else self._find_state(request, pages, root, self.states)
+
+    def _find_offloaded(self, request: Request, cached: int, node: PrefixNode) -> list[Page]:
+        """What host memory holds of the tokens behind `cached` pages, as far as that and some more have room."""
+        if self.tiers is None:
+            return []
+        room = self.pool.num_free - self.pool.pages_for(self.max_num_batched_tokens)
+        begin = cached * self.pool.page_size
+        usable = request.token_ids[begin : min(request.first_read, begin + max(room, 0) * self.pool.page_size)]
+        return self.tiers.find(node, usable)
 
     def _find_state(
         self, request: Request, pages: list[int], root: PrefixNode, states: StateCache

@@ -25,6 +25,11 @@ GAUGES = {
 COUNTERS = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
+    "external_prefix_cache_queries": (
+        "Prompt tokens that the devices did not hold, looked up in host memory.",
+        lambda s: s.offload_queries,
+    ),
+    "external_prefix_cache_hits": ("Prompt tokens found in host memory.", lambda s: s.offload_hits),
     "num_preemptions": ("Sequences preempted to be recomputed.", lambda s: s.num_preemptions),
     "prompt_tokens": ("Prompt tokens processed.", lambda s: s.prompt_tokens),
     "prompt_tokens_cached": ("Those of them that the prefix cache held.", lambda s: s.cached_prompt_tokens),
@@ -61,6 +66,8 @@ OWN_GAUGES = {
         "KV pages not in use, those that still hold reusable prefixes included.",
         lambda s: s.num_free_pages,
     ),
+    "kv_pages_host": ("KV pages kept in host memory.", lambda s: s.num_host_pages),
+    "kv_pages_disk": ("KV pages kept on disk.", lambda s: s.num_disk_pages),
     "compiles_pending": ("Buckets still to be compiled.", lambda s: s.compiles_pending),
     "step_host_seconds_mean": (
         "Host time of a step, everything but waiting for the device, averaged since the start.",

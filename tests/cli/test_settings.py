@@ -67,6 +67,7 @@ SAMPLES: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "state_cache_memory": "1MiB",
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
+    "kv_offload_memory": "3MiB", "kv_offload_dir": "/kv", "kv_offload_disk": "4MiB",
     "executables": "/e",
     "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
     "api_key_file": "/keys.yaml",
@@ -94,16 +95,17 @@ SAMPLES: dict[str, Any] = {
 
 
 NEEDED = {
-    **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras"), "enable_lora"),
-    "log_prompts": "log_format", "monitor_host": "monitor_port", "rate_limit_store": "api_key_file",
+    **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras"), ("enable_lora",)),
+    "log_prompts": ("log_format",), "monitor_host": ("monitor_port",), "rate_limit_store": ("api_key_file",),
+    "kv_offload_dir": ("kv_offload_memory",), "kv_offload_disk": ("kv_offload_memory", "kv_offload_dir"),
 }  # fmt: skip
-"""Settings that change nothing without another one."""
+"""Settings that change nothing without others."""
 
 
 @pytest.mark.parametrize("name", list(ServeConfig.model_fields))
 def test_every_field_is_a_flag_a_variable_and_a_key(cli, served, yaml_file, monkeypatch, name: str) -> None:
     value = SAMPLES[name]
-    needed = {NEEDED[name]: SAMPLES[NEEDED[name]]} if name in NEEDED else {}
+    needed = {other: SAMPLES[other] for other in NEEDED.get(name, ())}
     for other, sample in needed.items():
         monkeypatch.setenv(f"JAXLLM_{other.upper()}", str(sample))
     expected = ServeConfig(**{name: value}, **needed)
@@ -196,4 +198,4 @@ def test_what_would_change_nothing_is_refused(cli, served, name: str) -> None:
     value = SAMPLES[name]
     outcome = cli("serve", f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
     assert outcome.code != 0 and served == []
-    assert f"{name} is " in outcome.err and NEEDED[name] in outcome.err
+    assert f"{name} is " in outcome.err and NEEDED[name][-1] in outcome.err

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,6 +51,22 @@ class SimulatedHandle(Handle):
 
     def wait(self) -> float:
         return 0.0
+
+
+class SimulatedPage(list):
+    """What a page holds, as the host keeps it: its budget counts pages."""
+
+    nbytes = 1
+
+
+class SimulatedLeaving(NamedTuple):
+    """Pages that the host is given."""
+
+    digests: list[bytes]
+    pages: list[SimulatedPage]
+
+    def contents(self) -> list[SimulatedPage]:
+        return self.pages
 
 
 class SimulatedRunner:
@@ -97,6 +113,9 @@ class SimulatedRunner:
         """Every chunk is written before anything is read, as in a layer."""
         self.batches.append(batch)
         self._adapters |= {place: rows for rows, place in batch.entering}
+        leaving = self.read_pages(batch.leaving)
+        for page, content in batch.returning:
+            self._pages[page] = list(content)
         self.log.append("backbone")
         self._position |= {request.slot: request.num_admitted for request in batch.admitted}
         for chunk in batch.chunks:
@@ -122,7 +141,12 @@ class SimulatedRunner:
             self._sample(handle, rows)
             self._decode_on(handle, batch.num_steps - 1)
         self._write_states(batch, begun)
+        handle.leaving = leaving  # type: ignore[assignment]
         return handle
+
+    def read_pages(self, pages: Sequence[tuple[int, bytes]]) -> list[SimulatedLeaving]:
+        contents = [SimulatedPage(self._pages[page]) for page, _ in pages]
+        return [SimulatedLeaving([digest for _, digest in pages], contents)] if pages else []
 
     def _read_states(self, batch: Batch) -> list[list[int]]:
         """The tokens that each chunk's state stands for, which must be those before the chunk."""

@@ -13,6 +13,7 @@ from jaxllm.engine.adapters.places import AdapterPlaces
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.draft_depth import DraftDepth
 from jaxllm.engine.messages import EngineRequest
+from jaxllm.engine.offload.tiers import PageTiers
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
@@ -47,8 +48,11 @@ class Driver:
         snapshots: int | None = None,
         num_drafts: int = 0,
         places: int = 0,
+        host_pages: int = 0,
     ):
-        """`snapshots` is the number of states that can be kept, of a model whose layers have some; None is another."""
+        """`host_pages` are kept in host memory; without any, none is. `snapshots` is the number of states that can be
+        kept, of a model whose layers have some; None is another.
+        """
         self.states = StateCache(max_num_seqs + 1, snapshots) if snapshots and caching else None
         self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
         self.max_model_len = (num_pages - 1) * page_size
@@ -61,6 +65,7 @@ class Driver:
             states=self.states,
             drafts=DraftDepth(num_drafts),
             adapters=AdapterPlaces(places),
+            tiers=PageTiers(self.pool, host_pages) if host_pages and caching else None,
         )
         self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
         stops, store = [] if stop is None else [stop], SimpleNamespace(known=rows_of)
@@ -135,6 +140,8 @@ class Driver:
                 self.done[delta.request_id] = self.tokens[delta.request_id]
         self.pool.check([r.pages for r in self.scheduler.running])
         self.scheduler.adapters.check([r.adapter_ids for r in self.scheduler.running])
+        if self.scheduler.tiers is not None:
+            self.scheduler.tiers.wait()
         if self.states is not None:
             self.states.check([row for r in self.scheduler.running for _, row in r.reserved_states])
         return batches[0]
@@ -256,6 +263,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 {"num_drafts": st.integers(1, 3), "decode_steps": st.integers(1, 4), "page_size": st.just(4)}
             ),
             st.fixed_dictionaries({"places": st.integers(1, 3), "page_size": st.just(2)}),
+            st.fixed_dictionaries(
+                {
+                    "host_pages": st.integers(1, 40),
+                    "decode_steps": st.integers(1, 3),
+                    "page_size": st.sampled_from([1, 2, 4]),
+                }
+            ),
+            st.fixed_dictionaries(
+                {"host_pages": st.integers(1, 40), "num_drafts": st.integers(1, 3), "page_size": st.just(4)}
+            ),
         ),
     )
     def start(self, *, groups: list[str], ways: dict[str, int | None], **sizes) -> None:
@@ -320,6 +337,31 @@ def test_an_adapter_that_nobody_uses_keeps_its_place_until_another_needs_it():
         driver.finish()
     driver.check_tokens()
     assert entering == [1, 1, 0, 1, 0, 1], "the third took the place of the second, which was unused for longer"
+
+
+def test_pages_that_were_given_away_are_found_again_in_host_memory():
+    driver = Driver(num_pages=9, page_size=2, max_num_seqs=2, budget=4, host_pages=100)
+    prompts = [[first, *PREFIX[1:]] for first in range(3)] * 2
+    cached = []
+    for prompt in prompts:
+        cached.append(driver.add(prompt, max_tokens=3))
+        driver.finish()
+    driver.check_tokens()
+    assert [request.num_cached for request in cached] == [0, 0, 0, 10, 10, 10]
+    stats = driver.scheduler.stats
+    assert stats.offload_hits > 0 and stats.offload_hits <= stats.prefix_hits == 30
+    assert stats.offload_queries <= stats.prefix_queries
+
+
+def test_a_preempted_request_goes_on_from_what_host_memory_has():
+    driver = Driver(num_pages=9, page_size=2, max_num_seqs=2, budget=12, host_pages=100)
+    for first in range(2):
+        driver.add([first, *PREFIX[1:6]], max_tokens=8)
+    driver.finish()
+    driver.check_tokens()
+    assert driver.scheduler.stats.preemptions > 0
+    returning = [batch for batch in driver.runner.batches if batch.returning]
+    assert returning and all(chunk.start for batch in returning for chunk in batch.chunks)
 
 
 def test_requests_share_prefixes_only_with_the_same_adapters():

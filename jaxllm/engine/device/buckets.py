@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from jaxllm.errors import ConfigError
 
 SMALLEST_PREFILL = 16
+COPIED_PAGES = (4, 32)
+"""More are copied in several steps."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Buckets:
     """There are decodes and backbones that add what adapters give."""
     recalls: bool = False
     """Drafts are looked for in other texts as well as in a sequence's own."""
+    pages: tuple[int, ...] = ()
+    """Pages that are copied to the host or from there at once; none where the host keeps none."""
 
     @property
     def encodes(self) -> bool:
@@ -52,6 +56,7 @@ class Buckets:
         drafts: bool = False,
         adapted: bool = False,
         recalls: bool = False,
+        offloads: bool = False,
     ) -> Buckets:
         """The sizes asked for up to each limit, by default powers of two, and the limit itself.
 
@@ -65,7 +70,8 @@ class Buckets:
         if decode and min(decode) < smallest_rows:
             raise ConfigError(f"decode_buckets holds {min(decode)}: at least {smallest_rows} on this platform")
         by_rows = _sizes("decode_buckets", decode, smallest_rows, rows, "max_num_seqs")
-        return cls(by_rows, _token_sizes(prefill, tokens), by_rows, drafts, adapted, recalls)
+        pages = COPIED_PAGES if offloads else ()
+        return cls(by_rows, _token_sizes(prefill, tokens), by_rows, drafts, adapted, recalls, pages)
 
 
 def _token_sizes(prefill: Collection[int] | None, limit: int) -> tuple[int, ...]:

@@ -105,6 +105,8 @@ class Executables:
             "backbone": buckets.prefill,
             "head": buckets.head,
             "encode": buckets.prefill,
+            "read_pages": buckets.pages,
+            "write_pages": buckets.pages,
         }
         self._buckets = buckets
         self._decodes: tuple[Kind, ...] = ("decode", "verify") if buckets.drafts else ("decode",)
@@ -161,6 +163,8 @@ class Executables:
             for variant in (ADAPTED, SAMPLED_ADAPTED):
                 rest += [Key(decode, n, variant) for decode in decodes for n in b.decode]
             rest += [Key("backbone", n, ADAPTED) for n in b.prefill]
+        copies: tuple[Kind, ...] = ("read_pages", "write_pages")
+        any_request += [Key(kind, n) for kind in copies for n in b.pages]
         rows = self.most_rows
         scoring = [Key(kind, rows) for kind in ("score", "score_given", "score_all")]
         last = [*scoring, Key("pool"), Key("token_logits", rows)]

@@ -10,8 +10,11 @@ import jax
 import numpy as np
 
 from jaxllm.engine.device.choice import Sampled
+from jaxllm.engine.device.page_blocks import PageBlocks
 from jaxllm.engine.device.ran_step import RanStep
 from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.offload.host_pages import Page
+from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.engine.request import Request
 
 
@@ -71,6 +74,19 @@ class Vocabularies(NamedTuple):
     result: Any
 
 
+class LeavingPages(NamedTuple):
+    """Pages on their way to the host, and what they are called there."""
+
+    digests: list[Digest]
+    arrays: Any
+    """Of each buffer as many rows, or more."""
+    blocks: PageBlocks
+
+    def contents(self) -> list[Page]:
+        """The pages, once they have arrived."""
+        return self.blocks.split(self.arrays, len(self.digests))
+
+
 class Result(NamedTuple):
     """The tokens that a step gave one request; the first of them is row `row` of what was sampled."""
 
@@ -104,6 +120,7 @@ class Handle:
     stride: int = 1
     reserved: list[int] = field(default_factory=list)
     ran: RanStep | None = None
+    leaving: list[LeavingPages] = field(default_factory=list)
 
     def wait(self) -> float:
         """Block until the step's results are on the host; returns the seconds it took."""
@@ -115,7 +132,8 @@ class Handle:
     def arrays(self) -> list[jax.Array]:
         """Everything the step hands to the host."""
         parts = (self.scores, self.pooled, self.vocabularies, self.recorded)
-        return jax.tree.leaves((self.sampled, [part.result for several in parts for part in several]))
+        leaving = [part.arrays for part in self.leaving]
+        return jax.tree.leaves((self.sampled, leaving, [part.result for several in parts for part in several]))
 
     def withdraw(self, request: Request) -> int:
         """Don't sample for `request`; returns how many rows of it waited."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal[
     "decode", "verify", "backbone", "head", "score", "score_given", "score_all", "pool", "token_logits", "unembed",
-    "admit", "adjust", "remember", "recall", "encode", "adapt", "steer",
+    "admit", "adjust", "remember", "recall", "encode", "adapt", "steer", "read_pages", "write_pages",
 ]  # fmt: skip
 """The methods of StepFunctions."""
 
@@ -43,6 +43,8 @@ USES: dict[Kind, Uses] = {
     "unembed": Uses(("weights",)),
     "adapt": Uses(("adapters",), ("adapters",), output=False),
     "steer": Uses(("steering",), ("steering",), output=False),
+    "read_pages": Uses(("caches",)),
+    "write_pages": Uses(("caches",), ("caches",), output=False),
 }
 
 
@@ -88,6 +90,8 @@ VARIANTS: dict[Kind, tuple[Variant, ...]] = {
     "backbone": (PLAIN, ADAPTED),
     "encode": (PLAIN,),
     "head": (PLAIN, SAMPLED, MASKED),
+    "read_pages": (PLAIN,),
+    "write_pages": (PLAIN,),
 }
 """Those that are compiled of each phase, cheapest first; adapted ones only where an engine has adapters."""
 

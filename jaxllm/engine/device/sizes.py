@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, PerSlot, parts_of
+from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, Paged, PerSlot, parts_of
 from jaxllm.models.options import AdapterSizes
 from jaxllm.requests.captures import POINTS
 
@@ -125,3 +125,16 @@ class StepSizes(Limits):
         """Those of each layer, over all devices; a draft model's come last."""
         specs = (*self.caches, *self.draft_caches)
         return tuple(self.cache_layout.buffers(spec, self.num_pages, self.num_states) for spec in specs)
+
+    @property
+    def is_paged(self) -> tuple[bool, ...]:
+        """Of each buffer, layer after layer, whether it has a row for each page; others have one for each state."""
+        layout = self.cache_layout
+        parts = parts_of((*self.caches, *self.draft_caches))
+        return tuple(isinstance(part, Paged) for part in parts for _ in layout.buffers(part, 1, 1))
+
+    @property
+    def paged_buffers(self) -> list[Buffer]:
+        """Those that have a row for each page."""
+        buffers = [buffer for layer in self.buffers for buffer in layer]
+        return [buffer for buffer, paged in zip(buffers, self.is_paged, strict=True) if paged]

@@ -144,6 +144,8 @@ class StepFunctions:
             "token_logits": self.token_logits,
             "unembed": self.unembed,
             "encode": self.encode,
+            "read_pages": self.read_pages,
+            "write_pages": self.write_pages,
         }
         unsized: dict[str, Callable[..., Any]] = {
             "pool": self.pool,
@@ -339,6 +341,33 @@ class StepFunctions:
         rows = [self.state.replicated(part.shape[1:], part.dtype) for part in state]
         return self._build(Key("steer"), step, self.state.ints(), *rows)
 
+    def read_pages(self, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(caches, pages) -> (rows,)`: of each buffer that has pages `count` of them."""
+        is_paged = self._sizes.is_paged
+
+        def step(caches: Any, pages: jax.Array) -> tuple[tuple[jax.Array, ...]]:
+            buffers = zip(jax.tree.leaves(caches), is_paged, strict=True)
+            return (tuple(buffer[pages] for buffer, paged in buffers if paged),)
+
+        specs = tuple(P(*buffer.axes) for buffer in self._sizes.paged_buffers)
+        return self._build(Key("read_pages", count), step, self.state.ints(count), output=specs)
+
+    def write_pages(self, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(caches, pages, *rows) -> (caches,)`: `count` pages are filled with what `read_pages` gave."""
+        sizes = self._sizes
+
+        def step(caches: Any, pages: jax.Array, *rows: jax.Array) -> tuple[Any]:
+            buffers, tree = jax.tree.flatten(caches)
+            given = iter(rows)
+            written = [
+                buffer.at[pages].set(next(given)) if paged else buffer
+                for buffer, paged in zip(buffers, sizes.is_paged, strict=True)
+            ]
+            return (jax.tree.unflatten(tree, written),)
+
+        shapes = [self.state.sharded((count, *b.shape[1:]), b.dtype, b.axes) for b in sizes.paged_buffers]
+        return self._build(Key("write_pages", count), step, self.state.ints(count), *shapes)
+
     def _scoring(self, kind: Kind, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         packing = score_packing(rows)
 
@@ -380,16 +409,19 @@ class StepFunctions:
         return ModelDrafter(model, rule.num_tokens, len(sizes.caches), sizes.vocab_size, sizes.page_size)
 
     def _build(
-        self, key: Key, step: Callable[..., Any], *sent: jax.ShapeDtypeStruct
+        self, key: Key, step: Callable[..., Any], *sent: jax.ShapeDtypeStruct, output: Any = None
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`step` jitted, and its abstract arguments: what it takes of the device's, then what the host sends."""
+        """`step` jitted, and its abstract arguments: what it takes of the device's, then what the host sends.
+
+        `output` says how what follows for the host lies on the mesh; by default every device has all of it.
+        """
         uses, state = key.uses, self.state.abstract()
         parts = {"weights": self._weights, **state._asdict()}
         specs = {"weights": self._weight_specs, "caches": state_specs(state.caches), "slots": P(), "hidden": P()}
         specs |= {"adapters": state_specs(state.adapters), "steering": P()}
         parts["steering"] = self.state.abstract_steering()
         inputs = (*(specs[name] for name in uses.takes), *(a.sharding.spec for a in sent))
-        outputs = (*(specs[name] for name in uses.gives), *([P()] if uses.output else []))
+        outputs = (*(specs[name] for name in uses.gives), *([output or P()] if uses.output else []))
         donated = tuple(index for index, name in enumerate(uses.takes) if name in uses.gives)
         if key.variant.adapted or key.variant.steered:
             step = with_parts(step, [name for name in uses.takes if name in StepWeights._fields])

@@ -45,6 +45,7 @@ from jaxllm.engine.start.host_memory import check_host_memory
 from jaxllm.engine.start.leave import die
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.new_weights import WeightReader
+from jaxllm.engine.start.offload import check_offload, page_tiers
 from jaxllm.engine.start.options import draft_depth, wants_cpu_kernels
 from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform, prepare_backend
@@ -175,6 +176,7 @@ def plan_and_compile(config: EngineConfig, checkpoint: Checkpoint, group: Group 
     for line in machine.limits():
         logger.info(line)
     check_host_memory(blueprint.plan, platform)
+    check_offload(config, blueprint, platform)
     for line in blueprint.plan.summary().splitlines():
         logger.info(line)
     for note in blueprint.plan.notes:
@@ -308,13 +310,21 @@ def _assemble(
     states = StateCache(plan.num_states - plan.num_snapshots, plan.num_snapshots) if plan.num_snapshots else None
     shares = config.enable_prefix_caching and (states is not None or not blueprint.sizes.has_states)
     pool = PagePool(plan.num_pages, plan.page_size, shares)
+    tiers = page_tiers(config, blueprint, stage.mesh, checkpoint.path, pool)
     limits = (plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
     rule = blueprint.spec.config.length_rule
     scheduler = (
         EncoderScheduler(pool, *limits)
         if encodes
         else Scheduler(
-            pool, *limits, rule, plan.decode_steps, states, draft_depth(config), AdapterPlaces(plan.adapter_places)
+            pool,
+            *limits,
+            rule,
+            plan.decode_steps,
+            states,
+            draft_depth(config),
+            AdapterPlaces(plan.adapter_places),
+            tiers,
         )
     )
     adapters = adapter_store(blueprint, config, checkpoint.path)

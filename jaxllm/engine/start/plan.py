@@ -242,6 +242,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             drafts=drafts is not None,
             adapted=adapters is not None,
             recalls=isinstance(drafts, NgramDrafts) and drafts.remembered > 0,
+            offloads=config.kv_offload_memory is not None,
         )
     )
     limits = Limits(

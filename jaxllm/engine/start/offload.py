@@ -1,0 +1,73 @@
+"""Where an engine's pages go when their place on the devices is given away."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.device.page_blocks import PageBlocks
+from jaxllm.engine.device.saved import fingerprint
+from jaxllm.engine.offload.disk_pages import DiskPages
+from jaxllm.engine.offload.tiers import PageTiers
+from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.start.agreement import files_digest
+from jaxllm.engine.start.manifest import step_manifest
+from jaxllm.engine.start.plan import Blueprint
+from jaxllm.engine.start.platform import Platform
+from jaxllm.errors import ConfigError
+from jaxllm.setting_values import format_bytes
+
+NOT_IN_PAGES = ("sizes", "process", "compiler", "python")
+"""Parts of a manifest that say nothing of what is in a page: how many there are, and how steps are compiled."""
+
+
+def check_offload(config: EngineConfig, blueprint: Blueprint, platform: Platform) -> None:
+    """Raises ConfigError where pages are to be kept of a model that has none, or more than the host has room for."""
+    if config.kv_offload_memory is None:
+        return
+    size = format_bytes(config.kv_offload_memory)
+    if blueprint.plan.buckets.encodes or not blueprint.sizes.paged_buffers:
+        raise ConfigError(f"kv_offload_memory is {size}, and this model keeps no KV pages that it could hold")
+    if blueprint.sizes.has_states:
+        raise ConfigError(
+            f"kv_offload_memory is {size}, and this model has recurrent layers: pages alone would not let it go on "
+            "from a prefix; state_cache_memory says how many of its prefixes are kept"
+        )
+    if platform.host_memory is not None and config.kv_offload_memory > platform.host_memory:
+        host = format_bytes(platform.host_memory)
+        raise ConfigError(f"kv_offload_memory is {size}, and this process may have {host} of host memory")
+
+
+def page_tiers(
+    config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path, pool: PagePool
+) -> PageTiers | None:
+    """What keeps the pages of `pool`; None where nothing does.
+
+    Raises:
+        ConfigError: kv_offload_dir cannot be used.
+    """
+    if config.kv_offload_memory is None:
+        return None
+    disk = None
+    if config.kv_offload_dir is not None:
+        name = contents_digest(config, blueprint, mesh, checkpoint)
+        page_bytes = PageBlocks(blueprint.sizes).nbytes
+        disk = DiskPages(config.kv_offload_dir.expanduser(), name, config.kv_offload_disk, page_bytes)
+    return PageTiers(pool, config.kv_offload_memory, disk)
+
+
+def contents_digest(config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path) -> str:
+    """Of all that decides what is in the page of a prefix: engines with the same one may use each other's."""
+    manifest = step_manifest(blueprint, mesh)
+    kept = {name: value for name, value in manifest.items() if name not in NOT_IN_PAGES}
+    shapes = [(buffer.shape[1:], buffer.dtype.name, buffer.axes) for buffer in blueprint.sizes.paged_buffers]
+    kept |= {
+        "page": fingerprint((blueprint.sizes.page_size, shapes)),
+        "files": files_digest(checkpoint, config.imatrix),
+        "weights": f"random, seed {config.seed}" if config.load_format == "dummy" else "of the files",
+    }
+    return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:32]
