@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 import queue
 import random
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxllm.engine.accept import Results, store_scores
 from jaxllm.engine.adapters.store import AdapterStore, check_adapters
+from jaxllm.engine.counting import Counting
 from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.ran_step import RanStep, StepKind
@@ -27,7 +27,6 @@ from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
 from jaxllm.engine.messages import (
     INITIAL_VERSION,
-    STEP_TOKENS,
     CapturedRows,
     EngineRequest,
     EngineStats,
@@ -52,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
 GRAMMAR_THREADS = 4
-SHORTEST_WAIT = 5e-5
-"""Seconds: looking at a step that has ended takes less."""
 
 
 class EngineCore:
@@ -103,21 +100,7 @@ class EngineCore:
         self._pending: Handle | None = None
         self._pending_version = self._read_version = self.weight_version
         """Of the weights that the step under way runs with, and that the step being read ran with."""
-        self.last_steps: dict[StepKind, RanStep] = {}
-        """The last one of each kind whose results have been read; the newest comes last."""
-        self._read_at = 0.0
-        """When a step's results were last on the host."""
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._cached_prompt_tokens = 0
-        self._generation_tokens = 0
-        self._drafts = 0
-        self._draft_tokens = 0
-        self._accepted_by_position = [0] * scheduler.ahead.drafts.most
-        self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
-        self._step_tokens = 0
-        self._host_seconds = 0.0
-        self._wait_seconds = 0.0
+        self._counting = Counting(scheduler.ahead.drafts.most)
 
     @property
     def has_work(self) -> bool:
@@ -213,29 +196,26 @@ class EngineCore:
             self.on_begin([request.request_id for request in batch.admitted])
         handle = self._runner.dispatch(batch) if batch.chunks else None
         if handle is not None:
-            self._count_steps(batch)
+            self._counting.step(batch)
         previous, self._pending = self._pending, handle
         self._read_version, self._pending_version = self._pending_version, self.weight_version
         if previous is not None:
             waited = previous.wait()
-            self._wait_seconds += waited
-            self._note(previous.ran, waited)
+            self._counting.so_far.step_device_wait_seconds += waited
+            self._counting.note(previous.ran, waited)
             deltas += self._read(previous)
-            self._steps += 1
+            self._counting.so_far.num_steps += 1
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
-        self._host_seconds += time.thread_time() - began
+        self._counting.so_far.step_host_seconds += time.thread_time() - began
         if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
         return deltas
 
-    def _note(self, ran: RanStep | None, waited: float) -> None:
-        now = time.perf_counter()
-        if ran is not None:
-            ran.seconds, ran.waited = now - max(ran.dispatched, self._read_at), waited > SHORTEST_WAIT
-            self.last_steps.pop(ran.kind, None)
-            self.last_steps[ran.kind] = ran
-        self._read_at = now
+    @property
+    def last_steps(self) -> dict[StepKind, RanStep]:
+        """The last one of each kind whose results have been read; the newest comes last."""
+        return self._counting.last_steps
 
     @property
     def sizes(self) -> StepSizes:
@@ -244,40 +224,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        s, compiles = self._scheduler, self._runner.compiles
-        return EngineStats(
-            num_running=len(s.running),
-            num_waiting=len(s.waiting),
-            num_preparing=len(self._requests) - s.num_unfinished,
-            num_preemptions=s.stats.preemptions,
-            num_pages=self._pool.num_pages - 1,
-            num_free_pages=self._pool.num_free,
-            page_size=self._pool.page_size,
-            prefix_cache_queries=s.stats.prefix_queries,
-            prefix_cache_hits=s.stats.prefix_hits,
-            offload_queries=s.stats.offload_queries,
-            offload_hits=s.stats.offload_hits,
-            num_host_pages=0 if self._tiers is None else self._tiers.num_host,
-            num_disk_pages=0 if self._tiers is None else self._tiers.num_disk,
-            prompt_tokens=self._prompt_tokens,
-            cached_prompt_tokens=self._cached_prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            num_drafts=self._drafts,
-            num_draft_tokens=self._draft_tokens,
-            accepted_by_position=list(self._accepted_by_position),
-            num_steps=self._steps,
-            steps_by_tokens=list(self._steps_by_tokens),
-            step_tokens=self._step_tokens,
-            step_host_seconds=self._host_seconds,
-            step_device_wait_seconds=self._wait_seconds,
-            scheduled_tokens=dict(self._runner.scheduled_tokens),
-            padded_tokens=dict(self._runner.padded_tokens),
-            compiles_foreseen=compiles.foreseen,
-            compiles_unforeseen=compiles.unforeseen,
-            compile_seconds=compiles.seconds,
-            compiles_pending=compiles.pending,
-            ready=True,
-        )
+        num_preparing = len(self._requests) - self._scheduler.num_unfinished
+        return self._counting.snapshot(self._scheduler, self._pool, self._runner, num_preparing)
 
     def unembed(self, states: np.ndarray, normed: bool) -> np.ndarray:
         """The logits `[n, V]` of states `[n, E]`, as many as a step takes at a time: fewer rows than given are left.
@@ -438,7 +386,7 @@ class EngineCore:
         return deltas
 
     def _finish_pooled(self, request: Request) -> TokenDelta:
-        self._count_prompt(request)
+        self._counting.prompt(request)
         self._forget(request)
         return TokenDelta(
             request_id=request.request_id,
@@ -450,38 +398,23 @@ class EngineCore:
             padding=request.padding,
         )
 
-    def _count_steps(self, batch: Batch) -> None:
-        """A decode of several steps runs its rows as often."""
-        tokens = sum(chunk.length for chunk in batch.chunks)
-        self._step_tokens += tokens * batch.num_steps
-        self._steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
-
-    def _count_prompt(self, request: Request) -> None:
-        self._prompt_tokens += request.num_prompt
-        self._cached_prompt_tokens += max(request.num_cached, 0)
-
     def _settle(self, result: Result) -> None:
         """Drafts that the device refused were never tokens; those that it took are."""
         if result.num_reserved:
             self._scheduler.settle(result.request, result.num_reserved, len(result.tokens) - 1)
         if result.num_drafted:
-            self._drafts += 1
-            self._draft_tokens += result.num_drafted
-            result.request.num_drafted += result.num_drafted
-            result.request.num_taken += len(result.tokens) - 1
-            for place in range(len(result.tokens) - 1):
-                self._accepted_by_position[place] += 1
+            self._counting.drafts(result)
 
     def _accept(self, result: Result, logprobs: Logprobs | None, vocabulary: np.ndarray | None) -> TokenDelta:
         """What a step gave one request becomes tokens of it, up to a stop."""
         request = result.request
         if request.num_output == 0:
-            self._count_prompt(request)
+            self._counting.prompt(request)
         running = len(self._scheduler.running)
         delta, settled = self._results.accept(result, logprobs, running, self._pending, vocabulary)
         delta.weight_version = self._read_version
         self._scheduler.accept(request, delta.token_ids, settled)
-        self._generation_tokens += len(delta.token_ids)
+        self._counting.so_far.generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             delta.num_preemptions, delta.padding = request.num_preemptions, request.padding
             delta.num_drafted, delta.num_taken = request.num_drafted, request.num_taken
