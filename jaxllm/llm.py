@@ -30,6 +30,7 @@ from jaxllm.requests.patching import Patch, Patches, patches_of
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import Steer, Steers, steers_of
+from jaxllm.requests.tables import TableList
 from jaxllm.research.inside import Inside
 from jaxllm.text.reasoned_answers import constrained_answer, told_to_think
 from jaxllm.text.reasoning import template_reasoning
@@ -348,7 +349,7 @@ class LLM(Inside, Controls):
         else:
             stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
         drive(stream, take, len(items), use_tqdm)
-        return [collector.output for collector in collectors]
+        return TableList(collector.output for collector in collectors)
 
     def _pooling_requests(
         self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams, second_texts: Sequence[int] = ()

@@ -242,3 +242,14 @@ def test_notebook_of_sampling(monkeypatch: pytest.MonkeyPatch):
     assert plots == 2
     difference, error = map(float, re.findall(r"difference ([\d.]+); .* are ([\d.]+)", shown)[0])
     assert 0 < difference < error
+
+
+def test_notebook_of_the_logit_lens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/logit_lens.ipynb")
+    assert plots == 2
+    first, middle, last = map(int, re.findall(r"rank (\d+) after layer 0, (\d+) .* and (\d+) after layer 29", shown)[0])
+    assert min(first, middle) > 100 and last == 1
+    lens, score = map(float, re.findall(r"by the lens (-[\d.]+), by the score (-[\d.]+)", shown)[0])
+    assert lens == pytest.approx(score, abs=0.05), "which rows share a step rounds differently"

@@ -18,8 +18,10 @@ from jaxllm.engine.adapters.store import AdapterStore, check_adapters
 from jaxllm.engine.counting import Counting
 from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.keys import Key
+from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
+from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.idle_check import IdleCheck
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
@@ -198,7 +200,9 @@ class EngineCore:
         previous, self._pending = self._pending, handle
         self._read_version, self._pending_version = self._pending_version, self.weight_version
         if previous is not None:
-            self._counting.so_far.step_device_wait_seconds += previous.wait()
+            waited = previous.wait()
+            self._counting.so_far.step_device_wait_seconds += waited
+            self._counting.note(previous.ran, waited)
             deltas += self._read(previous)
             self._counting.so_far.num_steps += 1
         if handle is not None and handle.waiting:
@@ -207,6 +211,16 @@ class EngineCore:
         if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
         return deltas
+
+    @property
+    def last_steps(self) -> dict[StepKind, RanStep]:
+        """The last one of each kind whose results have been read; the newest comes last."""
+        return self._counting.last_steps
+
+    @property
+    def sizes(self) -> StepSizes:
+        """Those that every step shares."""
+        return self._runner.sizes
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import bisect
+import time
 
 import msgspec
 
 from jaxllm.engine.device.handle import Result
+from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.messages import STEP_TOKENS, EngineStats
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.work import Batch
+
+SHORTEST_WAIT = 5e-5
+"""Seconds: looking at a step that has ended takes less."""
 
 
 class Counting:
@@ -21,12 +26,25 @@ class Counting:
     def __init__(self, most_drafts: int):
         """`most_drafts` is how many tokens may be tried ahead with a sequence."""
         self.so_far = EngineStats(accepted_by_position=[0] * most_drafts)
+        self.last_steps: dict[StepKind, RanStep] = {}
+        """The last one of each kind whose results have been read; the newest comes last."""
+        self._read_at = 0.0
+        """When a step's results were last on the host."""
 
     def step(self, batch: Batch) -> None:
         """A step was dispatched. A decode of several steps runs its rows as often."""
         tokens = sum(chunk.length for chunk in batch.chunks)
         self.so_far.step_tokens += tokens * batch.num_steps
         self.so_far.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
+
+    def note(self, ran: RanStep | None, waited: float) -> None:
+        """A step's results are on the host, which has waited for them for so many seconds."""
+        now = time.perf_counter()
+        if ran is not None:
+            ran.seconds, ran.waited = now - max(ran.dispatched, self._read_at), waited > SHORTEST_WAIT
+            self.last_steps.pop(ran.kind, None)
+            self.last_steps[ran.kind] = ran
+        self._read_at = now
 
     def prompt(self, request: Request) -> None:
         """A request's prompt has been computed."""

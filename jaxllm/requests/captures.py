@@ -6,13 +6,19 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from numbers import Integral
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.heat_maps import Axis, heat_map, root_mean_square
+from jaxllm.requests.tables import dataset
 from jaxllm.wording import did_you_mean
+
+if TYPE_CHECKING:
+    import xarray
 
 POINTS = ("residual_before", "attention_out", "residual_middle", "mlp_out", "residual")
 """The places in a layer whose activations can be given: the residual stream as it enters, what the mixer (attention, a
@@ -209,7 +215,7 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
         return len(list(iter(self)))
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name}: {list(layers)}" for name, layers in self.items())
+        said = ", ".join(f"{name}: [{_ranges(layers)}]" if name != FINAL else name for name, layers in self.items())
         return f"Captures({said}; {len(self.positions)} positions)"
 
     @property
@@ -220,6 +226,47 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
     def array(self, name: str) -> np.ndarray:
         """The activation that TransformerLens calls `name`."""
         return self.values_by_tap[_of_transformer_lens(name)]
+
+    def to_xarray(self) -> xarray.Dataset:
+        """A variable for each name, with the axes layer, position and channel; those of all heads one after another.
+
+        Raises:
+            ConfigError: xarray is not installed.
+        """
+        return dataset(self.positions, {tap: _flat(array) for tap, array in self.values_by_tap.items()}, FINAL)
+
+    def _repr_html_(self) -> str:
+        """Of each name the sizes of its vectors, layer by layer; of one layer alone the sizes of its channels."""
+        positions = Axis("position", [str(position) for position in self.positions])
+        parts = [repr(self)]
+        for name, layers in self.items() if len(self.positions) else ():
+            if len(layers) > 1:
+                sizes = np.stack([root_mean_square(_flat(array), -1) for array in layers.values()])
+                parts.append(
+                    heat_map(f"{name}, root mean square", sizes, Axis("layer", [*map(str, layers)]), positions)
+                )
+            else:
+                [(layer, array)] = ((layer, _flat(array)) for layer, array in layers.items())
+                title = name if layer < 0 else f"{name} of layer {layer}"
+                channels = Axis("channel", [*map(str, range(array.shape[-1]))])
+                parts.append(heat_map(f"{title}, absolute values", np.abs(array), positions, channels))
+        return "".join([f"<div>{escape(parts[0])}</div>", *parts[1:]])
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    """Keys and values of all heads in one row a token."""
+    return array.reshape(len(array), -1)
+
+
+def _ranges(layers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> 0-2, 5"""
+    ends: list[list[int]] = []
+    for layer in layers:
+        if ends and layer == ends[-1][1] + 1:
+            ends[-1][1] = layer
+        else:
+            ends.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 
 class CapturesInProgress:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxllm.requests.captures import Captures
+from jaxllm.requests.shown_tokens import MOST_TOKENS, panel, shortened, shown_tokens, text_block, tinted
+from jaxllm.requests.tables import frame, token_rows
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class Logprob(NamedTuple):
@@ -37,7 +43,7 @@ class WeightVersionSpan(NamedTuple):
     end: int
 
 
-@dataclass
+@dataclass(repr=False)
 class CompletionOutput:
     """One completion of a prompt.
 
@@ -56,6 +62,42 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     captures: Captures | None = None
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row for each token, and for each alternative that `logprobs` has: position, token_id, token, logprob, rank,
+        and whether it was chosen.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return frame(token_rows(self.token_ids, self.logprobs))
+
+    def __repr__(self) -> str:
+        return f"CompletionOutput({shortened(self.text)}, {self._summary()})"
+
+    def _summary(self) -> str:
+        said = [f"{len(self.token_ids):,} tokens", self.finish_reason or "running"]
+        if self.cumulative_logprob is not None:
+            said.append(f"log-probability {self.cumulative_logprob:.2f}")
+        if len(self.weight_versions) > 1:
+            said.append("weights " + ", ".join(span.version for span in self.weight_versions))
+        return ", ".join(said)
+
+    def _text_html(self) -> str:
+        if self.logprobs is None:
+            return escape(self.text) if self.text or not self.token_ids else escape(str(self.token_ids[:MOST_TOKENS]))
+        return _tokens_html(self.token_ids, self.logprobs)
+
+    def _repr_html_(self) -> str:
+        return panel([text_block(self._text_html())], self._summary())
+
+
+def _tokens_html(
+    token_ids: list[int], steps: list[TokenLogprobs] | list[TokenLogprobs | None], whole: str | None = None
+) -> str:
+    left = len(token_ids) - MOST_TOKENS
+    shown = tinted(shown_tokens(token_ids[:MOST_TOKENS], steps[:MOST_TOKENS], whole))
+    return shown + (f" … and {left:,} more tokens" if left > 0 else "")
 
 
 def extend_versions(spans: list[WeightVersionSpan], version: str, count: int) -> None:
@@ -84,11 +126,14 @@ def shape_vector(vector: np.ndarray, dimensions: int | None, normalize: bool) ->
     return (exact / length if length > 0 else exact).astype(np.float32)
 
 
-@dataclass
+@dataclass(repr=False)
 class EmbeddingOutput:
     """The vector of one text."""
 
     embedding: list[float]
+
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={len(self.embedding)})"
 
 
 @dataclass
@@ -112,7 +157,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class RequestOutput:
     """A request's state as its caller sees it.
 
@@ -128,3 +173,43 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+
+    def to_pandas(self, *, prompt: bool = False) -> pandas.DataFrame:
+        """The tables of its completions, one after the other; `completion` is the index of each.
+
+        Args:
+            prompt: the tokens of the prompt instead, with what `prompt_logprobs` says of them.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        if prompt:
+            return frame(token_rows(self.prompt_token_ids, self.prompt_logprobs))
+        return frame(
+            row
+            for output in self.outputs
+            for row in token_rows(output.token_ids, output.logprobs, completion=output.index)
+        )
+
+    def __repr__(self) -> str:
+        asked = f"{len(self.prompt_token_ids):,} tokens" if self.prompt is None else shortened(self.prompt)
+        return f"RequestOutput({asked} -> {', '.join(map(repr, self.outputs))})"
+
+    def _prompt_html(self) -> str:
+        if self.prompt_logprobs is not None:
+            return _tokens_html(self.prompt_token_ids, self.prompt_logprobs, self.prompt)
+        if self.prompt is not None:
+            return escape(self.prompt)
+        return escape(f"⟨{len(self.prompt_token_ids):,} tokens⟩ ")
+
+    def _repr_html_(self) -> str:
+        prompt = text_block(self._prompt_html(), faint=True)
+        texts = [prompt + text_block(output._text_html()) for output in self.outputs[:1]]
+        texts += [text_block("… ", faint=True) + text_block(output._text_html()) for output in self.outputs[1:]]
+        notes = "; ".join(output._summary() for output in self.outputs)
+        tint = " · the stronger the tint, the less likely the token; hover for others" if self._is_tinted else ""
+        return panel(texts, f"{len(self.prompt_token_ids):,} tokens of prompt → {notes}{tint}")
+
+    @property
+    def _is_tinted(self) -> bool:
+        return self.prompt_logprobs is not None or any(output.logprobs is not None for output in self.outputs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesIn
 from jaxllm.requests.patching import Patch, Patches, Patching, patches_of, read_patch
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import Steer, Steering, read_steering
+from jaxllm.requests.tables import OutputList, TableList
 from jaxllm.research.logits import LogitRows
 from jaxllm.research.scores import ScoredCompletion, pairs, scored
 
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
     import jax
 
     from jaxllm.engine.core import EngineCore
+    from jaxllm.engine.device.ran_step import StepKind
     from jaxllm.engine.front.thread_client import ThreadClient
     from jaxllm.models.decoder import Decoder
     from jaxllm.models.parts import LiveModel
     from jaxllm.research.attention import LayerAttention, Watched
+    from jaxllm.research.explained import StepExplanation
     from jaxllm.research.model import OpenModel
+    from jaxllm.research.tracing import ProfilerTrace
 
 T = TypeVar("T")
 
@@ -148,7 +152,7 @@ class Inside:
             return True
 
         drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
-        return [found[index] for index in range(len(asked))]
+        return TableList(found[index] for index in range(len(asked)))
 
     def capture(
         self,
@@ -200,7 +204,7 @@ class Inside:
             return True
 
         drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
-        return [captures.finish() for captures in found]
+        return OutputList(captures.finish() for captures in found)
 
     def logits(
         self,
@@ -253,6 +257,43 @@ class Inside:
             rows = rows[len(parts[-1]) :]
         found = np.concatenate(parts) if parts else np.zeros((0, info.vocab_size), np.float32)
         return found.reshape(*states.shape[:-1], found.shape[1])
+
+    def explain_step(
+        self, kind: StepKind | None = None, bandwidth: float | Literal["measure"] | None = None
+    ) -> StepExplanation:
+        """What the last step ran: executables with their padding, the bytes that they read, their floor, and the time.
+
+        Args:
+            kind: "decode" for the last one that gave each of its requests tokens, "prefill" for the last that computed
+                a prompt; by default the last of both.
+            bandwidth: bytes a second that a device reads of its memory, or "measure", which reads half a GiB several
+                times; by default what NVIDIA states of the GPU, where `jaxllm plan --gpu` knows it.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own.
+            InvalidRequestError: no such step has run yet.
+        """
+        from jaxllm.research.explained import explain
+
+        steps, sizes, parts = self._ask(lambda core: (dict(core.last_steps), core.sizes, _live(core).parts))
+        return explain(steps, sizes, parts, kind, bandwidth)
+
+    def trace(self, folder: str | PathLike[str] = "jaxllm-traces") -> ProfilerTrace:
+        """Write what the devices and the host do in a `with` block: `with llm.trace() as trace: llm.generate(…)`.
+
+        Afterwards `trace.path` is a file for https://ui.perfetto.dev, and a notebook shows a link to it.
+
+        Args:
+            folder: made if it is not there; each trace is in a folder of its own in it. XProf opens it too.
+
+        Raises:
+            ConfigError: the engine runs in a process of its own, or `folder` cannot be made.
+            InvalidRequestError: another trace is being written.
+        """
+        from jaxllm.research.tracing import ProfilerTrace
+
+        self._client()
+        return ProfilerTrace(folder)
 
     def control_vector(
         self, source: str | PathLike[str], scale: float = 1.0, layers: tuple[int, int] | None = None

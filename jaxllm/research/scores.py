@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxllm.engine.front.sequences import Prompt, is_many, prompt_ids, prompt_list
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.requests.tables import frame
 from jaxllm.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import pandas
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class ScoredCompletion:
     """How likely a completion is after its prompt.
 
@@ -41,6 +45,20 @@ class ScoredCompletion:
     def is_greedy(self) -> bool:
         """Whether greedy decoding would give this completion."""
         return bool((self.ranks == 1).all())
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row for each token of the completion: position, token_id, logprob, rank.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        columns = zip(self.token_ids, self.logprobs.tolist(), self.ranks.tolist(), strict=True)
+        names = ("position", "token_id", "logprob", "rank")
+        return frame(dict(zip(names, (at, *row), strict=True)) for at, row in enumerate(columns))
+
+    def __repr__(self) -> str:
+        greedy = ", greedy" if self.is_greedy else ""
+        return f"ScoredCompletion(total={self.total:.3f}, {len(self.token_ids):,} tokens{greedy})"
 
 
 def pairs(

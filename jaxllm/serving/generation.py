@@ -14,7 +14,7 @@ from jaxllm.engine.front.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
 from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.outputs import Logprob
+from jaxllm.requests.outputs import Logprob, WeightVersionSpan, extend_versions
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.access.meter import Reservation
@@ -71,6 +71,12 @@ class Prompt:
     beam_search: BeamSearchParams | None = None
 
 
+def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
+    """Note which weights made the tokens of a delta; those of a beam search do not say."""
+    if delta.token_ids and delta.weight_version:
+        extend_versions(spans, delta.weight_version, len(delta.token_ids))
+
+
 @dataclass
 class Choice:
     """One finished sequence."""
@@ -82,6 +88,7 @@ class Choice:
     prompt_logprobs: PromptScores | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
     """What it was collected from."""
 
@@ -89,6 +96,7 @@ class Choice:
         self.deltas.append(delta)
         self.text += delta.text
         self.token_ids += delta.token_ids
+        note_version(self.weight_versions, delta)
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

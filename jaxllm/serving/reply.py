@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxllm.engine.messages import TokenDelta
+from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.generation import Choice, Generation, Step, Usage
@@ -42,6 +43,7 @@ class Answer:
     logprobs: list[Step]
     prompt_logprobs: PromptScores | None
     token_ids: list[int]
+    weight_versions: list[WeightVersionSpan]
 
 
 class Reply:
@@ -115,6 +117,7 @@ class Reply:
             logprobs=[step for piece in pieces for step in piece.logprobs],
             prompt_logprobs=choice.prompt_logprobs,
             token_ids=choice.token_ids,
+            weight_versions=choice.weight_versions,
         )
 
     def usage(self) -> Usage:

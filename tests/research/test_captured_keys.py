@@ -62,6 +62,9 @@ def test_names_of_transformer_lens(llama: LLM) -> None:
     (ours,) = llama.capture(prompt, {"keys": 1, "values": 2}, use_tqdm=False)
     np.testing.assert_array_equal(found.array("blocks.1.attn.hook_rot_k"), ours["keys"][1])
     np.testing.assert_array_equal(found.array("blocks.2.attn.hook_v"), ours["values"][2])
+    assert "keys of layer 1" in ours._repr_html_() and "values of layer 2" in ours._repr_html_()
+    (several,) = llama.capture(prompt, {"keys": True, "residual": 0}, use_tqdm=False)
+    assert "keys, root mean square" in several._repr_html_()
 
 
 @pytest.mark.parametrize(

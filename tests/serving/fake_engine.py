@@ -251,6 +251,8 @@ class FakeEngine(AsyncLLM):
         """What the choices say, in turn, instead of `reply`."""
         self.script: list[str] = []
         """What the next sequences say, one after the other, before all that."""
+        self.versions = ["initial"]
+        """Of the weights that made each token; the last one makes all others too."""
         self.logprobs = [-1.0]
         """Log-probability of the choices' tokens, in turn."""
         self.next_tokens: Callable[[list[int]], list[tuple[int, Logprob]]] | None = None
@@ -399,6 +401,7 @@ class FakeEngine(AsyncLLM):
             text=token.text,
             finish_reason=token.finish_reason,
             stop_reason=token.stop,
+            weight_version=self.versions[min(answer.step, len(self.versions) - 1)],
         )
         if self.fail_after == answer.step:
             return TokenDelta(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
@@ -13,6 +14,8 @@ from jaxllm.engine.device.executables import Compiles, Executables
 from jaxllm.engine.device.kept_weights import keep
 from jaxllm.engine.device.keys import PLAIN, Key, Kind, Variant
 from jaxllm.errors import EngineDeadError, one_line
+
+MOST_RECENT = 256
 
 
 class Device:
@@ -27,6 +30,8 @@ class Device:
         self._parts: dict[str, Any] = {"weights": weights, **state._asdict()}
         self.most_rows = executables.most_rows
         """Rows of the largest head, and of the one bucket that scores prompt tokens."""
+        self.recent: deque[Key] = deque(maxlen=MOST_RECENT)
+        """What has run lately, for whoever clears it first."""
 
     def run(self, key: Key, *vectors: Any) -> Any:
         """Enqueue one step without waiting for the devices; compile it now if it has not been.
@@ -40,6 +45,7 @@ class Device:
                 self._parts[name] = self._executables.new_on_demand(name)
         found = self._executables.get(key)(*(self._parts[name] for name in uses.takes), *vectors)
         self._parts.update(zip(uses.gives, found, strict=False))
+        self.recent.append(key)
         return found[-1] if uses.output else None
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxllm.engine.device.handle import Handle
 from jaxllm.engine.device.packing import encode_packing
-from jaxllm.engine.device.runner import Runner, copy_to_host
+from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.request import Request
 from jaxllm.engine.work import Batch, Chunk
 
@@ -19,6 +19,7 @@ class EncoderRunner(Runner):
 
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything."""
+        self._begin()
         key = self._device.covering("encode", batch.num_tokens)
         packing = encode_packing(key.size, self._sizes.max_num_seqs)
         ints = np.zeros(packing.size, np.int32)
@@ -34,6 +35,4 @@ class EncoderRunner(Runner):
             x["query_start"][index + 1 :] = row
         self._count(key, batch.num_tokens, chunks=batch.chunks)
         self._device.run(key, ints)
-        handle = Handle(pooled=self._readout.pool(pooling))
-        copy_to_host(handle)
-        return handle
+        return self._end(Handle(pooled=self._readout.pool(pooling)), batch)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.engine.device.choice import Sampled
 from jaxllm.engine.device.page_blocks import PageBlocks
+from jaxllm.engine.device.ran_step import RanStep
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.offload.host_pages import Page
 from jaxllm.engine.offload.prefix_digests import Digest
@@ -118,6 +119,7 @@ class Handle:
     num_steps: int = 1
     stride: int = 1
     reserved: list[int] = field(default_factory=list)
+    ran: RanStep | None = None
     leaving: list[LeavingPages] = field(default_factory=list)
 
     def wait(self) -> float:

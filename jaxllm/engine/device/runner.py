@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import BinaryIO, TypeVar
@@ -21,6 +22,7 @@ from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_
 from jaxllm.engine.device.page_blocks import PageBlocks
 from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, step_patches
 from jaxllm.engine.device.processing import Processors
+from jaxllm.engine.device.ran_step import RanExecutable, RanStep, StepKind, sequences_of
 from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
@@ -61,6 +63,8 @@ class Runner:
         """Slots that have been told of logits processors."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
+        self._counted: dict[Key, RanExecutable] = {}
+        """Of the step that is being dispatched."""
 
     def prepare(self, request: Request) -> None:
         """Lay out what the request's slot will be told. What raises here concerns nobody else."""
@@ -100,6 +104,11 @@ class Runner:
         return self._device.missing(keys)
 
     @property
+    def sizes(self) -> StepSizes:
+        """Those that every step shares."""
+        return self._sizes
+
+    @property
     def most_rows(self) -> int:
         """Of states that `unembed` takes at a time."""
         return self._device.most_rows
@@ -131,6 +140,7 @@ class Runner:
 
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything."""
+        self._begin()
         leaving = self._read_pages(batch.leaving)
         self._write_pages(batch.returning)
         for rows, place in batch.entering:
@@ -142,8 +152,21 @@ class Runner:
         else:
             handle = self._verify(batch) if batch.drafts else self._decode(batch)
         handle.leaving = leaving
+        return self._end(handle, batch)
+
+    def _begin(self) -> None:
+        self._device.recent.clear()
+        self._counted.clear()
+
+    def _end(self, handle: Handle, batch: Batch) -> Handle:
         copy_to_host(handle)
+        kind: StepKind = "decode" if batch.decode_only else "prefill"
+        handle.ran = RanStep(kind, self._executed(), sequences_of(batch), time.perf_counter())
         return handle
+
+    def _executed(self) -> list[RanExecutable]:
+        """What the step has run so far, in order."""
+        return [self._counted.get(key, RanExecutable(key)) for key in self._device.recent]
 
     def read_pages(self, pages: list[tuple[int, Digest]]) -> list[LeavingPages]:
         """Copy pages to the host without waiting for it."""
@@ -163,6 +186,8 @@ class Runner:
         if handle.rows:
             handle.sampled = self._head(handle.rows, fill)
             copy_to_host(handle)
+            if handle.ran is not None:
+                handle.ran.executables = self._executed()
 
     def remember_answer(self, request: Request) -> None:
         """Drafts of later requests may come from the answer of this one, where those are looked through."""
@@ -361,6 +386,7 @@ class Runner:
     def _count(self, key: Key, used: int, times: int = 1, chunks: Sequence[Chunk] = ()) -> None:
         """`chunks` share the padding among them, by their tokens."""
         name, padding = f"{key.kind}-{key.size}", (key.size - used) * times
+        self._counted[key] = RanExecutable(key, used, times)
         self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used * times
         self.padded_tokens[name] = self.padded_tokens.get(name, 0) + padding
         if padding:

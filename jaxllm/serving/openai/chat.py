@@ -9,9 +9,10 @@ from msgspec import UNSET
 
 from jaxllm.config import ServerConfig
 from jaxllm.engine.messages import TokenDelta
+from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.conversation import naming
-from jaxllm.serving.generation import Step
+from jaxllm.serving.generation import Step, note_version
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import DONE, returns
@@ -35,6 +36,7 @@ from jaxllm.serving.openai.chat_tools import execute, tools_for
 from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
+from jaxllm.serving.openai.weight_spans import weight_spans
 from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.prompts import render
 from jaxllm.serving.registry import leased
@@ -114,6 +116,7 @@ def _choice(reply: Reply, body: ChatRequest, answer: Answer) -> ChatChoice:
         finish_reason=answer.finish_reason,
         stop_reason=answer.stop_reason,
         token_ids=answer.token_ids if body.return_token_ids else UNSET,
+        weight_versions=weight_spans(answer.weight_versions) if body.return_weight_versions else UNSET,
     )
 
 
@@ -139,6 +142,7 @@ class ChatWriter(ChunkWriter[TokenDelta]):
         self._options = stream_options(body.stream_options, config)
         self._pending: list[list[Step]] = [[] for _ in range(reply.generation.num_choices)]
         self._pending_ids: list[list[int]] = [[] for _ in range(reply.generation.num_choices)]
+        self._versions: list[list[WeightVersionSpan]] = [[] for _ in range(reply.generation.num_choices)]
         self._thoughts = ["" for _ in range(reply.generation.num_choices)]
         """Reasoning that is sent once it has ended, for clients that ask for that."""
 
@@ -160,11 +164,14 @@ class ChatWriter(ChunkWriter[TokenDelta]):
         self._pending[index] += piece.logprobs
         if self._body.return_token_ids:
             self._pending_ids[index] += piece.token_ids
+        note_version(self._versions[index], delta)
         for event in self._shown(index, piece):
             yield self._chunk(self._filled(ChatChunkChoice(index=index, delta=_delta(event))))
         if piece.finish_reason is not None:
             choice = self._filled(ChatChunkChoice(index=index, delta=ChatDelta()))
             choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+            if self._body.return_weight_versions:
+                choice.weight_versions = weight_spans(self._versions[index])
             yield self._chunk(choice)
 
     def _shown(self, index: int, piece: Piece) -> Iterator[Event]:

@@ -22,7 +22,8 @@ MAX_METADATA = 16
 
 _NOT_EXECUTED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logprobs": (False,), "prompt_logprobs": (),
-    "return_token_ids": (False,), "echo": (False,), "continue_final_message": (False,),
+    "return_token_ids": (False,), "return_weight_versions": (False,), "echo": (False,),
+    "continue_final_message": (False,),
     "add_generation_prompt": (True,), "truncate_prompt_tokens": (), "timings_per_token": (False,),
     "separate_reasoning": (True,), "stream_reasoning": (True,),
 }  # fmt: skip

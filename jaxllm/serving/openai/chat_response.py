@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from jaxllm.serving.openai.logprobs import ChatLogprobs, PromptLogprobs
 from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.openai.usage import CompletionUsage
+from jaxllm.serving.openai.weight_spans import WeightSpan
 
 
 class CalledFunction(msgspec.Struct):
@@ -61,6 +62,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -109,6 +111,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):

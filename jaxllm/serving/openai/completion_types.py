@@ -16,6 +16,7 @@ from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.openai.sampling import NO_LIMIT, UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.openai.usage import CompletionUsage
+from jaxllm.serving.openai.weight_spans import WeightSpan
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
@@ -104,6 +105,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -10,10 +10,11 @@ from msgspec import UNSET
 from jaxllm.config import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
+from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.constraints import compiled
-from jaxllm.serving.generation import Choice, Generation, Prompt, Step
+from jaxllm.serving.generation import Choice, Generation, Prompt, Step, note_version
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.json_response import json_response
@@ -29,6 +30,7 @@ from jaxllm.serving.openai.logprobs import (
 )
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
+from jaxllm.serving.openai.weight_spans import weight_spans
 from jaxllm.serving.prompts import fitted, sampling_params
 from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
@@ -148,6 +150,8 @@ class ChoiceShaper:
             shaped.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, self._token_text)
         if self._body.return_token_ids:
             shaped.token_ids, shaped.prompt_token_ids = choice.token_ids, self.prompt(choice.index).token_ids
+        if self._body.return_weight_versions:
+            shaped.weight_versions = weight_spans(choice.weight_versions)
         return shaped
 
     def prompt(self, index: int) -> Prompt:
@@ -172,6 +176,8 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
         self._pending: list[list[Step | None]] = [[] for _ in range(generation.num_choices)]
         self._pending_ids: list[list[int]] = [[] for _ in range(generation.num_choices)]
         self._with_ids = body.return_token_ids
+        self._with_versions = body.return_weight_versions
+        self._versions: list[list[WeightVersionSpan]] = [[] for _ in range(generation.num_choices)]
         self._begun: set[int] = set()
         self._warnings = ignored_fields.get() or UNSET
 
@@ -184,6 +190,7 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
             self._pending[index] += _steps(delta.prompt_logprobs)
         self._pending[index] += delta.logprobs or []
         self._pending_ids[index] += delta.token_ids
+        note_version(self._versions[index], delta)
         if text or delta.finish_reason is not None:
             steps, self._pending[index] = self._pending[index], []
             choice = CompletionChoice(
@@ -198,6 +205,8 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
                 if index not in self._begun:
                     self._begun.add(index)
                     choice.prompt_token_ids = self._shaper.prompt(index).token_ids
+            if self._with_versions and delta.finish_reason is not None:
+                choice.weight_versions = weight_spans(self._versions[index])
             yield self._chunk(choice)
 
     def last(self) -> Iterator[Completion]:

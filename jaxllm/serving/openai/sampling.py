@@ -195,6 +195,8 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
     """Log-probabilities of this many most likely tokens at each prompt position; -1 is the whole vocabulary."""
     return_token_ids: bool = False
     """Return the token ids of prompt and completion."""
+    return_weight_versions: bool = False
+    """Say of each choice which version of the weights made which of its tokens; nothing with a beam search."""
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)

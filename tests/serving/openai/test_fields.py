@@ -179,6 +179,20 @@ def test_token_ids_come_back(client: TestClient, engine: FakeEngine) -> None:
     assert ["prompt_token_ids" in c["choices"][0] for c in chunks] == [True, False, False]
 
 
+@pytest.mark.covers("GenerationRequest", "return_weight_versions")
+@pytest.mark.parametrize("path", ROUTES)
+def test_versions_of_the_weights_come_back(client: TestClient, engine: FakeEngine, path: str) -> None:
+    engine.versions = ["step-1", "step-1", "step-2"]
+    expected = [{"version": "step-1", "start": 0, "end": 2}, {"version": "step-2", "start": 2, "end": 5}]
+    whole = send(client, path, return_weight_versions=True, max_tokens=5, n=2).json()
+    assert [choice["weight_versions"] for choice in whole["choices"]] == [expected] * 2
+    chunks = events(client, path, return_weight_versions=True, max_tokens=5)
+    told = [choice.get("weight_versions") for chunk in chunks for choice in chunk["choices"]]
+    assert told[-1] == expected and not any(told[:-1])
+    plain = [send(client, path, max_tokens=5).json(), *events(client, path, max_tokens=5)]
+    assert not any("weight_versions" in choice for answer in plain for choice in answer["choices"])
+
+
 @pytest.mark.covers("GenerationRequest", "return_tokens_as_token_ids")
 def test_tokens_named_by_their_ids(client: TestClient) -> None:
     fields: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 1}

@@ -1,0 +1,1 @@
+"""jaxllm as other libraries know an engine: lm-evaluation-harness and tunix, which are imported from here alone."""

@@ -1,0 +1,222 @@
+"""What one step of an engine runs, and how near it comes to the time that reading its bytes takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from jaxllm.engine.device.ran_step import RanSequence, RanStep, StepKind
+from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.errors import InvalidRequestError
+from jaxllm.models.parts import ModelParts
+from jaxllm.research.step_bytes import caches_read, weights_read
+from jaxllm.setting_values import format_bytes
+
+Bandwidth = float | Literal["measure"] | None
+"""Bytes a second that a device reads of its memory; None: what NVIDIA states of the GPU, where the table has it."""
+
+_HEADINGS = ("executable", "runs", "real", "padded to", "weights read", "caches read")
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """An executable of a step.
+
+    Attributes:
+        name: as `jaxllm plan` and /metrics call it: `decode-8` is the decode that is padded to 8 sequences.
+        runs: how often it ran, or how many tokens one run made of each sequence.
+        real: rows or tokens that were some request's; None where that is not counted.
+        padded: rows or tokens that it computes; None where its size has no meaning.
+        weight_bytes, cache_bytes: what it reads of a device's memory.
+    """
+
+    name: str
+    runs: int
+    real: int | None
+    padded: int | None
+    weight_bytes: int
+    cache_bytes: int
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As people read it."""
+        counts = ("–" if count is None else f"{count:,}" for count in (self.real, self.padded))
+        sizes = (format_bytes(size) if size else "–" for size in (self.weight_bytes, self.cache_bytes))
+        return (self.name, f"{self.runs:,}", *counts, *sizes)
+
+
+@dataclass(frozen=True, repr=False)
+class StepExplanation:
+    """What a step ran; notebooks show a picture of it, and `print` a table.
+
+    Attributes:
+        kind: "decode" or "prefill".
+        parts: what ran, in order.
+        sequences: the tokens and the context of each request in it.
+        bandwidth: bytes a second, and where that is from; None where it is not known.
+        seconds: from when the step before it had been read, or it was enqueued if that was later, until its results
+            were on the host.
+        waited: whether the host waited for them. Otherwise the step had ended some time before.
+        leaves_out: what the bytes do not count.
+    """
+
+    kind: StepKind
+    parts: Sequence[StepPart]
+    sequences: Sequence[RanSequence]
+    bandwidth: float | None
+    bandwidth_source: str
+    seconds: float | None
+    waited: bool = True
+    leaves_out: Sequence[str] = ()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that the step reads."""
+        return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys, values and states that the step reads."""
+        return sum(part.cache_bytes for part in self.parts)
+
+    @property
+    def floor_seconds(self) -> float | None:
+        """How long reading these bytes takes; None where the bandwidth is not known. No step is faster."""
+        return None if not self.bandwidth else (self.weight_bytes + self.cache_bytes) / self.bandwidth
+
+    @property
+    def title(self) -> str:
+        """The step in a line."""
+        contexts = [sequence.context for sequence in self.sequences]
+        least, most = min(contexts, default=0), max(contexts, default=0)
+        reach = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        tokens = sum(sequence.length for sequence in self.sequences)
+        return f"The last {self.kind}: {tokens:,} tokens of {len(contexts):,} sequences, contexts of {reach} tokens"
+
+    @property
+    def summary(self) -> list[str]:
+        """Its bytes, its floor and its time."""
+        lines = [
+            f"{format_bytes(self.weight_bytes)} of weights and {format_bytes(self.cache_bytes)} of caches are read"
+        ]
+        floor = self.floor_seconds
+        if floor is None:
+            lines.append(f"The floor is not known: {self.bandwidth_source}")
+        elif self.bandwidth is not None:
+            rate = f"{self.bandwidth / 1e9:,.1f} GB/s ({self.bandwidth_source})"
+            lines.append(f"At {rate} that takes {_time(floor)}: no step is faster")
+        if self.seconds is not None:
+            most = "" if self.waited else "at most "
+            times = f", {self.seconds / floor:,.1f} times the floor" if floor else ""
+            late = "" if self.waited else "; the host looked at it some time after it had ended"
+            lines.append(f"It took {most}{_time(self.seconds)}{times}{late}")
+        return lines + ([f"Not counted: {', '.join(self.leaves_out)}"] if self.leaves_out else [])
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *(part.cells for part in self.parts)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self.title, *table, *self.summary])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        cell = '<td style="text-align:left;padding:0 1em 0 0">'
+        rows = "".join(
+            f"<tr>{''.join(f'{cell}{escape(text)}</td>' for text in row)}</tr>"
+            for row in (_HEADINGS, *(part.cells for part in self.parts))
+        )
+        bars = [
+            _bar(part.name, {"real": part.real, "padding": part.padded - part.real}, "{:,} rows of {}")
+            for part in self.parts
+            if part.real is not None and part.padded
+        ]
+        bars.append(_bar("bytes read", {"weights": self.weight_bytes, "caches": self.cache_bytes}, "{:,} bytes of {}"))
+        if self.floor_seconds and self.seconds:
+            over = max(self.seconds - self.floor_seconds, 0.0)
+            bars.append(_bar("time", {"the floor": self.floor_seconds, "above it": over}, "{:.3g} s: {}"))
+        lines = "".join(f"<div>{escape(line)}</div>" for line in self.summary)
+        return f"<div><b>{escape(self.title)}</b><table>{rows}</table>{''.join(bars)}{lines}</div>"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _bar(name: str, shares: Mapping[str, float], said: str) -> str:
+    """Two shares of a whole, side by side."""
+    total = sum(shares.values()) or 1
+    pieces = "".join(
+        f'<span title="{escape(said.format(share, label))}" style="display:inline-block;height:1em;'
+        f'width:{100 * share / total:.2f}%;background-color:rgba({colour})"></span>'
+        for (label, share), colour in zip(shares.items(), ("60,120,220,.8", "230,120,0,.5"), strict=True)
+    )
+    legend = f"{name}: {' | '.join(shares)}"
+    return (
+        f'<div style="max-width:48em;margin:.2em 0"><div style="font-size:85%">{escape(legend)}</div>'
+        f'<div style="white-space:nowrap;font-size:100%;line-height:1">{pieces}</div></div>'
+    )
+
+
+def explain(
+    steps: Mapping[StepKind, RanStep], sizes: StepSizes, model: ModelParts, kind: StepKind | None, bandwidth: Bandwidth
+) -> StepExplanation:
+    """The last step of `kind`, or the last of all.
+
+    Raises:
+        InvalidRequestError: none has run, or an argument is none of those that are accepted.
+    """
+    if kind not in (None, "decode", "prefill"):
+        raise InvalidRequestError(f"kind is {kind!r}; it must be 'decode', 'prefill' or None for the last step", "kind")
+    found = ([*steps.values()][-1] if steps else None) if kind is None else steps.get(kind)
+    if found is None:
+        raise InvalidRequestError(f"no {kind or 'step'} has run since the engine started; generate something first")
+    rate, source = _bandwidth(bandwidth)
+    parts: dict[str, StepPart] = {}
+    for executable in found.executables:
+        name, size = str(executable.key), executable.key.size or None
+        once = StepPart(
+            name,
+            executable.times,
+            executable.used,
+            size,
+            weights_read(model, executable),
+            caches_read(sizes, executable, found.sequences),
+        )
+        parts[name] = once if name not in parts else _added(parts[name], once)
+    variants = [executable.key.variant for executable in found.executables]
+    left_out = ["experts beyond those of one token"] * (model.spec.config.moe is not None)
+    left_out += ["the draft model"] * bool(sizes.draft_caches)
+    left_out += ["adapters"] * any(variant.adapted for variant in variants)
+    return StepExplanation(
+        found.kind, list(parts.values()), found.sequences, rate, source, found.seconds, found.waited, left_out
+    )
+
+
+def _added(one: StepPart, other: StepPart) -> StepPart:
+    real = None if one.real is None or other.real is None else one.real + other.real
+    sizes = one.weight_bytes + other.weight_bytes, one.cache_bytes + other.cache_bytes
+    return StepPart(one.name, one.runs + other.runs, real, one.padded, *sizes)
+
+
+def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
+    if given == "measure":
+        from jaxllm.engine.start.schemes import measure_bandwidth
+
+        return measure_bandwidth(), "measured"
+    if given is not None:
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+            raise InvalidRequestError(
+                f"bandwidth is {given!r}; it must be bytes a second, 'measure', or None for what is known", "bandwidth"
+            )
+        return float(given), "stated"
+    from jaxllm.engine.start.gpus import GPUS
+    from jaxllm.sharding.devices import find_devices
+
+    name = find_devices()[0].device_kind
+    known = next((gpu for gpu in GPUS.values() if gpu.device == name), None)
+    if known is None:
+        return None, f'give the bandwidth of {name} in bytes a second, or bandwidth="measure"'
+    return float(known.bandwidth), f"stated by {known.source}"
