@@ -19,6 +19,7 @@ from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
+from jaxllm.folders import in_home
 from jaxllm.setting_values import format_bytes
 
 NOT_IN_PAGES = ("sizes", "process", "compiler", "python")
@@ -56,7 +57,7 @@ def page_tiers(
     if config.kv_offload_dir is not None:
         name = contents_digest(config, blueprint, mesh, checkpoint)
         page_bytes = PageBlocks(blueprint.sizes).nbytes
-        disk = DiskPages(config.kv_offload_dir.expanduser(), name, config.kv_offload_disk, page_bytes)
+        disk = DiskPages(in_home(config.kv_offload_dir), name, config.kv_offload_disk, page_bytes)
     return PageTiers(pool, config.kv_offload_memory, disk)
 
 
