@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from tests import typecheck
+from tests.covered_elsewhere import COVERED
 
 # Images of containers set it, and each of the hundreds of processes that tests start would compile every module anew.
 sys.dont_write_bytecode = False
@@ -45,6 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
     first = not hasattr(config, "workerinput")
     if first and sum(path.stat().st_size for path in COMPILED.glob("*")) > MOST_COMPILED:
         shutil.rmtree(COMPILED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before those that are slow are left out."""
+    for item in items:
+        if item.nodeid in COVERED:
+            item.add_marker(pytest.mark.slow)
 
 
 KEPT_BY_CHILDREN = {
