@@ -86,6 +86,7 @@ def test_logprobs():
     assert straight < scrambled / 5
 
 
+@pytest.mark.slow
 def test_logit_lens(monkeypatch: pytest.MonkeyPatch):
     """With the kernels, as above."""
     monkeypatch.delenv("CXX")
