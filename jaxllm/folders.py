@@ -6,12 +6,16 @@ import atexit
 import logging
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
+
+UNFINISHED = ".unfinished-"
+"""What the names of files begin with that are being written."""
 
 
 def user_folder(variable: str, default: str) -> Path:
@@ -56,6 +60,31 @@ def unwritable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone, whatever the umask is."""
+    for place in reversed(folder.parents):
+        if not place.exists():
+            place.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def others_may_write(status: os.stat_result) -> bool:
+    """Whether others than this user, or root, could have written a file or a folder's entries."""
+    return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """All of a file or none of it, for this user alone. What a killed process leaves begins with `UNFINISHED`."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(parts)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 @cache

@@ -10,8 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,13 @@ from jaxllm.engine.device.choice import Sampled, Settled
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.slots import Slots
+from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"jaxllm executable 1\n"
 KEPT_SETS = 32
 """Sets of executables, one for each model and settings, that are kept; the longest unused goes first."""
-WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 _RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sampled, Settled, Slots)}
 """The named tuples among what steps return."""
@@ -93,7 +91,7 @@ class SavedExecutables:
             digest = hashlib.sha256(payload).hexdigest()
             header = {"key": str(key), "sha256": digest, "size": len(payload), "returns": returns}
             self._prepare(self.root)
-            _write(self._path(self.root, key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
+            write_whole(self._path(self.root, key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
         except (OSError, ValueError, NotImplementedError) as error:
             self._complain("saved", error)
 
@@ -125,8 +123,8 @@ class SavedExecutables:
         directory = root / self.name
         if directory.is_dir():
             return
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _write(directory / "manifest.json", [json.dumps(self._manifest, indent=2, sort_keys=True).encode()])
+        make_private(directory)
+        write_whole(directory / "manifest.json", [json.dumps(self._manifest, indent=2, sort_keys=True).encode()])
         for old in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_SETS]:
             _remove(old)
 
@@ -146,7 +144,7 @@ def _read(path: Path, root: Path) -> tuple[dict[str, Any], bytes]:
     """
     with path.open("rb") as file:
         for place, status in ((path, os.fstat(file.fileno())), (path.parent, path.parent.stat()), (root, root.stat())):
-            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & WRITABLE_BY_OTHERS:
+            if others_may_write(status):
                 raise ValueError(f"{place} may have been written by others than this user")
         if file.readline(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path} is no saved executable")
@@ -157,24 +155,12 @@ def _read(path: Path, root: Path) -> tuple[dict[str, Any], bytes]:
     return header, payload
 
 
-def _write(path: Path, parts: Sequence[bytes]) -> None:
-    """All of a file or none of it, for this user alone to write."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(parts)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
 def _remove(directory: Path) -> None:
     """A set of executables; what else somebody has put there stays."""
     if not directory.is_dir():
         return
     for file in directory.iterdir():
-        if file.suffix == ".executable" or file.name == "manifest.json" or file.name.startswith(".unfinished-"):
+        if file.suffix == ".executable" or file.name == "manifest.json" or file.name.startswith(UNFINISHED):
             file.unlink(missing_ok=True)
     if not any(directory.iterdir()):
         directory.rmdir()

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import stat
 import threading
 import time
 from collections import OrderedDict
@@ -17,6 +16,7 @@ import numpy as np
 from jaxllm.engine.offload.host_pages import Page
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.errors import ConfigError
+from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ CHECKSUM = 16
 """Bytes at a file's beginning: a digest of what follows."""
 UNFINISHED_SECONDS = 3600
 """A file that was not finished for so long has no process any more that would."""
-WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DiskPages:
@@ -46,11 +45,9 @@ class DiskPages:
         self._lock = threading.Lock()
         self._complained = False
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for place in (folder, self._folder):
-                status = place.stat()
-                if status.st_uid not in (os.geteuid(), 0) or status.st_mode & WRITABLE_BY_OTHERS:
-                    raise ConfigError(f"kv_offload_dir is {str(folder)!r}, and others than this user may write there")
+            make_private(self._folder)
+            if any(others_may_write(place.stat()) for place in (folder, self._folder)):
+                raise ConfigError(f"kv_offload_dir is {str(folder)!r}, and others than this user may write there")
             self._files = self._found()
         except OSError as error:
             raise ConfigError(f"kv_offload_dir is {str(folder)!r}: {error.strerror}") from None
@@ -71,16 +68,9 @@ class DiskPages:
         if digest in self._files:
             self._touch(digest)
             return
-        path = self._path(digest)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         try:
-            with unfinished.open("wb") as file:
-                file.write(_checksum(page))
-                file.write(page.data)
-            unfinished.replace(path)
+            write_whole(self._path(digest), [_checksum(page), page.data])
         except OSError as error:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
             self._complain("written", error)
             return
         dropped = []
@@ -116,7 +106,7 @@ class DiskPages:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process deletes files as well
                     modified = entry.stat().st_mtime
-                    if entry.name.endswith(".unfinished"):
+                    if entry.name.startswith(UNFINISHED):
                         if time.time() - modified > UNFINISHED_SECONDS:
                             os.unlink(entry.path)
                     elif len(entry.name) == 64:

@@ -132,6 +132,17 @@ def test_what_is_not_whole_or_may_be_a_strangers_is_compiled(functions, tmp_path
     assert "\n" not in record.message and again.compiles.seconds > 0
 
 
+def test_what_is_saved_in_a_new_folder_is_loaded_whatever_the_umask(functions, tmp_path):
+    before = os.umask(0o002)
+    try:
+        executables(functions, tmp_path / "new" / "executables").get(Key("admit"))
+    finally:
+        os.umask(before)
+    again = executables(functions, tmp_path / "new" / "executables")
+    again.get(Key("admit"))
+    assert again.compiles.seconds == 0
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_said_once(functions, tmp_path, caplog):
     tmp_path.chmod(0o500)

@@ -102,7 +102,7 @@ def test_what_another_process_has_deleted_is_not_found(tmp_path: Path):
 
 def test_what_was_never_finished_is_cleaned_up_after_a_while(tmp_path: Path):
     disk(tmp_path)
-    old, new = (tmp_path / "model" / f"{number:064x}.1.unfinished" for number in (1, 2))
+    old, new = (tmp_path / "model" / f".unfinished-{number}" for number in (1, 2))
     for file in (old, new):
         file.write_bytes(b"half")
     os.utime(old, (0, 0))
@@ -115,10 +115,10 @@ def test_a_disk_that_takes_no_more_is_said_once(
 ):
     pages = disk(tmp_path)
 
-    def full(self: Path, target: Path) -> Path:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             pages.write(name(number), page(number))
@@ -135,6 +135,16 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int)
     folder.chmod(mode)
     with pytest.raises(ConfigError, match=r"kv_offload_dir is .* others than this user may write there"):
         disk(folder)
+
+
+def test_a_folder_that_is_made_is_for_this_user_alone_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0o002)
+    try:
+        disk(tmp_path / "new" / "pages").write(name(1), page(1))
+        assert name(1) in disk(tmp_path / "new" / "pages")
+    finally:
+        os.umask(before)
+    assert [place.stat().st_mode & 0o777 for place in (tmp_path / "new").rglob("*")] == [0o700, 0o700, 0o600]
 
 
 def test_a_file_in_the_folders_place_is_refused_in_a_line(tmp_path: Path):
