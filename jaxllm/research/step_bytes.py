@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jaxllm.engine.device.keys import Kind
 from jaxllm.engine.device.ran_step import RanExecutable, RanSequence
 from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.models.caches import CacheSpec, Joined, Paged, Shared, parts_of
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.parts import ModelParts
@@ -39,13 +40,8 @@ def weights_read(model: ModelParts, executable: RanExecutable) -> int:
         if kind in RUNS_LAYERS and not _is_head(param, model.spec.config, alone=True):
             total += _layers_read(param, model, executable.used or 0)
         if kind in RUNS_HEAD and _is_head(param, model.spec.config):
-            total += held(param, model.options.tp)
+            total += weight_bytes([param], model.options.tp)
     return total * executable.times
-
-
-def held(param: ParamSpec, tp: int) -> int:
-    """Bytes of a parameter on one of `tp` devices."""
-    return sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in param.leaves())
 
 
 def _is_head(param: ParamSpec, config: DecoderConfig, *, alone: bool = False) -> bool:
@@ -58,7 +54,7 @@ def _is_head(param: ParamSpec, config: DecoderConfig, *, alone: bool = False) ->
 
 
 def _layers_read(param: ParamSpec, model: ModelParts, tokens: int) -> int:
-    whole = held(param, model.options.tp)
+    whole = weight_bytes([param], model.options.tp)
     if any(fnmatch.fnmatchcase(param.path, table) for table in _TABLES):
         return whole // param.shape[0] * min(tokens, param.shape[0])
     moe = model.spec.config.moe

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError, ConfigError
@@ -91,8 +92,7 @@ def _scheme(name: str, config: EngineConfig, checkpoint: Checkpoint, platform: P
 
 def _bytes_read(param: ParamSpec, blueprint: Blueprint) -> int:
     """Of a parameter on a device, for one token: of an embedding a row, of experts those that are chosen."""
-    tp, model = blueprint.options.tp, blueprint.spec.config
-    held = sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in param.leaves())
+    held, model = weight_bytes([param], blueprint.options.tp), blueprint.spec.config
     if param.path == "embed.weight" and not model.tie_word_embeddings and isinstance(param.abstract(), Weight):
         return held // param.shape[0]
     if model.moe and fnmatch.fnmatchcase(param.path, "*.mlp.experts.*"):
