@@ -287,11 +287,10 @@ class EngineCore:
 
     def _save_pages(self) -> None:
         """Copy some pages to disk that are not there yet; one step's time at most, as a request may come."""
-        unsaved = [] if self._tiers is None or not self._is_saving else self._tiers.take_unsaved()
-        if unsaved:
-            assert self._tiers is not None
-            for part in self._runner.read_pages(unsaved):
-                self._tiers.save(part.digests, part.contents)
+        if self._tiers is None or not self._is_saving:
+            return
+        for part in self._runner.read_pages(self._tiers.take_unsaved()):
+            self._tiers.save(part.digests, part.contents)
 
     def _prepare(self, request: Request, missing: list[Key], on_disk: list[Digest]) -> None:
         """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need, and

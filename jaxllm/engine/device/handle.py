@@ -130,10 +130,9 @@ class Handle:
         return time.perf_counter() - began
 
     def arrays(self) -> list[jax.Array]:
-        """Everything the step hands to the host."""
+        """Everything the step hands to the host; pages that leave are waited for elsewhere."""
         parts = (self.scores, self.pooled, self.vocabularies, self.recorded)
-        leaving = [part.arrays for part in self.leaving]
-        return jax.tree.leaves((self.sampled, leaving, [part.result for several in parts for part in several]))
+        return jax.tree.leaves((self.sampled, [part.result for several in parts for part in several]))
 
     def withdraw(self, request: Request) -> int:
         """Don't sample for `request`; returns how many rows of it waited."""

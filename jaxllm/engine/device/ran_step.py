@@ -38,7 +38,10 @@ class RanStep:
 
     kind: StepKind
     executables: Sequence[RanExecutable]
-    sequences: Sequence[RanSequence]
+    lengths: Sequence[int]
+    """Tokens of each request that are computed."""
+    contexts: Sequence[int]
+    """Of each request's tokens, those that its attention may see at the end."""
     dispatched: float
     """When it had been enqueued, on `time.perf_counter`'s clock."""
     seconds: float | None = None
@@ -48,10 +51,18 @@ class RanStep:
     waited: bool = True
     """Whether the host waited for it; otherwise it had ended some time before its results were looked at."""
 
+    @classmethod
+    def of(cls, batch: Batch, executables: Sequence[RanExecutable], dispatched: float) -> RanStep:
+        """A step that has just been enqueued, noted in as little time as can be: every step is.
 
-def sequences_of(batch: Batch) -> list[RanSequence]:
-    """The parts of a batch. Of drafts that are still under way only the device knows; those count that are known."""
-    return [
-        RanSequence(chunk.length, min(chunk.start + chunk.length, len(chunk.request.token_ids) + 1))
-        for chunk in batch.chunks
-    ]
+        Of drafts that are still under way only the device knows; those count that are known.
+        """
+        kind: StepKind = "decode" if batch.decode_only else "prefill"
+        lengths = [chunk.length for chunk in batch.chunks]
+        contexts = [min(chunk.start + chunk.length, len(chunk.request.token_ids) + 1) for chunk in batch.chunks]
+        return cls(kind, executables, lengths, contexts, dispatched)
+
+    @property
+    def sequences(self) -> list[RanSequence]:
+        """Each request's part of it."""
+        return list(map(RanSequence, self.lengths, self.contexts))

@@ -22,7 +22,7 @@ from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_
 from jaxllm.engine.device.page_blocks import PageBlocks
 from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, step_patches
 from jaxllm.engine.device.processing import Processors
-from jaxllm.engine.device.ran_step import RanExecutable, RanStep, StepKind, sequences_of
+from jaxllm.engine.device.ran_step import RanExecutable, RanStep
 from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
@@ -141,7 +141,7 @@ class Runner:
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything."""
         self._begin()
-        leaving = self._read_pages(batch.leaving)
+        leaving = self.read_pages(batch.leaving)
         self._write_pages(batch.returning)
         for rows, place in batch.entering:
             self._device.run(Key("adapt"), np.int32(place), *rows)
@@ -160,8 +160,7 @@ class Runner:
 
     def _end(self, handle: Handle, batch: Batch) -> Handle:
         copy_to_host(handle)
-        kind: StepKind = "decode" if batch.decode_only else "prefill"
-        handle.ran = RanStep(kind, self._executed(), sequences_of(batch), time.perf_counter())
+        handle.ran = RanStep.of(batch, self._executed(), time.perf_counter())
         return handle
 
     def _executed(self) -> list[RanExecutable]:
@@ -170,10 +169,13 @@ class Runner:
 
     def read_pages(self, pages: list[tuple[int, Digest]]) -> list[LeavingPages]:
         """Copy pages to the host without waiting for it."""
-        found = self._read_pages(pages)
-        for part in found:
-            for array in part.arrays:
+        found = []
+        for some in _parts_of(pages):
+            key = self._device.covering("read_pages", len(some))
+            arrays = self._device.run(key, _padded([page for page, _ in some], key.size))
+            for array in arrays:
                 array.copy_to_host_async()
+            found.append(LeavingPages([digest for _, digest in some], arrays, self._blocks))
         return found
 
     def sample_waiting(self, handle: Handle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
@@ -199,14 +201,6 @@ class Runner:
         if request.cache_salt is None:
             for ints in self._remembered.add(text):
                 self._device.run(Key("recall"), ints)
-
-    def _read_pages(self, pages: list[tuple[int, Digest]]) -> list[LeavingPages]:
-        found = []
-        for some in _parts_of(pages):
-            key = self._device.covering("read_pages", len(some))
-            arrays = self._device.run(key, _padded([page for page, _ in some], key.size))
-            found.append(LeavingPages([digest for _, digest in some], arrays, self._blocks))
-        return found
 
     def _write_pages(self, pages: list[tuple[int, Page]]) -> None:
         for some in _parts_of(pages):
