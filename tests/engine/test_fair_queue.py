@@ -13,7 +13,7 @@ from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
 from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
-from tests.engine.test_scheduler import Driver
+from tests.engine.scheduler_driver import Driver
 
 FLOOD, QUIET = "flood", "quiet"
 

@@ -21,3 +21,9 @@ def checkpoint(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(checkpoint: Path) -> Iterator[LLM]:
     with LLM(checkpoint, **FIELDS) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama")), **FIELDS) as llm:
+        yield llm

@@ -26,6 +26,13 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY, **fields: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False, **fields)]
+
+
 def shown(name: str, folder: Path, tp: int) -> dict[str, np.ndarray]:
     """Activations, logits, scores, and a derivative."""
     prompt = tiny_prompt(name)[:40]

@@ -15,7 +15,7 @@ import pytest
 from jaxllm import LLM, AsyncLLM, ConfigError, InvalidRequestError, SamplingParams, compat
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.research.inside import FIELDS, tokens_of
 from tests.research.processors import PROCESSORS, by_hand
 from tests.serving.mixed_requests import write_model
 
@@ -30,10 +30,6 @@ CHOICES: list[dict[str, dict[str, Any]]] = [
 
 def greedy(chosen: Any = (), **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logits_processors=chosen, **fields)
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module", params=["llama_gqa", "lfm2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,12 @@ from jaxllm.requests import patching
 from tests.reference import load_golden
 from tests.reference.inside import PATCHED_PLACES, STEERED, load_inside, patches
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+from tests.research.inside import FIELDS, GREEDY, tokens_of
 
 
 @pytest.fixture(scope="module", params=STEERED)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama")), **FIELDS) as llm:
-        yield llm
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY, **fields: Any) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False, **fields)]
 
 
 @pytest.mark.parametrize("which", PATCHED_PLACES)

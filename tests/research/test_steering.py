@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from gguf import GGUFWriter
 from jaxllm import LLM, CheckpointError, InvalidRequestError, SamplingParams, Steer
 from tests.reference.inside import STEERED, STEERED_LAYER, STEERED_POSITIONS, load_inside, steering_vector
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+from tests.research.inside import FIELDS, GREEDY, tokens_of
 
 
 @pytest.fixture(scope="module", params=STEERED)
@@ -23,21 +20,11 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama")), **FIELDS) as llm:
-        yield llm
-
-
 def steer_of(llm: LLM, which: str, scale: float = 1.0) -> Steer:
     """What the golden is steered by."""
     positions = STEERED_POSITIONS[which]
     ends = "all" if which == "all" else (positions.start, positions.stop)
     return Steer(STEERED_LAYER, steering_vector(llm.info.hidden_size) / scale, scale, ends)
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY, **fields: Any) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False, **fields)]
 
 
 @pytest.mark.parametrize("which", STEERED_POSITIONS)
