@@ -71,6 +71,18 @@ def derivative(name: str, model: Any) -> dict[str, np.ndarray]:
     return {"loss": np.float64(loss.item()), "gradient": gradient}
 
 
+def followed(name: str, model: Any, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of the prompt, and the greedy tokens after it, each of them computed anew with all before it."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(STEERED_TOKENS):
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0]
+            best = logits[-1].topk(2)
+            assert best.values[0] - best.values[1] > 1e-3, f"{name}: two tokens are nearly tied"
+            ids.append(int(best.indices[0]))
+    return logits[: len(prompt)].numpy(), np.array(ids[len(prompt) :])
+
+
 def steered(name: str, model: Any) -> dict[str, np.ndarray]:
     """Logits of the prompt, and the greedy tokens after it, of a model that is steered."""
     prompt = tiny_prompt(name)
@@ -85,15 +97,9 @@ def steered(name: str, model: Any) -> dict[str, np.ndarray]:
             return (states, *output[1:]) if isinstance(output, tuple) else states
 
         handle = model.model.layers[STEERED_LAYER].register_forward_hook(add)
-        ids = list(prompt)
-        with torch.inference_mode():
-            for _ in range(STEERED_TOKENS):
-                logits = model(torch.tensor([ids]), use_cache=False).logits[0]
-                best = logits[-1].topk(2)
-                assert best.values[0] - best.values[1] > 1e-3, f"{name}: two tokens are nearly tied"
-                ids.append(int(best.indices[0]))
+        logits, tokens = followed(name, model, prompt)
         handle.remove()
-        found |= {f"steered.{which}": logits[: len(prompt)].numpy(), f"tokens.{which}": np.array(ids[len(prompt) :])}
+        found |= {f"steered.{which}": logits, f"tokens.{which}": tokens}
     return found
 
 
@@ -111,17 +117,10 @@ def patched(name: str, model: Any) -> dict[str, np.ndarray]:
                 return (states, *output[1:]) if isinstance(output, tuple) else states
 
             handles.append(model.model.layers[layer].register_forward_hook(put))
-        ids = list(prompt)
-        with torch.inference_mode():
-            for _ in range(STEERED_TOKENS):
-                logits = model(torch.tensor([ids]), use_cache=False).logits[0]
-                best = logits[-1].topk(2)
-                assert best.values[0] - best.values[1] > 1e-3, f"{name}: two tokens are nearly tied"
-                ids.append(int(best.indices[0]))
+        logits, tokens = followed(name, model, prompt)
         for handle in handles:
             handle.remove()
-        tokens = np.array(ids[len(prompt) :])
-        found |= {f"patched.{which}": logits[: len(prompt)].numpy(), f"patched_tokens.{which}": tokens}
+        found |= {f"patched.{which}": logits, f"patched_tokens.{which}": tokens}
     return found
 
 
