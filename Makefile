@@ -33,7 +33,7 @@ test: $(VENV)/.installed-dev ## Run the tests
 test-slow: $(VENV)/.installed-dev ## Run the tests that take hours: fuzzers, soaks, the real models at length
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m 'slow and not gpu_compile and not tpu_compile and not browser' $(ARGS)
 
 test-versions: $(VENV)/.installed-dev ## Run a tenth of the tests on each Python found here, with the newest and the oldest versions
 	$(BIN)/jaxllm pull smollm2-135m
@@ -64,8 +64,8 @@ check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check-gpu: $(GPU)/.installed ## Compile for an H100, which need not be there, and check what the programs are made of
-	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -m gpu_compile tests/gpu $(ARGS)
+check-gpu: $(GPU)/.installed ## Compile for an H100, which need not be there, and check what the programs are made of; ARGS='-m gpu_compile' takes all
+	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'gpu_compile and not slow' tests/gpu $(ARGS)
 
 check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, and look for copies of pages
 	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m tpu_compile tests/tpu $(ARGS)

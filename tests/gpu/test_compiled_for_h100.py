@@ -1,7 +1,8 @@
 """The programs that an H100 would run, compiled here: what is in them, and what is not.
 
 Nothing is tuned without a device: which tiles and which library a product takes means nothing here. What all layers
-have alike is looked at in a few of them; those of a whole model take minutes to compile.
+have alike is looked at in a few of them; those of a whole model take minutes to compile. Tests marked `slow` see what
+their siblings see, in other models, formats and sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 OPTIMIZED = True
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
+slow = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[1] / "reference" / "configs"
 MOST_SECONDS = 60
@@ -51,13 +53,13 @@ def check(found: dict[str, Any], *, decode: bool = True) -> None:
 
 
 MOST_KERNELS = [
-    ("Llama-3.1-8B", "2", 10),
+    pytest.param("Llama-3.1-8B", "2", 10, marks=slow),
     ("Llama-3.1-8B", "16", 10),
-    ("Llama-3.1-8B", "256", 10),
+    pytest.param("Llama-3.1-8B", "256", 10, marks=slow),
     ("Qwen3-30B-A3B", "16", 11),
-    ("Qwen3-30B-A3B", "256", 13),
-    ("DeepSeek-V2-Lite", "16", 15),
-    ("DeepSeek-V2-Lite", "256", 17),
+    pytest.param("Qwen3-30B-A3B", "256", 13, marks=slow),
+    pytest.param("DeepSeek-V2-Lite", "16", 15, marks=slow),
+    pytest.param("DeepSeek-V2-Lite", "256", 17, marks=slow),
 ]
 """By model and rows; of one layer, in decode."""
 
@@ -70,41 +72,49 @@ def test_a_layer_has_few_kernels(compiled: Any, model: str, rows: str, most: int
     assert (more["kernels"] - few["kernels"]) / 2 <= most
 
 
+@slow
 @pytest.mark.parametrize("step", [("decode", "256", "sampled"), ("backbone", "2048", "plain")], ids=" ".join)
 def test_a_whole_dense_model(compiled: Any, step: tuple[str, ...]) -> None:
     check(compiled("Llama-3.1-8B", *step), decode=step[0] == "decode")
 
 
-@pytest.mark.parametrize("step", [("decode", "256", "plain"), ("backbone", "2048", "plain")], ids=" ".join)
+@pytest.mark.parametrize(
+    "step", [pytest.param(("decode", "256", "plain"), marks=slow), ("backbone", "2048", "plain")], ids=" ".join
+)
 def test_experts_are_neither_copied_nor_expanded(compiled: Any, step: tuple[str, ...]) -> None:
     found = compiled("Qwen3-30B-A3B", *step, layers=4)
     check(found, decode=step[0] == "decode")
     assert found["temporaries"] < 0.01 * 48 / 4 * found["weights"]
 
 
-@pytest.mark.parametrize("step", [("decode", "16", "plain"), ("backbone", "2048", "plain")], ids=" ".join)
+@pytest.mark.parametrize(
+    "step", [("decode", "16", "plain"), pytest.param(("backbone", "2048", "plain"), marks=slow)], ids=" ".join
+)
 def test_latent_attention(compiled: Any, step: tuple[str, ...]) -> None:
     check(compiled("DeepSeek-V2-Lite", *step, layers=3), decode=step[0] == "decode")
 
 
-@pytest.mark.parametrize("step", [("decode", "64", "plain"), ("backbone", "2048", "plain")], ids=" ".join)
+@pytest.mark.parametrize(
+    "step", [("decode", "64", "plain"), pytest.param(("backbone", "2048", "plain"), marks=slow)], ids=" ".join
+)
 def test_states_are_not_copied(compiled: Any, step: tuple[str, ...]) -> None:
     """Three layers of linear attention and one of attention."""
     check(compiled("Qwen3-Next-80B-A3B-Instruct", *step, layers=4), decode=step[0] == "decode")
 
 
-@pytest.mark.parametrize("variant", ["plain", "sampled"])
+@pytest.mark.parametrize("variant", [pytest.param("plain", marks=slow), "sampled"])
 def test_drafts_are_verified_in_one_graph(compiled: Any, variant: str) -> None:
     check(compiled("Llama-3.1-8B", "verify", "64", variant, layers=2))
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "q4k", "q4_0"])
+@pytest.mark.parametrize("kind", ["q4k", *(pytest.param(kind, marks=slow) for kind in ("int4", "int8", "fp8", "q4_0"))])
 def test_quantized_weights_are_expanded_in_registers(compiled: Any, kind: str) -> None:
     found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--isq", kind, layers=4)
     check(found)
     assert found["temporaries"] < 0.02 * found["weights"]
 
 
+@slow
 def test_hundreds_of_rows_expand_one_weight_at_a_time(compiled: Any) -> None:
     check(compiled("Llama-3.1-8B", "backbone", "2048", "plain", "--isq", "q4k", layers=4), decode=False)
 
@@ -115,6 +125,7 @@ def test_a_weight_that_is_expanded_in_memory_is_seen(compiled: Any) -> None:
     assert found["temporaries"] > 0.02 * found["weights"]
 
 
+@slow
 def test_blocks_of_fp8_are_read_as_they_are(compiled: Any) -> None:
     """By kernels as many as bfloat16 has, and those that add parts of rows up."""
     found, more = (
@@ -125,6 +136,7 @@ def test_blocks_of_fp8_are_read_as_they_are(compiled: Any) -> None:
     assert (more["kernels"] - found["kernels"]) / 2 <= 10 + 4
 
 
+@slow
 def test_integers_are_multiplied_as_they_are(compiled: Any) -> None:
     """By kernels as many as bfloat16 has, those that round the inputs of four products, and that add parts up."""
     found, more = (compiled("Llama-3.1-8B", "decode", "16", "plain", "--packing", "w8a8", layers=n) for n in (2, 4))
@@ -133,6 +145,7 @@ def test_integers_are_multiplied_as_they_are(compiled: Any) -> None:
     assert (more["kernels"] - found["kernels"]) / 2 <= 10 + 4 + 4
 
 
+@slow
 @pytest.mark.parametrize("step", [("decode", "16", "plain"), ("backbone", "512", "plain")], ids=" ".join)
 def test_sorted_inputs_are_gathered_and_weights_left_alone(compiled: Any, step: tuple[str, ...]) -> None:
     """Once for queries, keys and values, once for outputs, once for gate and up; where an activation stands in front of
@@ -143,8 +156,12 @@ def test_sorted_inputs_are_gathered_and_weights_left_alone(compiled: Any, step: 
     assert ordered["kernels"] - plain["kernels"] <= 3 * 4
 
 
-@pytest.mark.parametrize("tp", ["2", "4"])
-@pytest.mark.parametrize("more", [(), ("--isq", "int4"), ("--packing", "gptq_sorted")], ids=" ".join)
+@pytest.mark.parametrize("tp", ["2", pytest.param("4", marks=slow)])
+@pytest.mark.parametrize(
+    "more",
+    [(), *(pytest.param(each, marks=slow) for each in (("--isq", "int4"), ("--packing", "gptq_sorted")))],
+    ids=" ".join,
+)
 def test_several_devices_are_one_graph_too(compiled: Any, more: tuple[str, ...], tp: str) -> None:
     """With what they add up inside it, in the type of the model."""
     found = compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", tp, *more, layers=4)
@@ -152,6 +169,7 @@ def test_several_devices_are_one_graph_too(compiled: Any, more: tuple[str, ...],
     assert found["reduced"] == ["bf16"]
 
 
+@slow
 def test_sums_of_several_devices_take_no_more_kernels(compiled: Any) -> None:
     few, more = (compiled("Llama-3.1-8B", "decode", "16", "plain", "--tp", "2", layers=n) for n in (2, 4))
     assert (more["kernels"] - few["kernels"]) / 2 <= 10
