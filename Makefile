@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow test-versions test-web web check check-web check-deploy check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-all test-slow test-versions test-web web check check-web check-deploy check-gpu check-tpu docs format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -29,6 +29,11 @@ test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+test-all: $(VENV)/.installed-dev ## Run the tests with all of their cases, three quarters of an hour
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/jaxllm pull gemma3-270m
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu_compile and not tpu_compile and not browser' $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the tests that take hours: fuzzers, soaks, the real models at length
 	$(BIN)/jaxllm pull smollm2-135m

@@ -12,8 +12,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import typecheck
-from tests.covered_elsewhere import COVERED
+from tests import thorough, typecheck
 
 # Images of containers set it, and each of the hundreds of processes that tests start would compile every module anew.
 sys.dont_write_bytecode = False
@@ -50,10 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before those that are slow are left out."""
-    for item in items:
-        if item.nodeid in COVERED:
-            item.add_marker(pytest.mark.slow)
+    """Before those that are marked are left out."""
+    thorough.mark(items)
 
 
 KEPT_BY_CHILDREN = {

@@ -10,7 +10,11 @@ from hypothesis import given
 from jaxllm.engine.masks import ALL, allow, allow_only, allowed, forbid, mask_of, mask_words
 
 
-@given(vocab=st.integers(1, 200), data=st.data())
+VOCABS = (1, 31, 32, 33, 64, 100)
+"""Each is another shape, which is compiled once."""
+
+
+@given(vocab=st.sampled_from(VOCABS), data=st.data())
 def test_a_mask_allows_the_tokens_that_it_was_made_of(vocab: int, data: st.DataObject) -> None:
     ids = st.integers(0, vocab - 1)
     tokens, more = data.draw(st.sets(ids)), data.draw(ids)

@@ -1,0 +1,456 @@
+"""Cases that `make test` leaves to `make test-all`, so that it takes minutes.
+
+A test of many cases is one of a kind: a sample of them sees what would break all of them, and the rest sees what breaks
+one alone. Nothing here is left out because it fails. The names are those of files under `tests/`, and of their tests.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+EVERY: dict[str, dict[str, int]] = {
+    "cli/convert/test_conversion.py": {
+        "test_an_orbax_directory_says_what_its_source_says": 3,
+        "test_packed_weights_are_saved_as_they_are": 4,
+    },
+    "cli/convert/test_merging.py": {
+        "test_adapters_of_hugging_face_go_into_gguf_files": 3,
+        "test_the_merged_model_says_what_peft_says": 4,
+    },
+    "cli/test_help.py": {
+        "test_help_is_the_same_without_docstrings": 2,
+        "test_shells_complete_commands_and_flags": 3,
+    },
+    "cli/test_settings.py": {
+        "test_every_field_is_a_flag_a_variable_and_a_key": 4,
+    },
+    "cli/test_streams.py": {
+        "test_a_server_answers_without_standard_streams": 2,
+        "test_an_output_that_cannot_be_written_is_one_line": 3,
+    },
+    "cpu_kernels/test_attention.py": {
+        "test_random_batches_match_oracle": 3,
+    },
+    "cpu_kernels/test_products.py": {
+        "test_an_mlp_is_its_products_one_after_the_other": 4,
+    },
+    "cpu_kernels/test_quantized_pages.py": {
+        "test_long_contexts_are_split_over_threads": 3,
+        "test_matches_oracle": 3,
+        "test_random_batches_match_oracle": 4,
+    },
+    "cpu_kernels/test_same_bits.py": {
+        "test_attention": 3,
+    },
+    "engine/device/test_saved.py": {
+        "test_a_loaded_step_does_what_the_compiled_one_did": 2,
+    },
+    "engine/test_grammar.py": {
+        "test_a_model_that_does_not_reason_is_constrained_whatever_the_marks": 3,
+        "test_reasoning_may_come_first_whole": 5,
+    },
+    "engine/test_thinking_budget.py": {
+        "test_batch_mates_stay_what_they_are_and_a_recompute_keeps_its_place": 3,
+    },
+    "fuzz/test_chat_template.py": {
+        "test_a_template_without_end_is_stopped_and_the_next_one_renders": 4,
+    },
+    "models/test_baichuan.py": {
+        "test_13b_attends_less_to_what_is_far_away": 4,
+    },
+    "models/test_config_keys.py": {
+        "test_a_key_is_read_or_refused": 3,
+        "test_what_transformers_itself_writes_is_read": 3,
+    },
+    "models/test_cpu_kernels.py": {
+        "test_float32_says_what_transformers_says": 3,
+        "test_weights_in_tiles_are_the_references": 3,
+    },
+    "models/test_encoders.py": {
+        "test_a_text_alone": 3,
+    },
+    "models/test_gguf_round_trip.py": {
+        "test_gguf_loads_to_the_same_parameters": 2,
+    },
+    "models/test_gpu_kernels.py": {
+        "test_what_kernels_do_not_do_is_not_left_to_them": 4,
+    },
+    "models/test_mixed_kinds.py": {
+        "test_logits_are_those_of_weights_rounded_the_same_way": 3,
+    },
+    "models/test_mla.py": {
+        "test_outputs_are_the_definition_s": 3,
+    },
+    "models/test_moe.py": {
+        "test_layer_is_the_dense_mixture": 3,
+        "test_sharded_layer_is_the_dense_mixture": 4,
+    },
+    "models/test_packed.py": {
+        "test_a_packed_gguf_gives_the_logits_of_its_expansion": 3,
+    },
+    "models/test_parity.py": {
+        "test_a_prompt_in_one_chunk": 2,
+        "test_a_prompt_in_ragged_chunks": 16,
+        "test_greedy_decoding_after_the_prompt": 4,
+        "test_prompts_beside_each_other_at_different_places": 4,
+        "test_token_by_token": 4,
+    },
+    "models/test_published_configs.py": {
+        "test_parameters_are_as_many_as_published": 4,
+        "test_steps_have_the_shapes_of_the_model": 7,
+    },
+    "models/test_quantized_checkpoints.py": {
+        "test_a_packed_checkpoint_gives_the_logits_of_its_numbers": 4,
+        "test_the_cpu_kernels_take_what_their_tiles_hold": 3,
+    },
+    "pallas_kernels/gpu/test_attention.py": {
+        "test_heads_are_normed_and_rotated_on_the_way": 3,
+        "test_lowers_for_cuda": 4,
+        "test_matches_oracle": 3,
+        "test_quantized_pages_are_read_and_written_as_by_the_reference": 3,
+    },
+    "pallas_kernels/gpu/test_block_scaled.py": {
+        "test_few_rows": 4,
+        "test_tiles_of_each_groups_rows": 4,
+    },
+    "pallas_kernels/gpu/test_experts.py": {
+        "test_experts_are_the_dense_mixture": 2,
+        "test_routing": 3,
+    },
+    "pallas_kernels/gpu/test_int8.py": {
+        "test_sums_of_integers": 4,
+    },
+    "pallas_kernels/gpu/test_latent.py": {
+        "test_queries_are_absorbed_and_latents_stored": 3,
+    },
+    "pallas_kernels/gpu/test_matmul.py": {
+        "test_every_kind_with_a_kernel_is_expanded_right": 3,
+        "test_few_rows": 4,
+    },
+    "pallas_kernels/gpu/test_ordered.py": {
+        "test_each_expert_has_an_order_of_its_own": 4,
+    },
+    "pallas_kernels/gpu/test_packed.py": {
+        "test_codes_are_exact_in_16_bits": 4,
+        "test_every_way_to_cut_it_gives_the_same": 4,
+        "test_experts": 3,
+        "test_few_rows": 4,
+        "test_many_rows": 3,
+        "test_what_is_expanded_in_memory_is_expanded_exactly": 4,
+    },
+    "pallas_kernels/test_causal_conv.py": {
+        "test_each_token_sees_those_before_it": 3,
+    },
+    "pallas_kernels/test_delta_rule.py": {
+        "test_tokens_read_what_those_before_them_wrote": 5,
+    },
+    "pallas_kernels/test_packed_attention.py": {
+        "test_each_text_attends_to_itself": 4,
+    },
+    "pallas_kernels/test_quantized_pages.py": {
+        "test_attention_over_rounded_keys_and_values": 4,
+    },
+    "pallas_kernels/test_reference.py": {
+        "test_matches_oracle": 3,
+        "test_pages_kept_as_bits_give_the_same_to_the_last_bit": 3,
+    },
+    "pallas_kernels/test_ssd.py": {
+        "test_tokens_read_what_those_before_them_left": 5,
+    },
+    "pallas_kernels/test_tpu_attention.py": {
+        "test_matches_oracle": 3,
+    },
+    "quantization/test_encoders.py": {
+        "test_errors_are_small_where_an_importance_matrix_says": 4,
+        "test_k_quants_are_as_good_as_llama_cpps": 3,
+        "test_others_are_no_worse_than_ggufs": 3,
+    },
+    "quantization/test_gpu_tiles.py": {
+        "test_groups_are_the_same_in_tiles": 3,
+        "test_tiles_hold_the_file_bit_for_bit": 3,
+    },
+    "quantization/test_products.py": {
+        "test_experts": 4,
+        "test_products_go_tile_by_tile": 4,
+    },
+    "research/test_captured_keys.py": {
+        "test_keys_and_values_are_as_transformers_holds_them": 3,
+    },
+    "research/test_captures.py": {
+        "test_completions_are_captured_beside_requests_that_are_not": 3,
+        "test_every_point_of_a_prompt_is_as_transformers_has_it": 3,
+        "test_only_the_positions_that_are_asked_for": 3,
+        "test_the_lens_at_the_last_layer_is_the_head": 4,
+    },
+    "research/test_model.py": {
+        "test_the_derivative_is_what_torch_finds": 3,
+        "test_the_model_finds_what_the_sampler_said_likely": 4,
+    },
+    "research/test_new_weights.py": {
+        "test_it_is_as_if_started_with_them": 5,
+        "test_what_cannot_be_used_changes_nothing": 2,
+    },
+    "research/test_patching.py": {
+        "test_a_patched_request_is_as_transformers_has_it": 3,
+    },
+    "research/test_steering.py": {
+        "test_steered_and_plain_requests_share_a_batch": 2,
+    },
+    "serving/http/test_openapi.py": {
+        "test_any_request_is_answered_as_described": 3,
+        "test_what_changes_a_server_is_answered_as_described": 2,
+    },
+    "serving/parsing/test_cut.py": {
+        "test_a_cut_call_is_no_content": 3,
+    },
+    "serving/parsing/test_grammar.py": {
+        "test_raw_strings_are_held_to_their_schema": 3,
+        "test_required_calls": 3,
+        "test_whatever_is_allowed_parses_back": 5,
+    },
+    "serving/parsing/test_parser.py": {
+        "test_work_grows_with_the_text_and_no_faster": 4,
+    },
+    "serving/test_processes.py": {
+        "test_requests_are_told_that_a_process_has_left": 2,
+    },
+    "serving/test_thinking.py": {
+        "test_a_constraint_does_not_wait_for_reasoning_that_may_never_come": 7,
+    },
+    "test_invariance.py": {
+        "test_chunked_at_every_boundary": 4,
+    },
+    "test_lifecycle.py": {
+        "test_a_program_that_just_ends_ends_at_once": 3,
+    },
+    "test_logs.py": {
+        "test_a_command_line_that_is_wrong_says_so_in_one_line": 2,
+    },
+    "test_own_process.py": {
+        "test_a_program_without_a_main_guard_has_an_engine_process": 2,
+    },
+    "test_peft_options.py": {
+        "test_a_request_gets_what_peft_says": 3,
+    },
+    "test_states.py": {
+        "test_a_prefix_hit_continues_as_transformers_does": 4,
+        "test_every_beginning_of_a_prompt_gives_the_token_that_transformers_gives": 4,
+    },
+    "tpu/test_lowered.py": {
+        "test_a_step_attends_through_jaxs_kernel_over_pages_in_place": 4,
+    },
+}
+"""Of the cases of a test, in the order in which pytest finds them, the first of so many is run."""
+
+KEPT: dict[str, dict[str, tuple[str, ...]]] = {
+    "engine/device/test_device.py": {
+        "test_a_device_that_is_sent_the_same_messages_holds_the_same": ("more0-kinds0",),
+    },
+    "engine/front/test_sleep.py": {
+        "test_at_level_1_the_files_of_the_weights_are_not_read_again": ("1",),
+        "test_it_answers_the_same_after_a_sleep": ("1-1",),
+        "test_weights_of_another_plan_are_refused_and_then_forgotten": ("1",),
+    },
+    "engine/test_thinking_budget.py": {
+        "test_the_marker_comes_when_the_budget_is_spent": (
+            "drafts-1.0-one token",
+            "four steps a dispatch-0-several tokens",
+            "one step-0-one token",
+        ),
+    },
+    "models/test_gpu_checkpoints.py": {
+        "test_a_packed_checkpoint_gives_the_logits_of_its_numbers": ("llama:gptq_sorted",),
+    },
+    "models/test_gpu_kernels.py": {
+        "test_float32_says_what_transformers_says": ("qwen3_moe",),
+    },
+    "models/test_gpu_packed.py": {
+        "test_tiles_give_the_logits_of_what_they_hold": ("phi3:q8_0",),
+    },
+    "models/test_mla.py": {
+        "test_outputs_do_not_depend_on_the_degree": ("biases:4",),
+    },
+    "models/test_tensor_parallel.py": {
+        "test_logits_are_the_goldens": ("layouts", "encoders"),
+    },
+    "research/test_logits_processors.py": {
+        "test_several_tokens_a_step_and_drafts": ("way1",),
+        "test_tokens_are_those_that_numpy_chooses": ("llama_gqa",),
+    },
+    "research/test_patching.py": {
+        "test_several_tokens_a_step_and_drafts": ("lfm2",),
+    },
+    "research/test_steering.py": {
+        "test_several_tokens_a_step_and_drafts": ("lfm2",),
+    },
+    "serving/pooling/test_scoring.py": {
+        "test_a_real_classifier_answers_as_transformers_does": ("qwen3_classifier",),
+    },
+    "serving/test_engine_process.py": {
+        "test_a_signal_ends_a_server_whose_engine_reads_nothing": ("15",),
+    },
+    "test_adapters.py": {
+        "test_adapters_of_other_families": ("lfm2",),
+        "test_an_adapter_gives_what_the_merged_model_gives": ("llama_gqa",),
+        "test_prompts_are_scored_with_adapters": ("phi3",),
+        "test_requests_with_other_adapters_and_without_share_steps": ("llama_gqa",),
+        "test_several_adapters_add_up_each_with_its_scale": ("qwen2",),
+        "test_under_tensor_parallelism_adapters_add_the_same": ("qwen2",),
+    },
+    "test_cpu_kernels.py": {
+        "test_a_greedy_token_is_the_same_with_and_without_scores": ("gemma3-270m",),
+        "test_prompts_are_as_likely_as_transformers_finds_them": ("smollm2-135m",),
+    },
+    "test_draft_models.py": {
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("llama_gqa-llama_gqa",),
+    },
+    "test_drafts.py": {
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("llama_gqa",),
+        "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": ("llama_gqa",),
+    },
+    "test_examples.py": {
+        "test_what_the_examples_ask_is_known_by_a_margin": ("auto",),
+    },
+    "test_goldens.py": {
+        "test_greedy_tokens": ("smollm2-135m",),
+        "test_prompt_logprobs": ("smollm2-135m",),
+    },
+    "test_invariance.py": {
+        "test_after_a_prefix_hit": ("deepseek_v3",),
+        "test_after_preemption": ("llama_gqa",),
+        "test_in_a_batch_of_unlike_requests": ("gemma3_linear_rope",),
+        "test_several_tokens_a_dispatch": ("llama_gqa",),
+    },
+    "test_llm.py": {
+        "test_whole_vocabularies_of_generated_tokens": ("way0-fields0",),
+    },
+    "test_offload.py": {
+        "test_a_prompt_is_found_again_in_host_memory": ("deepseek_v3",),
+    },
+    "test_quantized_pages.py": {
+        "test_tokens_are_the_same_however_a_request_is_run": ("llama_gqa-int8", "deepseek_v3-fp8"),
+    },
+    "test_same_answer.py": {
+        "test_layers_with_a_state": ("lfm2",),
+    },
+    "test_states.py": {
+        "test_choices_share_the_state_of_their_prompt": ("falcon_h1",),
+        "test_many_together_give_what_each_gives_alone": ("lfm2-pages", "lfm2-decode_steps"),
+    },
+    "test_two_processes.py": {
+        "test_a_process_that_fails_ends_the_group_with_a_line": ("kill",),
+    },
+    "text/test_llama_cpp_tokens.py": {
+        "test_tokens_are_those_of_llama_cpp": ("smollm2-135m",),
+    },
+}
+"""Of the cases of a test, those that are run."""
+
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "chaos/test_chaos.py": {
+        "test_a_short_run": "tests/serving/test_stress.py",
+    },
+    "cli/test_profile.py": {
+        "test_a_trace_of_the_steps_is_written": "tests/research/test_explained.py, in one process",
+    },
+    "cpu_kernels/test_build.py": {
+        "test_a_library_of_few_sets_chooses_among_them": "test_some_instruction_sets_are_compiled_by_themselves",
+    },
+    "engine/front/test_process_client.py": {
+        "test_an_engine_that_cannot_fit_does_not_ask": "test_an_engine_without_room_ends",
+    },
+    "engine/front/test_sleep.py": {
+        "test_it_asks_for_its_room_again": "test_an_engine_asks_for_room_before_it_takes_any",
+    },
+    "models/test_gpu_checkpoints.py": {
+        "test_bfloat16_is_as_close_as_in_plain_xla": "tests/pallas_kernels/gpu/test_block_scaled.py",
+        "test_rounded_inputs_give_the_logits_of_plain_xla": "tests/pallas_kernels/gpu/test_int8.py",
+    },
+    "models/test_quantized_checkpoints.py": {
+        "test_over_several_devices": "tests/models/test_tensor_parallel.py",
+    },
+    "pallas_kernels/test_reference.py": {
+        "test_pages_update_in_place_when_donated[prefill]": "decode",
+    },
+    "quantization/test_sharded.py": {
+        "test_products_over_several_devices": "tests/models/test_tensor_parallel.py",
+    },
+    "requests/test_structured_outputs.py": {
+        "test_an_engine_follows_the_longest_chains": "the refused chains after it",
+    },
+    "research/test_captures.py": {
+        "test_steps_without_captures_are_those_of_an_engine_that_knows_none": "the same test of patches",
+    },
+    "research/test_logits_processors.py": {
+        "test_another_engines_functions_are_not_taken_for_these": "tests/engine/device/test_saved.py",
+        "test_requests_without_run_what_they_run_in_an_engine_without": "the same test of patches",
+    },
+    "research/test_new_weights.py": {
+        "test_two_devices_exchange_them_as_one": "tests/models/test_tensor_parallel.py",
+    },
+    "research/test_tensor_parallel.py": {
+        "test_two_devices_show_what_one_shows": "tests/models/test_tensor_parallel.py",
+    },
+    "serving/test_hostile.py": {
+        "test_large_bodies_stop_nobodys_stream": "tests/serving/http/test_body_process.py",
+    },
+    "serving/test_scenarios.py": {
+        "test_gemma_completes_by_grammar_and_embeds": "its other scenarios",
+    },
+    "serving/test_stress.py": {
+        "test_mixed_requests_leave_nothing_behind": "test_a_hundred_tiny_requests_go_right_and_leave_nothing",
+    },
+    "test_docs.py": {
+        "test_tables_are_those_of_the_code[sizes]": "the other tables",
+    },
+    "test_draft_models.py": {
+        "test_a_draft_model_runs_prompts_beside_the_model[gemma3_linear_rope-gpt2]": "deepseek_v3-llama_gqa",
+        "test_requests_with_adapters_and_steered_ones_have_drafts_of_a_model_without": "tests/test_drafts.py",
+        "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": "the same test in tests/test_drafts.py",
+    },
+    "test_examples.py": {
+        "test_notebook_of_log_probabilities": "test_notebook",
+        "test_notebook_of_sampling": "test_notebook",
+        "test_notebook_of_the_logit_lens": "test_notebook",
+    },
+    "test_gpu_benchmark.py": {
+        "test_steps_are_measured_and_kept_with_stand_ins_for_what_is_missing": "its other tests",
+    },
+    "test_jax_settings.py": {
+        "test_a_program_that_has_told_jax_otherwise_gets_the_same_tokens": "its other tests",
+    },
+    "test_saved_start.py": {
+        "test_a_process_beside_the_engine_compiles_what_nobody_waits_for": "its second start",
+        "test_an_engine_compiles_itself_where_that_process_fails": "its second start",
+        "test_executables_that_are_made_ahead_start_an_engine_that_keeps_nothing": "its second start",
+        "test_the_second_start_compiles_nothing[off-1]": "auto-1",
+        "test_the_second_start_compiles_nothing[off-2]": "auto-1",
+    },
+    "test_states.py": {
+        "test_many_together_give_what_each_gives_alone[qwen3_5-max_num_batched_tokens]": "lfm2",
+        "test_many_together_give_what_each_gives_alone[qwen3_5-pages]": "lfm2",
+    },
+    "test_tensor_parallel.py": {
+        "test_three_devices_give_the_golden_tokens": "tests/models/test_tensor_parallel.py",
+    },
+    "test_trained_adapters.py": {
+        "test_a_tiny_model_learns_a_text_and_another_one_another": "tests/research/test_model.py",
+    },
+    "test_two_processes.py": {
+        "test_a_process_that_fails_ends_the_group_with_a_line[raise]": "its other faults",
+    },
+}
+"""Tests, and cases of tests, that are left out, with what sees their kind."""
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Mark what is left out as `thorough`."""
+    found: dict[str, int] = {}
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        test, _, case = name.removesuffix("]").partition("[")
+        number = found[file + test] = found.get(file + test, -1) + 1
+        elsewhere = ELSEWHERE.get(file, {})
+        kept = KEPT.get(file, {}).get(test, (case,))
+        if test in elsewhere or name in elsewhere or number % EVERY.get(file, {}).get(test, 1) or case not in kept:
+            item.add_marker(pytest.mark.thorough)
