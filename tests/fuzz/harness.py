@@ -19,7 +19,7 @@ MEMORY_BYTES = 512 * 2**20
 """By which the process may grow while all inputs of a fuzzer pass."""
 
 _MANY = pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(7_200)])
-COUNTS = pytest.mark.parametrize("count", [1_000, _MANY])
+COUNTS = pytest.mark.parametrize("count", [300, pytest.param(1_000, marks=pytest.mark.thorough), _MANY])
 
 
 def fuzz(count: int, attempt: Callable[[np.random.Generator], Any]) -> int:
