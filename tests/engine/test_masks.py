@@ -9,7 +9,6 @@ from hypothesis import given
 
 from jaxllm.engine.masks import ALL, allow, allow_only, allowed, forbid, mask_of, mask_words
 
-
 VOCABS = (1, 31, 32, 33, 64, 100)
 """Each is another shape, which is compiled once."""
 

@@ -29,7 +29,7 @@ from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs
 from jaxllm.pallas_kernels.gpu import block_scaled, int8
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
 from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
-from jaxllm.pallas_kernels.gpu.few_rows import few_rows
+from jaxllm.pallas_kernels.gpu.few_rows import few_rows, grouped_few_rows
 from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
@@ -189,17 +189,26 @@ def packed(kind: GgufKind | GroupsKind) -> Program:
 
 
 def few(kind: GroupsKind) -> Program:
-    """Rows of one part, and of several, in a model of that type."""
+    """Rows of one part, and of several; and those of experts, with an activation and without."""
+    dtype, (count, _, size) = kind.dtype, EXPERTS
+    rows = 32
 
-    def run(*arrays: Any) -> Any:
+    def run(one: Any, short: Weight, many: Any, long: Weight, x: Any, experts: Weight, lists: RowLists) -> Any:
         found = []
-        for x, weight in zip(arrays[::2], arrays[1::2], strict=True):
+        for rows_of, weight in ((one, short), (many, long)):
             (matrix,) = weight.kernel_matrices or ()
-            found.append(few_rows(x, matrix))
+            found.append(few_rows(rows_of, matrix))
+        (matrix,) = experts.kernel_matrices or ()
+        for activation in (jax.nn.silu, None):
+            found.append(grouped_few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
         return found
 
-    short, long = (kind.abstract((4096, inputs)) for inputs in (2048, 14336))
-    return run, (array(2, 2048, dtype=kind.dtype), short, array(16, 14336, dtype=kind.dtype), long)
+    lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
+    return run, (
+        array(2, 2048, dtype=dtype), kind.abstract((4096, 2048)),
+        array(16, 14336, dtype=dtype), kind.abstract((4096, 14336)),
+        array(rows // 2, size, dtype=dtype), kind.abstract(EXPERTS), lists,
+    )  # fmt: skip
 
 
 def few_of_blocks(dtype: np.dtype) -> Program:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.gpu import block_scaled, int8, packed
+from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, packed
 from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
@@ -59,6 +59,8 @@ def experts(
                 return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
             if tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
                 product = block_scaled.grouped_few_rows
+            elif tile_rows <= few_rows.MOST_ROWS and few_rows.knows(matrix):
+                product = few_rows.grouped_few_rows
         return product(x, matrix, lists, rows, interpret=interpret, **options)
 
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation) and _gates(gate_up[0]):

@@ -1,13 +1,14 @@
 """Products of few rows with weights of a few bits, on NVIDIA GPUs: each code is read once, many of them at a time.
 
-One program per (block of outputs, part of the inputs). A program walks its inputs some groups at a time, loads the next
-ones meanwhile, and expands codes in registers for the tensor cores. The parts of long rows are walked side by side, and
-their sums joined by one more kernel.
+One program per (block of outputs, part of the inputs, or tile of a group's rows). A program walks its inputs some
+groups of codes at a time, loads the next ones meanwhile, and expands codes in registers for the tensor cores. The parts
+of long rows are walked side by side, and their sums joined by one more kernel.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.compat import triton_compiler_params, triton_load
+from jaxllm.pallas_kernels.gpu.groups import RowLists
+from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 
 MOST_ROWS = 16
@@ -35,55 +38,91 @@ NUM_WARPS, NUM_STAGES = 4, 3
 def knows(matrix: KernelMatrix) -> bool:
     """Codes of eight bits or fewer in rows of groups, whose scales are their own and whose bytes are a power of two."""
     grouped = matrix.codes.dtype == jnp.uint8 and matrix.scale is not None and matrix.scale_rows == 1
-    return grouped and matrix.codes.ndim == 2 and matrix.group_stored == pl.next_power_of_2(matrix.group_stored)
+    return grouped and matrix.group_stored == pl.next_power_of_2(matrix.group_stored)
 
 
 def few_rows(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False) -> Float[Array, "T o"]:
     """`x @ matrix.T` in float32, of at most MOST_ROWS rows."""
     outputs, stored = matrix.codes.shape
-    tables = {"scale": matrix.scale, "zero": matrix.zero, "levels": matrix.levels_table}
-    given = {name: table for name, table in tables.items() if table is not None}
-    nbytes = min(BLOCK_BYTES[jnp.dtype(matrix.dtype).itemsize], pl.next_power_of_2(stored))
-    steps, blocks = pl.cdiv(stored, nbytes), pl.cdiv(outputs, BLOCK_OUT)
-    parts = 1 if blocks > MANY_PROGRAMS else pl.cdiv(steps, PART_STEPS)
-    sums = pl.pallas_call(
-        functools.partial(_kernel, matrix=matrix, names=tuple(given), nbytes=nbytes, steps=pl.cdiv(steps, parts)),
-        out_shape=jax.ShapeDtypeStruct((parts, x.shape[0], outputs), jnp.float32),
-        grid=(blocks, parts),
-        interpret=interpret,
-        compiler_params=triton_compiler_params(NUM_WARPS, NUM_STAGES),
-        name="few_rows",
-    )(x.astype(matrix.dtype), matrix.codes, *given.values())
+    blocks = pl.cdiv(outputs, BLOCK_OUT)
+    parts = 1 if blocks > MANY_PROGRAMS else pl.cdiv(pl.cdiv(stored, _block_bytes(matrix)), PART_STEPS)
+    sums = _call(x, matrix, (), x.shape[0], outputs, (blocks, parts), jnp.float32, None, interpret)
     return sums[0] if parts == 1 else jnp.sum(sums, axis=0)
 
 
+def grouped_few_rows(
+    x: Float[Array, "n i"],
+    matrix: KernelMatrix,
+    lists: RowLists,
+    rows: int,
+    *,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    dtype: Any = jnp.float32,
+    interpret: bool = False,
+) -> Float[Array, "N o"]:
+    """See `matmul.grouped_matmul`; tiles have at most MOST_ROWS rows."""
+    outputs = matrix.shape[-2]
+    grid = (pl.cdiv(outputs, BLOCK_OUT), len(lists.tiles))
+    width = outputs if activation is None else outputs // 2
+    return _call(x, matrix, (lists.tiles, lists.rows), rows, width, grid, dtype, activation, interpret)[0]
+
+
+def _block_bytes(matrix: KernelMatrix) -> int:
+    return min(BLOCK_BYTES[jnp.dtype(matrix.dtype).itemsize], pl.next_power_of_2(matrix.codes.shape[-1]))
+
+
+def _call(
+    x: jax.Array, matrix: KernelMatrix, lists: tuple[jax.Array, ...], rows: int, width: int, grid: tuple[int, int],
+    dtype: Any, activation: Callable[[jax.Array], jax.Array] | None, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    outputs, stored = matrix.codes.shape[-2:]
+    flat = {"scale": matrix.scale, "zero": matrix.zero}
+    given = {name: table.reshape(-1, table.shape[-1]) for name, table in flat.items() if table is not None}
+    if matrix.levels_table is not None:
+        given["levels"] = matrix.levels_table
+    kernel = functools.partial(
+        _kernel, matrix=matrix, names=tuple(given), outputs=outputs, nbytes=_block_bytes(matrix), lists=len(lists),
+        share=rows // x.shape[0], activation=activation,
+    )  # fmt: skip
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((1 if lists else grid[1], rows, width), dtype),
+        grid=grid,
+        interpret=interpret,
+        compiler_params=triton_compiler_params(NUM_WARPS, NUM_STAGES),
+        name="few_rows",
+    )(*lists, x.astype(matrix.dtype), matrix.codes.reshape(-1, stored), *given.values())
+
+
 def _kernel(
-    x_ref: Any, codes_ref: Any, *tables_and_output: Any, matrix: KernelMatrix, names: tuple[str, ...], nbytes: int,
-    steps: int,
+    *refs: Any, matrix: KernelMatrix, names: tuple[str, ...], outputs: int, nbytes: int, lists: int, share: int,
+    activation: Callable[[jax.Array], jax.Array] | None,
 ) -> None:  # fmt: skip
-    *table_refs, out_ref = tables_and_output
+    *given, out_ref = refs
+    list_refs, (x_ref, codes_ref, *table_refs) = given[:lists], given[lists:]
     tables = dict(zip(names, table_refs, strict=True))
-    outputs, stored = codes_ref.shape
-    part = pl.program_id(1)
-    output = pl.program_id(0) * BLOCK_OUT + jnp.arange(BLOCK_OUT)
-    row = jnp.arange(MOST_ROWS)
-    inside, live = output < outputs, row < x_ref.shape[0]
+    stored = codes_ref.shape[1]
+    block, second = pl.program_id(0), pl.program_id(1)
+    rows = rows_of_program(list_refs, out_ref, out_ref.shape[1], MOST_ROWS, pl.cdiv(stored, nbytes), second=second)
+    mine = outputs_of_program(block, BLOCK_OUT, outputs, gated=activation is not None)
+    matrix_row = rows.group * outputs + mine.output
+    x_row = lax.div(rows.row, share)
     group = matrix.group_stored
     groups = max(1, nbytes // group)
 
     def of_groups(name: str, first: Array) -> Array:
         """A table's numbers for the block that begins at byte `first`, one for each byte of it."""
         at = lax.div(first, group) + jnp.arange(groups)
-        mask = inside[:, None] & (at < stored // group)[None, :]
-        found = triton_load(tables[name].at[output[:, None], at[None, :]], mask=mask, other=0).astype(jnp.float32)
+        mask = mine.inside[:, None] & (at < stored // group)[None, :]
+        found = triton_load(tables[name].at[matrix_row[:, None], at[None, :]], mask=mask, other=0).astype(jnp.float32)
         return jnp.broadcast_to(found[:, :, None], (BLOCK_OUT, groups, nbytes // groups)).reshape(BLOCK_OUT, nbytes)
 
     def add_block(index: Array, sums: Array) -> Array:
-        first = (part * steps + index) * nbytes
+        first = index * nbytes
         at = first + jnp.arange(nbytes)
         there = at < stored
-        mask = inside[:, None] & there[None, :]
-        codes = triton_load(codes_ref.at[output[:, None], at[None, :]], mask=mask, other=0)
+        mask = mine.inside[:, None] & there[None, :]
+        codes = triton_load(codes_ref.at[matrix_row[:, None], at[None, :]], mask=mask, other=0)
         scale = of_groups("scale", first)
         zero = float(matrix.middle) if matrix.zero is None else of_groups("zero", first)
         for plane in range(matrix.planes):
@@ -93,15 +132,19 @@ def _kernel(
             else:
                 values = (code.astype(jnp.float32) - zero) * scale
             column = matrix.columns(at, plane)
-            rows = triton_load(x_ref.at[row[:, None], column[None, :]], mask=live[:, None] & there[None, :], other=0)
+            inputs = triton_load(
+                x_ref.at[x_row[:, None], column[None, :]], mask=rows.live[:, None] & there[None, :], other=0
+            )
             sums += lax.dot_general(
-                rows,
+                inputs,
                 values.astype(matrix.dtype),
                 (((1,), (1,)), ((), ())),
-                precision=lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
+                precision=lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None,
                 preferred_element_type=jnp.float32,
             )
         return sums
 
-    sums = lax.fori_loop(0, steps, add_block, jnp.zeros((MOST_ROWS, BLOCK_OUT), jnp.float32))
-    triton_store(out_ref.at[part, row[:, None], output[None, :]], sums, mask=live[:, None] & inside[None, :])
+    @pl.when(rows.there > 0)
+    def _() -> None:
+        sums = lax.fori_loop(*rows.steps, add_block, jnp.zeros((MOST_ROWS, BLOCK_OUT), jnp.float32))
+        store_sums(out_ref, sums, block, mine, rows, activation, axis=1)

@@ -73,18 +73,21 @@ def outputs_of_program(block: Array, size: int, outputs: int, *, gated: bool) ->
 
 
 def store_sums(
-    out_ref: Any, sums: Float[Array, "o n"], block: Array, outputs: ProgramOutputs, rows: ProgramRows,
-    activation: Callable[[jax.Array], jax.Array] | None,
+    out_ref: Any, sums: Float[Array, "a b"], block: Array, outputs: ProgramOutputs, rows: ProgramRows,
+    activation: Callable[[jax.Array], jax.Array] | None, *, axis: int = 0,
 ) -> None:  # fmt: skip
-    """Writes sums, or `activation(gate) * up` of neighbouring ones, where they belong."""
+    """Writes sums, or `activation(gate) * up` of neighbouring ones, where they belong; outputs lie along an axis."""
     place, there = outputs.lane, outputs.inside
     if activation is not None:
-        gate, up = neighbours(sums, 0)
+        gate, up = neighbours(sums, axis)
         sums = activation(gate) * up
-        place = block * sums.shape[0] + jnp.arange(sums.shape[0])
+        place = block * sums.shape[axis] + jnp.arange(sums.shape[axis])
         there = place < out_ref.shape[2]
-    at = out_ref.at[rows.part, rows.row[None, :], place[:, None]]
-    triton_store(at, sums.astype(out_ref.dtype), mask=rows.live[None, :] & there[:, None])
+    row, live, place, there = (
+        jnp.expand_dims(vector, at)
+        for vector, at in zip((rows.row, rows.live, place, there), (axis, axis, 1 - axis, 1 - axis), strict=True)
+    )
+    triton_store(out_ref.at[rows.part, row, place], sums.astype(out_ref.dtype), mask=live & there)
 
 
 def neighbours(x: Float[Array, "n m"], axis: int) -> tuple[Array, Array]:

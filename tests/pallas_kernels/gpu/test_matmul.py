@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import RootMeanSquare
-from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, knows
+from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, grouped_few_rows, knows
 from jaxllm.pallas_kernels.gpu.float8 import from_e4m3, to_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul, matmul
@@ -150,6 +150,33 @@ def test_few_rows(kind, shape, rows):
     out = few_rows(jnp.asarray(x), matrix, interpret=INTERPRET)
     expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max() * shape[1] ** 0.5)
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("activated", [True, False])
+@pytest.mark.parametrize("sizes", [[0, 0, 1], [5, 0, 18], [16, 17, 0]], ids=str)
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, levels", "2 bits", "8 bits"])
+def test_few_rows_of_each_group(kind, sizes, activated):
+    """Two of them read one row; rows of no group are NaN. No block divides the outputs, and inputs are several."""
+    weight = KINDS[kind](np.random.default_rng(0).standard_normal((3, 88, 480)).astype(np.float32))
+    (matrix,) = weight.kernel_matrices
+    assert knows(matrix)
+    total = sum(sizes) + 3 + (sum(sizes) + 3) % 2
+    random = np.random.default_rng(3)
+    group = random.permutation(np.repeat(np.arange(4), [*sizes, total - sum(sizes)]))
+    x = random.standard_normal((total // 2, 480)).astype(np.float32)
+    x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
+    lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, MOST_ROWS, interpret=INTERPRET)
+    options = {"activation": jax.nn.silu} if activated else {}
+    out = grouped_few_rows(jnp.asarray(x), matrix, lists, total, interpret=INTERPRET, **options)
+    assert out.shape == (total, 44 if activated else 88)
+    matrices = np.asarray(weight.dequantize(), np.float64)
+    for row in np.flatnonzero(group != 3):
+        expected = matrices[group[row]] @ x[row // 2].astype(np.float64)
+        if activated:
+            gate, up = np.split(expected, 2)
+            expected = gate / (1 + np.exp(-gate)) * up
+        np.testing.assert_allclose(out[row], expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "fp8 blocks", "4 bits, symmetric, groups of 96"])
