@@ -16,7 +16,10 @@ from tests.models.harness import Chunk, Harness
 from tests.models.packed_models import prompt, write
 from tests.models.test_gpu_kernels import INTERPRETED
 
-CASES = ("llama:gptq_sorted", "llama:gptq_sorted_each", "phi3:gptq_sorted", "mixtral:gptq_sorted_each")
+CASES = (
+    "llama:gptq_sorted", "llama:gptq_sorted_each", "phi3:gptq_sorted", "mixtral:gptq_sorted_each",
+    "mixtral:bitsandbytes_nf4",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
