@@ -67,10 +67,14 @@ class Variant:
     """How many rows of layers' outputs it may be given others for; see `models.layers.patching`."""
     recorded: int = 0
     """How many activations it gives besides; see `models.layers.taps`."""
+    inside: bool = False
+    """They may be of points inside layers, and not of the residual stream between them alone."""
 
     def __post_init__(self) -> None:
         if (self.masked or self.processed) and not self.sampled:
             raise ValueError("a Variant that is masked or processed must be sampled too: argmax reads raw logits")
+        if self.inside and not self.recorded:
+            raise ValueError("a Variant that gives what is inside layers must say of how many activations")
 
     def covers(self, other: Variant) -> bool:
         """Whether this can do all that `other` does."""
@@ -121,7 +125,8 @@ def variants(kind: Kind, wanted: Variant) -> tuple[Variant, ...]:
     if wanted.patched:
         found = tuple(replace(variant, patched=count) for count in PATCHED for variant in found)
     if wanted.recorded:
-        found = tuple(replace(variant, recorded=count) for count in RECORDED for variant in found)
+        some = [{"recorded": count, "inside": inside} for count in RECORDED for inside in (False, True)]
+        found = tuple(replace(variant, **each) for each in some for variant in found)
     return tuple(variant for variant in found if variant.covers(wanted))
 
 

@@ -11,13 +11,18 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.device.handle import Recorded
 from jaxllm.engine.work import Chunk
-from jaxllm.requests.captures import FINAL, TAPPED, Tap
+from jaxllm.requests.captures import FINAL, STREAM, TAPPED, Tap
 
 
 def wanted_taps(chunks: Sequence[Chunk]) -> list[Tap]:
     """The activations that some request of a step wants of tokens in it."""
     captures = [chunk.request.capture for chunk in chunks if chunk.captured_positions]
     return list(dict.fromkeys(tap for capture in captures if capture is not None for tap in capture.taps))
+
+
+def inside_layers(taps: Sequence[Tap]) -> bool:
+    """Whether some of them are not of the residual stream between layers."""
+    return any(name not in (*STREAM, FINAL) for name, _ in taps)
 
 
 def fill_places(places: np.ndarray, taps: Sequence[Tap], room: int) -> None:

@@ -24,7 +24,7 @@ from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, s
 from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.ran_step import RanExecutable, RanStep
 from jaxllm.engine.device.readout import Readout, scoring_key
-from jaxllm.engine.device.recording import fill_places, record, wanted_taps
+from jaxllm.engine.device.recording import fill_places, inside_layers, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.masks import ALL, mask_words
 from jaxllm.engine.offload.host_pages import Page
@@ -82,17 +82,18 @@ class Runner:
             keys.append(Key("score_all", size))
         if request.adapters:
             keys += self._device.covering_adapted()
-        count = 0 if request.capture is None else len(request.capture.taps)
+        taps = () if request.capture is None else request.capture.taps
         processed, steered = request.params.processes_logits, request.steering is not None
         patched = 0 if request.patching is None else len(request.patching.places)
-        if count or steered or processed or patched:
+        if taps or steered or processed or patched:
             variant = Variant(
                 sampled=processed,
                 adapted=bool(request.adapters),
                 processed=processed,
                 steered=steered,
                 patched=patched,
-                recorded=count,
+                recorded=len(taps),
+                inside=inside_layers(taps),
             )
             keys += self._device.demanded(len(request.token_ids), variant)
         if steered:
@@ -245,7 +246,8 @@ class Runner:
     def _prefill(self, batch: Batch) -> Handle:
         taps = wanted_taps(batch.chunks)
         patches = step_patches(batch.chunks)
-        variant = replace(_variant([], batch), patched=len(patches), recorded=len(taps))
+        recorded = {"recorded": len(taps), "inside": inside_layers(taps)}
+        variant = replace(_variant([], batch), patched=len(patches), **recorded)
         key = self._device.covering("backbone", batch.num_tokens, variant)
         vectors = [self._pack_backbone(batch, key, taps, patches)]
         if patches:

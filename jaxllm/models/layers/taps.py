@@ -2,7 +2,8 @@
 
 Which of them do is data: each layer is told where in one buffer its own go, and writes those that nobody wants where
 nobody looks. So a step is compiled for a number of activations, not for a choice of them, and layers that are alike are
-still traced once. A step that records nothing is traced without any of this.
+still traced once. A step that records nothing is traced without any of this, and one that records the residual stream
+between layers alone without what is inside them, where sums would have to be apart that are usually made at once.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.requests.captures import TAPPED
+from jaxllm.requests.captures import STREAM, TAPPED
 
 
 class LayerTaps(NamedTuple):
-    """What a layer is told: the place in the buffer of its activation at each of TAPPED, the last for nobody."""
+    """What a layer is told: the place in the buffer of its activation at each of TAPPED, or of STREAM, the last for
+    nobody."""
 
     places: Int[Array, "n"]
     buffer: Float[Array, "N T W"]
@@ -35,12 +38,14 @@ class Recorder:
     Attributes:
         places: of each layer, and of a last row for what comes after all of them; see `LayerTaps`.
         count: how many activations there is room for.
+        inside: whether layers record at all of TAPPED, or at STREAM alone.
         width: of the widest of them; others leave the rest of their rows as it is.
     """
 
     places: Int[Array, "L n"]
     count: int
     width: int
+    inside: bool = True
     buffer: Float[Array, "N T W"] | None = None
 
     @property
@@ -53,12 +58,15 @@ class Recorder:
         """What the layer `index` is told, whose activations are like `x`."""
         if self.buffer is None:
             self.buffer = jnp.zeros((self.count + 1, len(x), self.width), x.dtype)
-        return LayerTaps(self.places[index], self.buffer)
+        places = self.places[index]
+        return LayerTaps(
+            places if self.inside else places[np.array([TAPPED.index(name) for name in STREAM])], self.buffer
+        )
 
     def last(self, hidden: Float[Array, "T E"]) -> None:
         """The states after the last norm."""
         taps = _Layer(self.layer(-1, hidden))
-        taps.record(TAPPED[0], hidden)
+        taps.record(STREAM[0], hidden)
         self.buffer = taps.buffer
 
 
@@ -67,9 +75,12 @@ class _Layer:
 
     def __init__(self, taps: LayerTaps):
         self.places, self.buffer = taps
+        self.points = TAPPED if len(self.places) == len(TAPPED) else STREAM
 
     def record(self, point: str, value: Float[Array, "T _"]) -> None:
-        place = self.places[TAPPED.index(point)]
+        if point not in self.points:
+            return
+        place = self.places[self.points.index(point)]
         self.buffer = lax.dynamic_update_slice(self.buffer, value[None].astype(self.buffer.dtype), (place, 0, 0))
 
 
@@ -104,8 +115,14 @@ def tapping(taps: LayerTaps | None) -> Iterator[_Layer | None]:
 
 
 def tapped() -> bool:
-    """Whether the layer that is traced records: what it usually adds at once is then computed in two steps."""
+    """Whether the layer that is traced records: it then leaves no sum to the next."""
     return _layer.get() is not None
+
+
+def tapped_inside() -> bool:
+    """Whether it records inside itself too: what it usually adds at once is then computed in two steps."""
+    target = _layer.get()
+    return target is not None and target.points is TAPPED
 
 
 def tap(point: str, value: jax.Array) -> None:
