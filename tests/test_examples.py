@@ -254,3 +254,21 @@ def test_notebook_of_the_logit_lens(monkeypatch: pytest.MonkeyPatch):
     assert min(first, middle) > 100 and last == 1
     lens, score = map(float, re.findall(r"by the lens (-[\d.]+), by the score (-[\d.]+)", shown)[0])
     assert lens == pytest.approx(score, abs=0.05), "which rows share a step rounds differently"
+
+
+def test_notebook_of_scoring(monkeypatch: pytest.MonkeyPatch):
+    """The question helps, how answers are compared matters, and the model is right more often where it is sure."""
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("pandas")
+    shown, plots = shown_by("notebooks/scoring.ipynb")
+    assert plots == 3
+    right = {rule: int(count) for rule, count in re.findall(r"^(.*): (\d+) of 40 right", shown, re.MULTILINE)}
+    assert list(right) == ["sum", "per character", "gain", "without the question"]
+    assert right["without the question"] < 14 and min(right["sum"], right["gain"]) > 24
+    characters = {rule: float(mean) for rule, mean in re.findall(r"^(.*): .* has ([\d.]+) char", shown, re.MULTILINE)}
+    assert characters["sum"] < characters["per character"]
+    asked, alone = map(float, re.findall(r"median margin (-?[\d.]+) with the question, (-?[\d.]+)", shown)[0])
+    assert asked > 1 and asked > alone + 2
+    unsure, sure = map(float, re.findall(r"least sure ([\d.]+), when most sure ([\d.]+)", shown)[0])
+    assert sure - unsure > 0.2
