@@ -22,6 +22,7 @@ from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.slots import Slots
 from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
+from jaxllm.models.layers.steering import SteeringState
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MAGIC = b"jaxllm executable 1\n"
 KEPT_SETS = 32
 """Sets of executables, one for each model and settings, that are kept; the longest unused goes first."""
 
-_RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sampled, Settled, Slots)}
+_RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sampled, Settled, Slots, SteeringState)}
 """The named tuples among what steps return."""
 
 

@@ -27,7 +27,14 @@ from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
 
-KEYS = (Key("backbone", 16), Key("head", 2, SAMPLED), Key("decode", 2, PLAIN), Key("admit"), Key("score_all", 2))
+KEYS = (
+    Key("backbone", 16),
+    Key("head", 2, SAMPLED),
+    Key("decode", 2, PLAIN),
+    Key("admit"),
+    Key("score_all", 2),
+    Key("steer"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +79,7 @@ def outcome(compiled: Any, functions: StepFunctions, key: Key) -> list[np.ndarra
     dice = np.random.default_rng(3)
     build = {"backbone": lambda: functions.backbone(key.size), "admit": functions.admit}
     build |= {"head": lambda: functions.head(key.size, key.variant), "score_all": lambda: functions.score_all(key.size)}
-    build |= {"decode": lambda: functions.decode(key.size, key.variant)}
+    build |= {"decode": lambda: functions.decode(key.size, key.variant), "steer": lambda: functions.put_row("steer")}
     abstract = build[key.kind]()[1]
 
     def made(a: jax.ShapeDtypeStruct) -> jax.Array:
