@@ -125,8 +125,8 @@ def variants(kind: Kind, wanted: Variant) -> tuple[Variant, ...]:
     if wanted.patched:
         found = tuple(replace(variant, patched=count) for count in PATCHED for variant in found)
     if wanted.recorded:
-        some = [{"recorded": count, "inside": inside} for count in RECORDED for inside in (False, True)]
-        found = tuple(replace(variant, **each) for each in some for variant in found)
+        some = [(count, inside) for count in RECORDED for inside in (False, True)]
+        found = tuple(replace(variant, recorded=count, inside=inside) for count, inside in some for variant in found)
     return tuple(variant for variant in found if variant.covers(wanted))
 
 

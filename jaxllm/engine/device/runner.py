@@ -246,8 +246,8 @@ class Runner:
     def _prefill(self, batch: Batch) -> Handle:
         taps = wanted_taps(batch.chunks)
         patches = step_patches(batch.chunks)
-        recorded = {"recorded": len(taps), "inside": inside_layers(taps)}
-        variant = replace(_variant([], batch), patched=len(patches), **recorded)
+        inside = inside_layers(taps)
+        variant = replace(_variant([], batch), patched=len(patches), recorded=len(taps), inside=inside)
         key = self._device.covering("backbone", batch.num_tokens, variant)
         vectors = [self._pack_backbone(batch, key, taps, patches)]
         if patches:
