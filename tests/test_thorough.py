@@ -12,8 +12,6 @@ from tests.thorough import ELSEWHERE, EVERY, KEPT
 TESTS = Path(__file__).parent
 WHOLE_SUITE = 5_000
 """Tests: no folder has so many."""
-
-
 LISTED = [
     (file, test.partition("[")[0])
     for table in (EVERY, KEPT, ELSEWHERE)

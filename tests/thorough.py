@@ -240,7 +240,7 @@ EVERY: dict[str, dict[str, int]] = {
         "test_a_step_attends_through_jaxs_kernel_over_pages_in_place": 4,
     },
 }
-"""Of the cases of a test, in the order in which pytest finds them, the first of so many is run."""
+"""By test, a number n: of its cases, in the order in which pytest finds them, each nth is run, from the first on."""
 
 KEPT: dict[str, dict[str, tuple[str, ...]]] = {
     "engine/device/test_device.py": {
@@ -441,7 +441,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_a_process_that_fails_ends_the_group_with_a_line[raise]": "its other faults",
     },
 }
-"""Tests, and cases of tests, that are left out, with what sees their kind."""
+"""Tests, and cases of tests, that are left out, with what comes nearest to them in `make test`: it may see less."""
 
 
 def mark(items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.listener import bind
 from tests.serving.fake_engine import FakeEngine, app_of
 
-PATIENCE = 60.0
+PATIENCE = 10.0
 """Seconds on the clock for what takes less of the processor, on a machine that does other things as well."""
 
 
