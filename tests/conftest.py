@@ -25,6 +25,7 @@ typecheck.check([f"jaxllm.{name}" for name in CHECKED])  # before any of them is
 from jaxllm import compat  # noqa: E402
 from jaxllm.config import CACHE_DIR  # noqa: E402
 from tests.quick_compile import quick_compile  # noqa: E402
+from tests.remembered_steps import remembering_steps  # noqa: E402
 
 gc.set_threshold(
     50_000, 50, 1000
@@ -91,6 +92,13 @@ def few_mappings() -> Iterator[None]:
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steps_made_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module whose tests change what steps are made of, or look at how they are made, says `REMEMBERED = False`."""
+    with remembering_steps() if getattr(request.module, "REMEMBERED", True) else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
