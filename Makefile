@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-slow test-versions test-web web check check-web check-deploy check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-programs test-all test-slow test-versions test-web web check check-web check-deploy check-gpu check-tpu docs format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -30,7 +30,12 @@ test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
-test-all: $(VENV)/.installed-dev ## Run the tests with all of their cases, three quarters of an hour
+test-programs: $(VENV)/.installed-dev ## Run the tests of whole servers, processes and examples, from start to end
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/jaxllm pull gemma3-270m
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'programs and not thorough and not slow and not browser' $(ARGS)
+
+test-all: $(VENV)/.installed-dev ## Run all of these tests with all of their cases, three quarters of an hour
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu_compile and not tpu_compile and not browser' $(ARGS)

@@ -18,6 +18,8 @@ from jaxllm import LLM, SamplingParams
 from tests.real_models import SHAPES
 from tests.reference.peft_adapters import save_adapter
 
+pytestmark = pytest.mark.programs
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SECONDS = 500
 

@@ -17,6 +17,8 @@ from jaxllm.weights.local import find_local
 from jaxllm.weights.source import is_local_model, resolve_adapter, resolve_model, resolve_tokenizer
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 
 def test_folders_are_where_the_desktop_standard_has_them(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

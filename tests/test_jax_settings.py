@@ -13,6 +13,8 @@ import pytest
 from jaxllm.compat import OWN_SETTINGS
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 CHANGED = {
     "jax_check_tracer_leaks": True,
     "jax_debug_infs": True,

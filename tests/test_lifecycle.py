@@ -12,6 +12,8 @@ import pytest
 
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 SETTLE_SECONDS = 30.0
 
 PRELUDE = """

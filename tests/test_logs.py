@@ -11,6 +11,8 @@ import pytest
 
 from jaxllm.logs import FIELDS, JSONLines
 
+pytestmark = pytest.mark.programs
+
 
 def line(record: logging.LogRecord) -> dict:
     text = JSONLines("api").format(record)

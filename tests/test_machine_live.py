@@ -16,6 +16,8 @@ import pytest
 from jaxllm import machine
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 LIMIT = 3 * 2**29
 """Bytes: 1.5 GiB."""
 PROGRAM = """

@@ -12,6 +12,8 @@ from jaxllm.asked_process import AskedProcesses
 from jaxllm.own_process import PipedProcess, command
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = """
 print("the program runs")
 from jaxllm import LLM, SamplingParams

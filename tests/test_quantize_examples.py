@@ -24,6 +24,8 @@ from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GROUP = 32
 

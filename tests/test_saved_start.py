@@ -16,6 +16,8 @@ from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.start import build
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = """
 import json, os, sys, time
 from jaxllm import LLM, SamplingParams

@@ -13,6 +13,8 @@ from tests.reference.tiny import write_checkpoint
 from tests.reference.trained_adapters import Llama, arrays, trained
 from tests.test_adapters import ADAPTED
 
+pytestmark = pytest.mark.programs
+
 RANK = 8
 SETTINGS = {"r": RANK, "lora_alpha": RANK}
 

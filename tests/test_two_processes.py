@@ -19,6 +19,8 @@ from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, wri
 from tests.two_processes import EXTRAS, FIELDS, answers, programs
 from tests.weights.models import real_model
 
+pytestmark = pytest.mark.programs
+
 START_SECONDS = 120
 """For two processes to start, on a machine that does other things as well."""
 END_SECONDS = 25

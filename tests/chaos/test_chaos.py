@@ -26,6 +26,8 @@ from tests.serving.conftest import wait_for
 from tests.serving.mixed_requests import write_model
 from tests.serving.real_server import assert_idle
 
+pytestmark = pytest.mark.programs
+
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
 LONG_SECONDS = float(os.environ.get("CHAOS_SECONDS", "1200"))
 MOST_RECOVERY = 60.0

@@ -23,6 +23,8 @@ from jaxllm.cli.bench.stats import Trace, percentile, spread, summarize
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
+pytestmark = pytest.mark.programs
+
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50)
 
 

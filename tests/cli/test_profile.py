@@ -6,7 +6,11 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.reference.tiny import write_checkpoint
+
+pytestmark = pytest.mark.programs
 
 
 def test_a_trace_of_the_steps_is_written(cli, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from tests.mcp.conftest import free_port
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).parents[2]
 
 

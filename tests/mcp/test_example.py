@@ -10,6 +10,8 @@ from jaxllm.mcp.config_file import read_settings
 from jaxllm.mcp.servers import ToolServers
 from tests.mcp.conftest import Loop, settle
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).parents[2]
 
 

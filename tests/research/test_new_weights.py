@@ -22,6 +22,8 @@ from tests.reference.tiny import save_checkpoint, tiny_config, tiny_prompt, tiny
 from tests.research import exchanged
 from tests.research.inside import FIELDS
 
+pytestmark = pytest.mark.programs
+
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 

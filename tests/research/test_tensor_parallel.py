@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.devices import over_devices
 from tests.research import inside
+
+pytestmark = pytest.mark.programs
 
 
 def test_two_devices_show_what_one_shows(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import engine_process
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(fake_engine.__file__).parents[2]
 PROGRAM = """
 import sys

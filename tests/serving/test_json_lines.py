@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.serving.mixed_requests import SETTINGS, write_model
+
+pytestmark = pytest.mark.programs
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -16,6 +16,8 @@ from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.listener import address, bind_file, listening
 
+pytestmark = pytest.mark.programs
+
 SERVER = """
 import sys
 from jaxllm.config import ServeConfig

@@ -16,6 +16,8 @@ from tests.reference.peft_adapters import ADAPTERS, load_adapter_golden, write_a
 from tests.reference.tiny import write_checkpoint
 from tests.test_adapters import ADAPTED, FIELDS
 
+pytestmark = pytest.mark.programs
+
 PROMPT = load_adapter_golden("plain").prompt_token_ids
 TOKENS = 6
 NAMES = ("plain", "one_layer")

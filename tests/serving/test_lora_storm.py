@@ -17,6 +17,8 @@ from tests.reference.peft_adapters import ADAPTERS, load_adapter_golden, write_a
 from tests.reference.tiny import write_checkpoint
 from tests.test_adapters import ADAPTED
 
+pytestmark = pytest.mark.programs
+
 NAMES = ("plain", "one_layer", "regex")
 RANK = 256
 """Of the tables: an adapter's rows are 3 MB, so that a few that stay behind are seen."""

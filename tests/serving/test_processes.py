@@ -23,6 +23,8 @@ from tests.serving.real_server import gauges, server_process
 from tests.sharding.ports import free_port
 from tests.two_processes import running, variables
 
+pytestmark = pytest.mark.programs
+
 START_SECONDS = 120
 END_SECONDS = 25
 SETTINGS = {

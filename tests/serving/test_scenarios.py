@@ -16,6 +16,8 @@ from tests.real_models import SHAPES
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, served
 
+pytestmark = pytest.mark.programs
+
 MODEL = "smollm2-135m"
 
 WEATHER: Any = {

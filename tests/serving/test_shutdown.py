@@ -23,6 +23,8 @@ from jaxllm.serving.server import serve
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
 
+pytestmark = pytest.mark.programs
+
 HELLO = [{"role": "user", "content": "Hi"}]
 ROOT = Path(fake_engine.__file__).parents[2]
 

@@ -16,6 +16,8 @@ from tests.serving import mixed_requests
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, engine_process, served, server_process
 
+pytestmark = pytest.mark.programs
+
 MODEL = "tiny"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
 

@@ -17,6 +17,8 @@ from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.serving.real_server import engine_process, served, server_process
 
+pytestmark = pytest.mark.programs
+
 TINY = ("llama_gqa", "qwen3")
 REAL = ("smollm2-135m", "gemma3-270m")
 PROMPT = "The capital of France is"

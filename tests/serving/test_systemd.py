@@ -18,6 +18,8 @@ from jaxllm.serving.systemd import Watchdog, notify
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(fake_engine.__file__).parents[2]
 
 

@@ -17,6 +17,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.sharding import devices, nvidia
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 GIB = 2**30
 
 A_GPU_IS_HERE = """

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.programs
+
 
 def test_a_front_door_does_without_jax():
     """Half a second and 100 MB of a server's process, whose engine has a process of its own."""

@@ -31,6 +31,8 @@ from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, Que
 from tests.engine.front import stand_in
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 FIELDS: dict[str, Any] = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
     "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "engine_process": True,

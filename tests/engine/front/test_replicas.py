@@ -25,6 +25,8 @@ from tests.engine.front import stand_in
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 PATIENCE = 60.0
 NAME = "llama_gqa"
 FIELDS: dict[str, Any] = {

@@ -19,6 +19,8 @@ from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, QueueFu
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 FIELDS: dict[str, Any] = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
     "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "decode_buckets": (),

@@ -19,6 +19,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.sharding import devices, nvidia
 from tests.reference.tiny import write_checkpoint
 
+pytestmark = pytest.mark.programs
+
 GIB = 2**30
 
 

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.serving.access.conftest import key, write_keys
 from tests.serving.conftest import wait_for
 from tests.serving.http.test_tls import Started, serve
+
+pytestmark = pytest.mark.programs
 
 __all__ = ["serve"]
 

@@ -25,6 +25,8 @@ from tests.serving.batches.running import CHAT, Running, chat, questions
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.programs
+
 
 def test_a_restart_runs_no_finished_line_twice(start: Callable[..., Running], tmp_path: Path) -> None:
     first = start(FakeEngine(delay=0.004))

@@ -23,6 +23,8 @@ from jaxllm.serving.http.tls import make_context
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(fake_engine.__file__).parents[2]
 HOST = "127.0.0.1"
 

@@ -25,6 +25,8 @@ from tests.serving.fake_engine import FakeEngine
 from tests.serving.mcp.conftest import KEY, servers
 from tests.serving.openai.test_chat import post
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(jaxllm.__file__).parents[1]
 
 

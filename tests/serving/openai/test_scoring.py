@@ -13,6 +13,8 @@ from jaxllm import AsyncLLM
 from tests.real_models import SHAPES
 from tests.reference import load_model_goldens
 
+pytestmark = pytest.mark.programs
+
 MODEL = "smollm2-135m"
 
 

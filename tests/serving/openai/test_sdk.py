@@ -13,6 +13,8 @@ import pytest
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, gauges, served
 
+pytestmark = pytest.mark.programs
+
 JAPAN: list[Any] = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 

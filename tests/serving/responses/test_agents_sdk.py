@@ -14,6 +14,8 @@ from tests.serving.fake_engine import REPLY
 from tests.serving.responses.fake_tools import FORECAST, MCP, WARN, says, weather
 from tests.serving.responses.shared import prompt_text
 
+pytestmark = pytest.mark.programs
+
 Mode = Literal["responses", "chat"]
 BOTH = pytest.mark.parametrize("mode", ["responses", "chat"])
 

@@ -17,6 +17,8 @@ from tests.serving.fake_engine import REPLY
 from tests.serving.responses.fake_tools import TEMPLATE, says
 from tests.serving.responses.shared import PARSERS, prompt_text
 
+pytestmark = pytest.mark.programs
+
 
 @pytest.fixture
 def real(listen: Callable[..., str], roomy: Callable[..., Any], tmp_path: Path) -> Any:

@@ -20,6 +20,8 @@ from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.store.conftest import Postgres
 
+pytestmark = pytest.mark.programs
+
 MakeClient = Callable[..., TestClient]
 
 
