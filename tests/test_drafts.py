@@ -261,9 +261,3 @@ def test_what_cannot_be_meant_is_refused_in_one_line(tmp_path, config, message):
     with pytest.raises(ConfigError, match=message) as error:
         LLM(directory, **FIELDS, speculative_config=config)
     assert "\n" not in str(error.value)
-
-
-def test_a_model_with_recurrent_layers_refuses_drafts(tmp_path):
-    directory = str(write_checkpoint("lfm2", tmp_path))
-    with pytest.raises(ConfigError, match="recurrent layers keep a state"):
-        plan_engine(EngineConfig(model=directory, speculative_config=NGRAMS))

@@ -309,6 +309,12 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("llama_gqa",),
         "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": ("llama_gqa",),
     },
+    "test_drafts_on_states.py": {
+        "test_an_answer_goes_on_from_the_state_that_drafts_have_left": ("lfm2",),
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("lfm2", "falcon_h1"),
+        "test_choices_of_a_prompt_go_on_from_one_state": ("lfm2",),
+        "test_other_sources_of_drafts": ("differently0",),
+    },
     "test_examples.py": {
         "test_what_the_examples_ask_is_known_by_a_margin": ("auto",),
     },

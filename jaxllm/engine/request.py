@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from jaxllm.engine.messages import CapturedRows, EngineRequest
 from jaxllm.engine.page_pool import PrefixNode
+from jaxllm.engine.reserved_states import ReservedStates
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams
 from jaxllm.requests.patching import Patching
@@ -86,8 +86,8 @@ class Request:
     """Where its first chunk since it was last admitted finds the state of a cached prefix; 0 for nowhere."""
     branches_at: int = 0
     """Where its tokens part from other requests' although no state is kept there: tokens; 0 for nowhere."""
-    reserved_states: deque[tuple[int, int]] = field(default_factory=deque)
-    """(tokens, row) of states that scheduled steps keep of it, and whose tokens the host does not all know."""
+    reserved_states: ReservedStates = field(default_factory=ReservedStates)
+    """Rows of states that scheduled steps keep of it, and whose tokens the host does not all know."""
     answer_node: PrefixNode = None
     """The longest prefix in its answer whose state is kept."""
     slot: int = -1

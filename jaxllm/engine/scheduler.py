@@ -12,6 +12,7 @@ from jaxllm.engine.adapters.places import AdapterPlaces
 from jaxllm.engine.draft_depth import DraftDepth
 from jaxllm.engine.fair_queue import FairQueue
 from jaxllm.engine.fair_shares import Sharers, gives_way, in_turn, preempted_first, prompt_shares
+from jaxllm.engine.kept_states import keep_state, place_states, release_states, settle_states
 from jaxllm.engine.offload.host_pages import Page
 from jaxllm.engine.offload.tiers import PageTiers
 from jaxllm.engine.page_pool import PagePool, PrefixNode
@@ -141,8 +142,11 @@ class Scheduler:
         request.num_unsettled -= num_drafted
         assert request.draft_record is not None, "nothing was tried ahead"
         request.draft_record.settle(num_taken)
-        if request.status is Status.RUNNING:
-            request.num_computed -= num_drafted - num_taken
+        if request.status is not Status.RUNNING:
+            return
+        request.num_computed -= num_drafted - num_taken
+        if self.states is not None:
+            settle_states(request, num_drafted, num_taken, self.states, self.pool.page_size)
 
     def accept(self, request: Request, tokens: Sequence[int], num_sampled: int) -> None:
         """`tokens` follow those that the host has seen, and `num_sampled` are no longer in flight.
@@ -237,9 +241,7 @@ class Scheduler:
         self.pool.release(request.pages)
         self._free_slots.append(request.slot)
         if self.states is not None:
-            for _, row in request.reserved_states:
-                self.states.release(row)
-        request.reserved_states.clear()
+            release_states(request, self.states)
         request.answer_node = None
         request.pages = []
         request.num_computed = request.num_registered = 0
@@ -365,7 +367,7 @@ class Scheduler:
         chunk = Chunk(request, start, length, num_sampled)
         batch.chunks.append(chunk)
         if self.states is not None:
-            self._place_states(chunk, start + length + further, self.states)
+            place_states(chunk, further, batch, self.states, self.pool.page_size)
         request.num_computed += length + further
         request.num_inflight += num_sampled
         if batch.most_drafts:
@@ -375,32 +377,6 @@ class Scheduler:
         if request.constraint is not None or request.thinking is not None:
             batch.masked |= num_sampled > 0 and request.awaits_mask
         self._register_full_pages(request)
-
-    def _place_states(self, chunk: Chunk, end: int, states: StateCache) -> None:
-        """Where the chunk's state comes from, and that it is kept at the last full page, if it reaches another one.
-
-        A prompt that comes again needs its last token's logits, so that of its pages the ones before it count.
-        """
-        request, size = chunk.request, self.pool.page_size
-        chunk.state_read, request.state_row = request.state_row, 0
-        longest = end if chunk.length == 1 else min(end, request.num_total - 1)
-        kept_tokens = longest // size * size
-        row = states.reserve() if kept_tokens > chunk.start else 0
-        if row:
-            chunk.state_kept, chunk.kept_tokens = row, kept_tokens
-            request.reserved_states.append((kept_tokens, row))
-
-    def _keep_state(self, request: Request, num_tokens: int, states: StateCache) -> None:
-        """The host knows the request's first `num_tokens` tokens, whose pages are full: others find a state there.
-
-        Of an answer only the last one is kept.
-        """
-        if not request.reserved_states or request.reserved_states[0][0] != num_tokens:
-            return
-        _, row = request.reserved_states.popleft()
-        if states.keep(request.prefix_node, row) and num_tokens > request.num_prompt:
-            states.discard(request.answer_node)
-            request.answer_node = request.prefix_node
 
     def _register_full_pages(self, request: Request) -> None:
         """Full pages whose tokens are known become findable; steps run in order, so they will be written by then."""
@@ -412,7 +388,7 @@ class Scheduler:
             request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
             request.num_registered += 1
             if self.states is not None:
-                self._keep_state(request, request.num_registered * size, self.states)
+                keep_state(request, request.num_registered * size, self.states)
 
 
 def _taken(request: Request, length: int, shares: dict[Sharers, int]) -> int:

@@ -28,7 +28,8 @@ class Chunk:
     state_read: int = 0
     """The row of the state that it goes on from; 0 is its slot's."""
     state_kept: int = 0
-    """The row that the state after its sequence's first `kept_tokens` tokens is kept in; 0 for none."""
+    """The row that the state after its sequence's first `kept_tokens` tokens is kept in; 0 for none. A step that tries
+    drafts keeps the one at the last page that it fills, if any."""
     kept_tokens: int = 0
 
     @property

@@ -72,6 +72,8 @@ class StepMetadata:
     """The rank of each of these adapters, which the model's own tables tell it."""
     adapter_gains: Int[Array, "N"] | None = None
     """1 for each of them that has gains (DoRA), likewise."""
+    tentative: bool = field(default=False, metadata={"static": True})
+    """Static: some of its tokens may be refused once they have run; see `tentative.py`."""
 
     @property
     def live(self) -> Bool[Array, "T"]:

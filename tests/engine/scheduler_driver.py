@@ -136,7 +136,7 @@ class Driver:
         if self.scheduler.tiers is not None:
             self.scheduler.tiers.wait()
         if self.states is not None:
-            self.states.check([row for r in self.scheduler.running for _, row in r.reserved_states])
+            self.states.check([row for r in self.scheduler.running for row in r.reserved_states.rows])
         return batches[0]
 
     def finish(self) -> None:

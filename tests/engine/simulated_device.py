@@ -118,6 +118,7 @@ class SimulatedRunner:
             self._pages[page] = list(content)
         self.log.append("backbone")
         self._position |= {request.slot: request.num_admitted for request in batch.admitted}
+        begins = [self._position[chunk.request.slot] for chunk in batch.chunks]
         for chunk in batch.chunks:
             request, start = chunk.request, self._position[chunk.request.slot]
             told = request.token_ids[chunk.start : chunk.start + chunk.length]
@@ -129,7 +130,7 @@ class SimulatedRunner:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks) if chunk.num_sampled]
         positions = {row.row: self._position[row.request.slot] - 1 for row in rows}
         contexts = {row.row: self._read(row.request, positions[row.row] + 1) for row in rows}
-        begun = self._read_states(batch)
+        self._read_states(batch, begins)
         handle = SimulatedHandle(
             contexts=contexts, positions=positions, num_steps=batch.num_steps, stride=batch.num_steps
         )
@@ -140,7 +141,7 @@ class SimulatedRunner:
         else:
             self._sample(handle, rows)
             self._decode_on(handle, batch.num_steps - 1)
-        self._write_states(batch, begun)
+        self._write_states(batch, begins)
         handle.leaving = leaving  # type: ignore[assignment]
         return handle
 
@@ -148,31 +149,34 @@ class SimulatedRunner:
         contents = [SimulatedPage(self._pages[page]) for page, _ in pages]
         return [SimulatedLeaving([digest for _, digest in pages], contents)] if pages else []
 
-    def _read_states(self, batch: Batch) -> list[list[int]]:
-        """The tokens that each chunk's state stands for, which must be those before the chunk."""
-        if self._states is None:
-            return []
-        begun = []
-        for chunk in batch.chunks:
-            request = chunk.request
-            row = chunk.state_read or request.slot
-            tokens, salt = self._states[row] if chunk.start else ([], self.salt(request))
-            assert salt == self.salt(request), "a foreign state was read"
-            assert tokens == self._read(request, chunk.start), "the state of other tokens was read"
-            begun.append(tokens)
-        return begun
-
-    def _write_states(self, batch: Batch, begun: list[list[int]]) -> None:
-        """What each slot holds after the step, and what is kept on the way; all rows have been read."""
+    def _read_states(self, batch: Batch, begins: Sequence[int]) -> None:
+        """The tokens that each chunk's state stands for must be those before the chunk."""
         if self._states is None:
             return
-        for chunk in batch.chunks:
-            request, end = chunk.request, chunk.start + chunk.length + batch.num_steps - 1
+        for chunk, begin in zip(batch.chunks, begins, strict=True):
+            request = chunk.request
+            row = chunk.state_read or request.slot
+            tokens, salt = self._states[row] if begin else ([], self.salt(request))
+            assert salt == self.salt(request), "a foreign state was read"
+            assert tokens == self._read(request, begin), "the state of other tokens was read"
+
+    def _write_states(self, batch: Batch, begins: Sequence[int]) -> None:
+        """What each slot holds after the step, and what is kept on the way; all rows have been read.
+
+        Where drafts are tried, the device knows by itself which page is the last that the step has filled.
+        """
+        if self._states is None:
+            return
+        verifies = batch.drafts and batch.decode_only and not batch.masked
+        for chunk, begin in zip(batch.chunks, begins, strict=True):
+            request, end = chunk.request, self._position[chunk.request.slot]
             after = self._read(request, end)
             self._states[request.slot] = after, self.salt(request)
-            if chunk.state_kept:
-                assert chunk.start < chunk.kept_tokens <= end, "the step does not come by the state that it is to keep"
-                self._states[chunk.state_kept] = after[: chunk.kept_tokens], self.salt(request)
+            kept = end // self.page_size * self.page_size if verifies else chunk.kept_tokens
+            comes_by = begin < kept <= end
+            assert comes_by or batch.drafts or not chunk.state_kept, "it does not come by the state that it is to keep"
+            if chunk.state_kept and comes_by:
+                self._states[chunk.state_kept] = after[:kept], self.salt(request)
 
     def _decode_on(self, handle: SimulatedHandle, steps: int) -> None:
         """Each sampled token is run as well, and the one behind it sampled."""

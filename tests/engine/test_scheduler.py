@@ -32,7 +32,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 }
             ),
             st.fixed_dictionaries(
-                {"num_drafts": st.integers(1, 3), "decode_steps": st.integers(1, 4), "page_size": st.just(4)}
+                {
+                    "num_drafts": st.integers(1, 3),
+                    "decode_steps": st.integers(1, 4),
+                    "snapshots": st.sampled_from([None, 1, 2, 4, 30]),
+                    "page_size": st.just(4),
+                }
             ),
             st.fixed_dictionaries({"places": st.integers(1, 3), "page_size": st.just(2)}),
             st.fixed_dictionaries(
@@ -318,6 +323,18 @@ def test_a_follow_up_goes_on_from_the_state_in_the_answer():
     driver.finish()
     assert follow_up.num_cached == 16, "17 of 18 tokens were run"
     driver.check_tokens()
+
+
+def test_with_drafts_too_a_follow_up_goes_on_from_the_last_full_page_of_the_answer():
+    """Wherever the steps of its answer began and ended, which only the device knew in time."""
+    for length in range(1, 30):
+        driver = Driver(num_pages=40, page_size=4, max_num_seqs=4, budget=64, snapshots=8, num_drafts=3)
+        driver.add(PREFIX[:6], max_tokens=length)
+        driver.finish()
+        follow_up = driver.add([*driver.done["r0"], 1, 1, 1])
+        driver.finish()
+        assert follow_up.num_cached == (6 + length - 1) // 4 * 4
+        driver.check_tokens()
 
 
 def test_a_state_goes_with_the_pages_of_its_prefix():

@@ -45,10 +45,9 @@ def states_of(inputs: SSDInputs, rows: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((rows, heads, dim, inputs.b.shape[2])).astype(np.float32)
 
 
-def check(form: str, step: Step, shape: Sequence[int]) -> None:
-    inputs = draw(len(step.meta.positions), *shape)
+def by_definition(step: Step, inputs: SSDInputs, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     x, dt, a, b, c, skip = (np.asarray(part, np.float64) for part in inputs)
-    heads, _, groups, _ = shape
+    heads, groups = x.shape[1], b.shape[1]
     of_group = np.arange(heads) // (heads // groups)
 
     def run(state: np.ndarray, t: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,8 +55,13 @@ def check(form: str, step: Step, shape: Sequence[int]) -> None:
         state = np.exp(dt[t] * a)[:, None, None] * state + put
         return state, np.einsum("hpn,hn->hp", state, c[t][of_group]) + skip[:, None] * x[t]
 
+    return run_by_token(step, buffer, run)
+
+
+def check(form: str, step: Step, shape: Sequence[int]) -> None:
+    inputs = draw(len(step.meta.positions), *shape)
     buffer, used = states_of(inputs, step.rows), used_rows(step)
-    expected, expected_rows = run_by_token(step, buffer, run)
+    expected, expected_rows = by_definition(step, inputs, buffer)
     y, rows = (np.asarray(part) for part in FORMS[form](inputs, buffer, step.meta))
     np.testing.assert_allclose(y[step.live], expected, rtol=1e-4, atol=3e-5)
     np.testing.assert_allclose(rows[used], expected_rows[used], rtol=1e-4, atol=3e-5)

@@ -96,12 +96,14 @@ def decode_packing(rows: int, has_states: bool = False) -> Packing:
 
 
 @cache
-def verify_packing(rows: int) -> Packing:
+def verify_packing(rows: int, has_states: bool = False) -> Packing:
     """`rows` sequences of one token each, as `decode_packing`, and how many drafted tokens each may try behind it.
 
-    `new_pages` are as `backbone_packing` has them: only the device knows which page a sequence's next token lies in.
+    `new_pages` are as `backbone_packing` has them: only the device knows which page a sequence's next token lies in,
+    and after how many tokens a state is kept.
     """
-    return Packing(num_decodes=(), tokens=(rows,), slot=(rows,), most_drafts=(rows,), new_pages=(rows, 3))
+    states = dict.fromkeys(("state_read", "state_kept"), (rows,)) if has_states else {}
+    return Packing(num_decodes=(), tokens=(rows,), slot=(rows,), most_drafts=(rows,), new_pages=(rows, 3), **states)
 
 
 @cache

@@ -230,7 +230,7 @@ class Runner:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
         key = self._device.covering("verify", count, _variant(rows, batch))
-        packing = verify_packing(key.size)
+        packing = verify_packing(key.size, self._sizes.has_states)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         x["num_decodes"][...] = count
@@ -239,6 +239,7 @@ class Runner:
         reserved = [chunk.num_sampled - 1 for chunk in batch.chunks]
         x["most_drafts"][:count] = reserved
         self._pack_new_pages(x["new_pages"], batch)
+        _pack_states(x, batch.chunks)
         self._count(key, count, chunks=batch.chunks)
         sampled = self._device.run(key, ints)
         return Handle(rows, sampled, stride=self._sizes.num_drafts(key.size) + 1, reserved=reserved)
@@ -424,10 +425,9 @@ def _variant(rows: list[SampledRow], batch: Batch | None = None, masked: bool = 
 
 def _pack_states(x: dict[str, np.ndarray], chunks: Sequence[Chunk]) -> None:
     """Which states the chunks are resumed from, and which of theirs are kept."""
-    if "state_read" in x:
-        x["state_read"][: len(chunks)] = [chunk.state_read for chunk in chunks]
-        x["state_kept"][: len(chunks)] = [chunk.state_kept for chunk in chunks]
-        x["kept_tokens"][: len(chunks)] = [chunk.kept_tokens for chunk in chunks]
+    for name in ("state_read", "state_kept", "kept_tokens"):
+        if name in x:
+            x[name][: len(chunks)] = [getattr(chunk, name) for chunk in chunks]
 
 
 def _token_or_device(chunk: Chunk) -> int:

@@ -200,7 +200,7 @@ class StepFunctions:
 
     def verify(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, ints) -> (caches, slots, Sampled)`: a token for each row, and right drafts."""
-        packing = verify_packing(rows)
+        packing = verify_packing(rows, self._sizes.has_states)
         rules: dict[str, Any] = {"variant": variant, "page_size": self._sizes.page_size}
 
         def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:

@@ -11,7 +11,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
-from jaxllm.models.config import DecoderConfig
+from jaxllm.models.config import DecoderConfig, MixerKind
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
 from jaxllm.pallas_kernels.packed_matrix import EXPANDED_BYTES
@@ -136,8 +136,13 @@ def weight_bytes(params: list[ParamSpec], tp: int) -> int:
     return sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in leaves)
 
 
-def workspace_bytes(c: DecoderConfig, options: BuildOptions, max_num_seqs: int, tokens: int) -> int:
-    """An upper estimate of a step's temporaries: one layer's activations and the sampler's rows of logits."""
+def workspace_bytes(
+    c: DecoderConfig, options: BuildOptions, max_num_seqs: int, tokens: int, num_drafts: int = 0
+) -> int:
+    """An upper estimate of a step's temporaries: one layer's activations and the sampler's rows of logits.
+
+    Where drafts are tried, `num_drafts` with each sequence, what all layers with a state keep of these tokens as well.
+    """
     tp, itemsize = options.tp, jnp.dtype(options.dtype).itemsize
     attention = (
         c.num_heads // tp * (group.dims[0] + (c.head_dim if c.mla else group.dims[-1]))
@@ -157,9 +162,23 @@ def workspace_bytes(c: DecoderConfig, options: BuildOptions, max_num_seqs: int, 
     experts = c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0
     width = max(experts, *map(c.intermediate_size_of, c.layers))
     layer = tokens * (4 * c.hidden_size + 3 * width // tp + 2 * mixer) * 4
-    logits = max(max_num_seqs, 2) * c.vocab_size * 4 * 4
+    tried = max_num_seqs * (1 + num_drafts)
+    logits = max(tried, 2) * c.vocab_size * 4 * 4
     states = 3 * max_num_seqs * matrices * 4
-    return layer + states + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
+    tentative = tried * _tentative_width(c, tp) * 4 if num_drafts else 0
+    return layer + states + tentative + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
+
+
+def _tentative_width(c: DecoderConfig, tp: int) -> int:
+    """Numbers that a device keeps of a token until it is known whether it stays: what goes into states."""
+    widths: dict[MixerKind, int] = {}
+    if c.conv:
+        widths["conv"] = c.hidden_size // tp
+    if c.delta:
+        widths["delta"] = 2 * (c.delta.channels + c.delta.value_heads) // tp
+    if c.ssd:
+        widths["ssd"] = (2 * c.ssd.inner + c.ssd.heads) // tp + 2 * c.ssd.shared
+    return sum(widths.get(mixer, 0) for layer in c.layers for mixer in layer.mixers)
 
 
 def expanded_bytes(params: list[ParamSpec], tp: int, tokens: int) -> int:

@@ -87,11 +87,11 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
     return not config.dequantize if config.dequantize is not None else kernels.native or platform.name != "cpu"
 
 
-def choose_drafts(config: EngineConfig, model: DecoderConfig) -> Drafts | None:
+def choose_drafts(config: EngineConfig) -> Drafts | None:
     """How decodes look for tokens to try ahead.
 
     Raises:
-        ConfigError: the settings exclude it, or the model keeps a state that refused tokens could not be taken out of.
+        ConfigError: the settings exclude it.
     """
     asked = config.speculative_config
     if asked is None:
@@ -100,11 +100,6 @@ def choose_drafts(config: EngineConfig, model: DecoderConfig) -> Drafts | None:
         raise ConfigError(
             f"num_speculative_tokens is {asked.num_speculative_tokens}: it must be less than block_size, which is "
             f"{config.block_size}"
-        )
-    if model.has_states:
-        raise ConfigError(
-            "speculative_config cannot be used with this model: its recurrent layers keep a state of each sequence, "
-            "which a refused token cannot be taken out of"
         )
     if asked.source == "draft_model":
         return ModelDrafts(asked.num_speculative_tokens)

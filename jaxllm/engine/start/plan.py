@@ -212,14 +212,15 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         )
     kernels = options.kernels
     layout = CacheLayout(kernels.page_dtype(options.dtype), page, tp, kernels.page_layout)
-    drafts = choose_drafts(config, model_config)
+    drafts = choose_drafts(config)
     draft = draft_blueprint(config, platform, layout, max_num_seqs, -(-wanted // page))
     draft_caches = draft.spec.config.caches if draft is not None else ()
     page_bytes = layout.page_bytes((*model_config.caches, *draft_caches))
     state_bytes = layout.state_bytes(model_config.caches)
-    tried = max_num_seqs * (1 + (drafts.num_tokens if drafts is not None else 0))
-    workspace = workspace_bytes(model_config, options, tried, max(batched, tried))
-    workspace += expanded_bytes(params, tp, max(batched, tried))
+    num_drafts = drafts.num_tokens if drafts is not None else 0
+    most = max(batched, max_num_seqs * (1 + num_drafts))
+    workspace = workspace_bytes(model_config, options, max_num_seqs, most, num_drafts)
+    workspace += expanded_bytes(params, tp, most)
     weights = weight_bytes(params, tp)
     adapters = AdapterSizes(config.max_loras, config.max_lora_rank) if config.enable_lora else None
     adapted = adapted_model(spec, options, adapters) if adapters is not None else None

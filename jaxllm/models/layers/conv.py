@@ -13,7 +13,7 @@ from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, StepMetadata
+from jaxllm.pallas_kernels import Norm, StepMetadata, run_states
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
@@ -58,5 +58,6 @@ class ShortConv(nnx.Module):
         """The block of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         gate_in, gate_out, x = self.input.segments(x, norm)
         bias = None if self.bias is None else self.bias[...]
-        convolved, state = self.causal_conv(gate_in * x, self.taps[...], bias, cache[0], meta)
+        constants = (self.taps[...], bias)
+        convolved, state = run_states(self.causal_conv, (gate_in * x,), constants, cache[0], meta)
         return self.output((gate_out * convolved).astype(x.dtype), residual=residual), (state,)

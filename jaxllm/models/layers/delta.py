@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, StepMetadata
+from jaxllm.pallas_kernels import Norm, StepMetadata, run_states
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
@@ -85,11 +86,11 @@ class GatedDeltaNet(nnx.Module):
         beta, decay = jnp.split(self.beta_decay.partial(x, norm), 2, axis=-1)
         decay = self.rate[...] * jax.nn.softplus(decay + self.rate_bias[...])
         with jax.named_scope("causal_conv"):
-            qkv, inputs = self.kernels.causal_conv(qkv, self.taps[...], None, inputs, meta, self.activation)
+            convolution = partial(self.kernels.causal_conv, activation=self.activation)
+            qkv, inputs = run_states(convolution, (qkv,), (self.taps[...], None), inputs, meta)
         with jax.named_scope("delta_rule"):
-            out, matrices = self.kernels.delta_rule(
-                qkv, decay, jax.nn.sigmoid(beta), matrices, meta, key_heads=self.key_heads
-            )
+            rule = partial(self.kernels.delta_rule, key_heads=self.key_heads)
+            out, matrices = run_states(rule, (qkv, decay, jax.nn.sigmoid(beta)), (), matrices, meta)
         gate = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
         gated = (self.norm(out) * gate).astype(x.dtype).reshape(x.shape[0], -1)
         return self.output(gated, residual=residual), (inputs, matrices)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jaxllm.models.layers.norm import GroupRMSNorm
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, SSDInputs, StepMetadata
+from jaxllm.pallas_kernels import Norm, SSDInputs, StepMetadata, run_states
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
@@ -115,30 +117,41 @@ class StateSpaceDual(nnx.Module):
         parts = zip([*self.input.segments(x, norm), self.dt(x, norm)], self.config.scales, strict=True)
         z, *convolved, dt = (part if scale == 1.0 else (part * scale).astype(part.dtype) for part, scale in parts)
         bias = None if self.conv_bias is None else self.conv_bias[...]
-        u, past = self.kernels.causal_conv(
-            jnp.concatenate(convolved, axis=-1), self.taps[...], bias, cache[0], meta, jax.nn.silu
-        )
+        convolution = partial(self.kernels.causal_conv, activation=jax.nn.silu)
+        inputs = (jnp.concatenate(convolved, axis=-1),)
+        u, past = run_states(convolution, inputs, (self.taps[...], bias), cache[0], meta)
         with jax.named_scope("ssd"):
-            y, states = self.kernels.ssd(self._inputs(u, dt), cache[1], meta)
+            y, states = run_states(partial(_ssd, self.kernels.ssd), *self._inputs(u, dt), cache[1], meta)
         return self.output(self._gated(y, z).astype(x.dtype), residual=residual), (past, states)
 
-    def _inputs(self, u: Float[Array, "T C"], dt: Float[Array, "T H"]) -> SSDInputs:
+    def _inputs(
+        self, u: Float[Array, "T C"], dt: Float[Array, "T H"]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """What the states take of each token, and of the layer."""
         tokens, heads = dt.shape
         config = self.config
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
         shared = self.groups * config.state_size
         b, c = u[:, -2 * shared : -shared], u[:, -shared:]
-        return SSDInputs(
+        of_tokens = (
             u[:, : -2 * shared].reshape(tokens, heads, config.head_dim),
             jnp.clip(dt, config.dt_min, config.dt_max),
-            -self.fade[...],
             b.reshape(tokens, self.groups, config.state_size),
             c.reshape(tokens, self.groups, config.state_size),
-            self.skip[...],
         )
+        return of_tokens, (-self.fade[...], self.skip[...])
 
     def _gated(self, y: Float[Array, "T H P"], z: Float[Array, "T C"]) -> Float[Array, "T C"]:
         flat, gate = y.reshape(z.shape), jax.nn.silu(z.astype(jnp.float32))
         if self.norm is None:
             return flat * gate
         return self.norm(flat * gate) if self.config.norm == "after_gate" else self.norm(flat) * gate
+
+
+def _ssd(
+    kernel: Callable[..., Any], x: jax.Array, dt: jax.Array, b: jax.Array, c: jax.Array, a: jax.Array, skip: jax.Array,
+    states: jax.Array, meta: StepMetadata,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The kernel with what it takes of each token first."""
+    found: tuple[jax.Array, jax.Array] = kernel(SSDInputs(x, dt, a, b, c, skip), states, meta)
+    return found

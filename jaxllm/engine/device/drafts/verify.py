@@ -3,11 +3,15 @@
 Every drafted position is an ordinary row: the model's logits there, the request's own penalties over the tokens up to
 there, and the random number of that position choose a token. As long as that is the drafted one, the next row has run
 behind the right token. So the tokens are those of a decode without drafts, whatever a request asks of the sampler.
+
+What refused tokens have left in pages is overwritten. States of sequences move on over the tokens that were right, once
+these are known (see `pallas_kernels/tentative.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +26,7 @@ from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.processing import ProcessLogits
 from jaxllm.engine.device.slots import Slots
 from jaxllm.models.decoder import Decoder
+from jaxllm.pallas_kernels import settle
 
 
 def verify(
@@ -61,18 +66,24 @@ def verify(
         start = jnp.cumulative_sum(jnp.where(live, 1 + drafted, 0), include_initial=True).astype(jnp.int32)
         none, fields = jnp.zeros((0, 3), jnp.int32), {"slot": slot, "num_seqs": x["num_decodes"]}
         fields |= {"tokens": jnp.full(count, -1), "query_start": start, "num_decodes": jnp.int32(0), "new_pages": none}
+        fields |= _states(x, position + 1 + drafted, page_size)
+        before = slots
         tokens, meta, slots = mixed_batch(fields, slots, variant.adapted)
-        hidden, caches = forward(model(), tokens, caches, meta)
+        hidden, caches = forward(model(), tokens, caches, replace(meta, tentative=True))
         owner = jnp.append(slot, nobody)[meta.seq_ids]
         slots, sampled = choose(model(), hidden, {"slot": owner, "position": meta.positions}, slots, variant, process)
         rows = jnp.minimum(start[:-1, None] + jnp.arange(drafter.num_tokens + 1), count - 1)
         right = tried & (sampled.tokens[rows[:, :-1]] == drafts)
         taken = jnp.cumprod(right, axis=1).sum(axis=1)
-        after = slots.position.at[slot].set(jnp.where(live, position + 1 + taken, 0))
-        return caches, slots._replace(position=after), _rows(sampled, rows.reshape(-1)), taken
+        start = jnp.cumulative_sum(jnp.where(live, 1 + taken, 0), include_initial=True).astype(jnp.int32)
+        fields |= {"query_start": start, **_states(x, position + 1 + taken, page_size)}
+        _, stays, after = mixed_batch(fields, before)
+        caches, slots = settle(caches, meta, stays), slots._replace(position=after.position)
+        return caches, slots, _rows(sampled, rows.reshape(-1)), taken
 
     def without(caches: Any, slots: Slots) -> Any:
         fields = {"num_decodes": x["num_decodes"], "tokens": last, "slot": slot, "new_page": jnp.zeros_like(slot)}
+        fields |= _states(x, position + 1, page_size)
         tokens, meta, slots = decode_batch(fields, slots, page_size, variant.adapted)
         hidden, caches = forward(model(), tokens, caches, meta)
         slots, sampled = choose(model(), hidden, {"slot": slot, "position": meta.positions}, slots, variant, process)
@@ -82,6 +93,13 @@ def verify(
     caches, slots, sampled, taken = lax.cond(jnp.any(drafted > 0), with_drafts, without, caches, slots)
     slots = slots._replace(drafted=jnp.minimum(slots.drafted, slots.position))
     return caches, slots, sampled._replace(settled=Settled(drafted, taken))
+
+
+def _states(x: Fields, end: jax.Array, page_size: int) -> Fields:
+    """What layers are told of states, if they keep any: one is kept after the last full page of tokens before `end`."""
+    if "state_read" not in x:
+        return {}
+    return {"state_read": x["state_read"], "state_kept": x["state_kept"], "kept_tokens": end // page_size * page_size}
 
 
 def _rows(sampled: Sampled, rows: jax.Array) -> Sampled:
