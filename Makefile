@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-programs test-all test-slow test-versions test-web web check check-web check-deploy check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-programs test-all test-slow test-versions test-web test-ray web check check-web check-deploy check-gpu check-tpu docs format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -55,6 +55,10 @@ test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes
 	cd web && npm ci --silent
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/python -m pytest -m browser tests/web $(ARGS)
+
+test-ray: $(VENV)/.installed-dev ## Run the tests of replicas on Ray Serve, and of routers in front of servers; installs them: 600 MB
+	$(BIN)/python -c 'import ray.serve, sglang_router, vllm_router' 2>/dev/null || $(PIP) --editable '.[ray]' sglang-router vllm-router
+	$(BIN)/python -m pytest tests/test_ray.py tests/serving/test_routers.py $(ARGS)
 
 web: ## Build the page from web/ into jaxllm/serving/web/static; needs Node 20.19 or newer
 	cd web && npm ci --silent && npm run build

@@ -28,7 +28,8 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OURS = ("jaxllm", "python", "curl", "make", "pip")
 OTHERS = {
     "git", "cd", ".", "npm", "python3", "auditwheel", "lm_eval", "docker", "helm", "systemctl", "sudo", "source",
-    "openssl", "go", "mpirun", "export", ".venv/bin/pytest", "llama/bin/pip",
+    "openssl", "go", "mpirun", "export", ".venv/bin/pytest", "llama/bin/pip", "ray", "serve", "sglang-router",
+    "vllm-router",
 }  # fmt: skip
 """Programs that are not ours to check."""
 

@@ -92,8 +92,10 @@ def read_settings(
     flags: Mapping[str, Any],
     config_file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
+    *,
+    as_flag: Callable[[str], str] = lambda name: f"--{name.replace('_', '-')}",
 ) -> Config:
-    """Merge the sources into a validated `schema`.
+    """Merge the sources into a validated `schema`. `as_flag` is how what is in `flags` was written.
 
     Commands that do not serve take the same file and variables as `jaxllm serve` and leave the server's fields alone.
 
@@ -108,12 +110,12 @@ def read_settings(
             values[name] = _from_text(value, schema.model_fields[name]) if isinstance(value, str) else value
             sources[name] = source
 
-    for key, value in read_yaml(config_file).items():
+    for key, value in read_yaml(config_file, schema).items():
         take(key, value, f"{config_file}: {key}")
-    for variable, name in _known_variables(environ).items():
+    for variable, name in _known_variables(schema, environ).items():
         take(name, environ[variable], variable)
     for name, value in flags.items():
-        take(name, value, f"--{name.replace('_', '-')}")
+        take(name, value, as_flag(name))
     try:
         return schema(**values)
     except ValidationError as error:
@@ -131,9 +133,10 @@ def names_setting(variable: str) -> bool:
     return variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE
 
 
-def _known_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def _known_variables(schema: type[EngineConfig], environ: Mapping[str, str]) -> dict[str, str]:
     """Variable -> field name for every JAXLLM_* variable that is set."""
-    fields = {f"{ENV_PREFIX}{name.upper()}": name for name in ServeConfig.model_fields}
+    names = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
+    fields = {f"{ENV_PREFIX}{name.upper()}": name for name in names}
     found = [variable for variable in environ if names_setting(variable)]
     for variable in found:
         if variable not in fields:

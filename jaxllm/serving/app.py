@@ -12,6 +12,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.security import HTTPBearer
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
 from jaxllm.config import ServerConfig
 from jaxllm.serving import health, key_usage, llama_cpp, lora, sagemaker, server_info, sleeping, training
@@ -124,6 +126,14 @@ def create_app(config: ServerConfig, registry: Registry) -> FastAPI:
         app.add_exception_handler(gone, _nobody_listens)
     install_openapi(app)
     return app
+
+
+def find_route(scope: Scope) -> BaseRoute | None:
+    """The route of the API that answers a request, whatever it is behind; None where there is none."""
+    path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
+    asked = {**scope, "path": path, "root_path": ""}
+    routes = (route for router in API_ROUTERS for route in router.routes)
+    return next((route for route in routes if route.matches(asked)[0] is not Match.NONE), None)
 
 
 def add_guards(app: Starlette, config: ServerConfig, observers: Sequence[Observer] = ()) -> None:

@@ -81,8 +81,7 @@ async def ready(request: Request) -> Response:
     state.check_accepting()
     if state.leaving:
         raise unavailable("the server is about to stop", code="shutting_down")
-    awaited = [model.served for model in state.registry if model.awaited and model.served is not None]
-    if not all(model.engine.is_dead or model.engine.stats().ready for model in awaited):
+    if not state.is_ready:
         raise unavailable("the engine is still compiling", code="starting")
     return json_response(Ready())
 

@@ -13,14 +13,14 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.config import ServerConfig
 from jaxllm.progress import watched_by
-from jaxllm.serving.app import API_ROUTERS, add_guards, create_app
+from jaxllm.serving.app import add_guards, create_app, find_route
 from jaxllm.serving.health import Alive, show_version
-from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, unavailable
+from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, unavailable
 from jaxllm.serving.http.errors import error_response
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.registry import Registry
@@ -133,15 +133,4 @@ class Entrance:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = unavailable(f"the model is loading: {self.stage}; /ready answers 200 when it is done", code="loading")
-        await _error_shape(scope)(error)(scope, receive, send)
-
-
-def _error_shape(scope: Scope) -> Callable[[APIError], Response]:
-    """How the API that a request is for shows an error."""
-    path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
-    asked = {**scope, "path": path, "root_path": ""}
-    for router in API_ROUTERS:
-        for route in router.routes:
-            if route.matches(asked)[0] is not Match.NONE:
-                return getattr(route, "error_response", error_response)
-    return error_response
+        await getattr(find_route(scope), "error_response", error_response)(error)(scope, receive, send)

@@ -77,18 +77,7 @@ def serve(config: ServeConfig) -> None:
     if config.process_id:
         serve_as_follower(config)
     with listening(config) as listener, _ending_on_sigterm():
-        if (reason := unwritable(in_home(config.data_dir))) is not None:
-            raise ConfigError(f"data_dir is {str(config.data_dir)!r}, where nothing can be written: {reason}")
-        if config.database_url is not None:
-            Database(config.database_url)  # connects to nothing
-        check_telemetry(config)
-        models = ServerModels(config)  # refuses what is wrong before anything is loaded
-        if config.api_key_file is not None:
-            read_keys(config.api_key_file)
-        RateLimits(config.rate_limit_store)
-        make_context(config)
-        if config.audit_log is not None:
-            AuditLog(config.audit_log).close()
+        models = check_settings(config)
         tool_servers, named = find_settings(config.mcp_config)
         for one in named:
             place = one.command or urlsplit(one.url or "").hostname  # no more of it: arguments and paths may be secret
@@ -98,6 +87,23 @@ def serve(config: ServeConfig) -> None:
                 run_server(config.of_server, models.start, listener, ends_with_engine=config.in_group)
         finally:
             models.shutdown()
+
+
+def check_settings(config: ServeConfig) -> ServerModels:
+    """The models to start, once nothing is wrong that can be seen before they are loaded. Raises ConfigError."""
+    if (reason := unwritable(in_home(config.data_dir))) is not None:
+        raise ConfigError(f"data_dir is {str(config.data_dir)!r}, where nothing can be written: {reason}")
+    if config.database_url is not None:
+        Database(config.database_url)  # connects to nothing
+    check_telemetry(config)
+    models = ServerModels(config)
+    if config.api_key_file is not None:
+        read_keys(config.api_key_file)
+    RateLimits(config.rate_limit_store)
+    make_context(config)
+    if config.audit_log is not None:
+        AuditLog(config.audit_log).close()
+    return models
 
 
 def configure_logging(config: ServerConfig) -> None:

@@ -69,6 +69,12 @@ class ServerState:
         """The requests under way."""
         return {request for model in self.registry.loaded for request in model.running}
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests to the models loaded at the start wait for no compile."""
+        awaited = [model.served for model in self.registry if model.awaited and model.served is not None]
+        return all(model.engine.is_dead or model.engine.stats().ready for model in awaited)
+
     def check_accepting(self) -> None:
         """Raises 503 when no new request can start, whatever model it asks for."""
         self.registry.check_alive()

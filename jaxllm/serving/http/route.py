@@ -163,16 +163,16 @@ async def read_body(request: Request, limit: int) -> list[bytes]:
         raise APIError(415, f"Content-Type is {content_type!r}; it must be application/json")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
+        raise body_too_large(limit)
     pieces, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise _too_large(limit)
+            raise body_too_large(limit)
         pieces.append(chunk)
     return pieces
 
 
-def _too_large(limit: int) -> APIError:
+def body_too_large(limit: int) -> APIError:
     message = f"the body is larger than {limit} bytes"
     return APIError(413, message, code="body_too_large", headers={"Connection": "close"})
