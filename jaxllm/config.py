@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
+from jaxllm.kv_transfer_config import KVTransferConfig
 from jaxllm.logs import LogFormat
 from jaxllm.setting_values import (
     Bytes,
@@ -120,6 +121,8 @@ class EngineConfig(SettingsGroup):
     """A folder for pages that kv_offload_memory has no room for, and for all of an idle engine's: they outlive it."""
     kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
     """Bytes that kv_offload_dir may take for one model; the longest unused pages are deleted."""
+    kv_transfer_config: Annotated[KVTransferConfig, BeforeValidator(parse_object)] | None = None
+    """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/disaggregated.md."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many devices share each layer."""
@@ -136,7 +139,7 @@ class EngineConfig(SettingsGroup):
     cluster: Literal["auto", "slurm", "ompi", "mpi4py", "k8s", "lws", "off"] = "auto"
     """What says these three where they are not set; auto: serve takes them from Slurm, Open MPI or LeaderWorkerSet."""
     cluster_secret: str | None = None
-    """What the processes know each other by (default: a file in the data folder that this user alone can read)."""
+    """What processes, and servers that exchange KV pages, know each other by (default: a file only you can read)."""
 
     attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"
     """Which paged attention runs: plain XLA, or the Pallas kernels for NVIDIA GPUs or for TPUs."""
@@ -174,6 +177,22 @@ class EngineConfig(SettingsGroup):
             raise ValueError("kv_offload_memory is set, and enable_prefix_caching is false: nobody would look there")
         if self.kv_offload_memory is not None and self.in_group:
             raise ValueError("kv_offload_memory is set, and num_processes: each process would have to keep its part")
+        return self
+
+    @model_validator(mode="after")
+    def _pages_can_travel(self) -> Self:
+        if self.kv_transfer_config is None:
+            return self
+        if self.kv_offload_memory is None:
+            raise ValueError(
+                "kv_transfer_config is set, and kv_offload_memory is not: pages wait in host memory, of which it says "
+                "how much they may take, as 4GiB"
+            )
+        if self.kv_transfer_config.gives and self.data_parallel_size > 1:
+            raise ValueError(
+                f"kv_transfer_config has kv_role {self.kv_transfer_config.kv_role}, and data_parallel_size is "
+                f"{self.data_parallel_size}: one engine listens at a port; accepted are kv_consumer, or 1"
+            )
         return self
 
     @property

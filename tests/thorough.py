@@ -219,6 +219,12 @@ EVERY: dict[str, dict[str, int]] = {
     "serving/test_thinking.py": {
         "test_a_constraint_does_not_wait_for_reasoning_that_may_never_come": 7,
     },
+    "test_disaggregated.py": {
+        "test_other_models": 2,
+        "test_quantized_pages": 2,
+        "test_settings_that_do_not_agree": 3,
+        "test_tokens_are_those_of_one_engine": 3,
+    },
     "test_invariance.py": {
         "test_chunked_at_every_boundary": 4,
     },

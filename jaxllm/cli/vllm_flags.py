@@ -89,7 +89,6 @@ REFUSED: Mapping[str, str] = {
     "--allowed-local-media-path": _NO_MEDIA,
     "--mm-processor-kwargs": _NO_MEDIA,
     "--interleave-mm-strings": _NO_MEDIA,
-    "--kv-transfer-config": "pages go to no other engine while it runs; see --kv-offload-memory and --kv-offload-dir",
     "--scheduling-policy": "requests run by their field priority, and in their order where it is the same",
     "--guided-decoding-backend": _ONE_GRAMMAR,
     "--structured-outputs-config": _ONE_GRAMMAR,

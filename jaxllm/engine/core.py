@@ -33,6 +33,7 @@ from jaxllm.engine.messages import (
     TokenDelta,
 )  # fmt: skip
 from jaxllm.engine.offload.prefix_digests import Digest
+from jaxllm.engine.offload.pulls import Pull
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
@@ -160,7 +161,9 @@ class EngineCore:
             check_adapters(request.adapters, self._scheduler.adapters.count)
         self._runner.prepare(request)
         missing, on_disk = self._runner.missing(request), self._on_disk(request)
-        if missing or on_disk or params.structured_outputs is not None or not self._has_adapters(request):
+        request.pull = self._pull(request)
+        waits = missing or on_disk or request.pull is not None or params.structured_outputs is not None
+        if waits or not self._has_adapters(request):
             self._prepare(request, missing, on_disk)
         else:
             request.status = Status.WAITING
@@ -285,6 +288,25 @@ class EngineCore:
             return []
         return self._tiers.on_disk(self._scheduler.prefix_root(request), request.token_ids[: request.first_read])
 
+    def _pull(self, request: Request) -> Pull | None:
+        """What brings the pages of its prompt that another server has; None where nothing has to come."""
+        peers = None if self._tiers is None else self._tiers.peers
+        if request.pages_at is None or self._tiers is None or peers is None or peers.pulls is None:
+            return None
+        tokens = request.token_ids[: request.first_read]
+        if request.pages_at.count is not None:
+            tokens = tokens[: request.pages_at.count * self._pool.page_size]
+        digests = self._tiers.missing(self._scheduler.prefix_root(request), tokens)
+        return peers.pulls.begin(request.pages_at, digests) if digests else None
+
+    def _hand_on(self, request: Request) -> None:
+        """Copy the full pages of its prompt to host memory, where other servers find them."""
+        if not request.hands_on or self._tiers is None:
+            return
+        prompt, root = request.token_ids[: request.num_prompt], self._scheduler.prefix_root(request)
+        for part in self._runner.read_pages(self._tiers.to_hand_on(root, prompt, request.pages)):
+            self._tiers.keep(part.digests, part.contents)
+
     def _save_pages(self) -> None:
         """Copy some pages to disk that are not there yet; one step's time at most, as a request may come."""
         if self._tiers is None or not self._is_saving:
@@ -294,7 +316,7 @@ class EngineCore:
 
     def _prepare(self, request: Request, missing: list[Key], on_disk: list[Digest]) -> None:
         """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need, and
-        pages that are on disk.
+        pages that are on disk or at another server.
         """
 
         def prepare() -> Constraint | None:
@@ -305,6 +327,8 @@ class EngineCore:
             if on_disk:
                 assert self._tiers is not None
                 self._tiers.read(on_disk)
+            if request.pull is not None:
+                request.pull.run()
             outputs = request.params.structured_outputs
             if outputs is None:
                 return None
@@ -316,6 +340,8 @@ class EngineCore:
             self.on_prepared()
 
         jobs = self._preparing if request.params.structured_outputs is None else self._constraining
+        if request.pull is not None:
+            jobs = request.pull.jobs
         jobs.submit(prepare).add_done_callback(done)
 
     def _start_prepared(self) -> list[TokenDelta]:
@@ -418,10 +444,13 @@ class EngineCore:
             delta.num_preemptions, delta.padding = request.num_preemptions, request.padding
             delta.num_drafted, delta.num_taken = request.num_drafted, request.num_taken
             self._runner.remember_answer(request)
+            self._hand_on(request)
             self._forget(request)
         return delta
 
     def _forget(self, request: Request) -> None:
+        if request.pull is not None:
+            request.pull.cancel()
         self._scheduler.finish(request)
         del self._requests[request.request_id]
         self._results.forget(request)

@@ -64,6 +64,8 @@ class Counting:
     def snapshot(self, scheduler: Scheduler, pool: PagePool, runner: Runner, num_preparing: int) -> EngineStats:
         """The sums, and how things are now."""
         now, compiles, tiers = scheduler.stats, runner.compiles, scheduler.tiers
+        peers = None if tiers is None else tiers.peers
+        pulls = None if peers is None else peers.pulls
         return msgspec.structs.replace(
             self.so_far,
             num_running=len(scheduler.running),
@@ -79,6 +81,11 @@ class Counting:
             offload_hits=now.offload_hits,
             num_host_pages=0 if tiers is None else tiers.num_host,
             num_disk_pages=0 if tiers is None else tiers.num_disk,
+            num_pulls=0 if pulls is None else pulls.num_pulls,
+            num_failed_pulls=0 if pulls is None else pulls.num_failed,
+            pull_seconds=0.0 if pulls is None else pulls.seconds,
+            num_pulled_pages=0 if pulls is None else pulls.num_pages,
+            num_given_pages=0 if peers is None else peers.num_given,
             accepted_by_position=list(self.so_far.accepted_by_position),
             steps_by_tokens=list(self.so_far.steps_by_tokens),
             scheduled_tokens=dict(runner.scheduled_tokens),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -24,6 +24,26 @@ from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from jaxllm.requests.steering import Steering
 from jaxllm.requests.tasks import ModelTasks
+
+
+class PagesAt(msgspec.Struct, frozen=True):
+    """Where another server gives the pages of a prompt's beginning, and how many; None where it has not said."""
+
+    host: str
+    port: int
+    count: int | None = None
+
+
+class TransferInfo(msgspec.Struct, frozen=True):
+    """How an engine exchanges pages with those of other servers: see KVTransferConfig."""
+
+    engine_id: str
+    role: Literal["kv_producer", "kv_consumer", "kv_both"]
+    host: str
+    port: int
+    """Where it gives pages."""
+    peers: tuple[str, ...] = ()
+    """From where it fetches some; from anywhere, where there are none."""
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
@@ -54,6 +74,10 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     """What is added to its residual stream."""
     patching: Patching | None = None
     """What takes the place of its residual stream, at single layers and tokens."""
+    hands_on: bool = False
+    """Another server goes on with it, and fetches the pages of its prompt from host memory."""
+    pages_at: PagesAt | None = None
+    """Where the pages of its prompt may be fetched."""
 
 
 class CapturedRows(msgspec.Struct):
@@ -136,6 +160,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """KV pages kept in host memory."""
     num_disk_pages: int = 0
     """KV pages kept on disk."""
+    num_pulls: int = 0
+    """Requests whose pages were fetched from another server, or were to be."""
+    num_failed_pulls: int = 0
+    """Those of them that did not get all."""
+    pull_seconds: float = 0.0
+    """That they waited for them."""
+    num_pulled_pages: int = 0
+    """KV pages that have come from other servers."""
+    num_given_pages: int = 0
+    """KV pages that other servers were sent."""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     """Those of them that the prefix cache held."""
@@ -195,6 +229,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Of its devices, as JAX calls it."""
     logits_processors: Declared = msgspec.field(default_factory=dict)
     """Those that it was given, with the shapes and dtypes of their arguments."""
+    transfer: TransferInfo | None = None
+    """How it exchanges pages with other servers, if it does."""
 
     @property
     def layer_shapes(self) -> LayerShapes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxllm.engine.messages import CapturedRows, EngineRequest
+from jaxllm.engine.messages import CapturedRows, EngineRequest, PagesAt
 from jaxllm.engine.page_pool import PrefixNode
 from jaxllm.engine.reserved_states import ReservedStates
 from jaxllm.requests.adapters import AdapterUse
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.adapters.reading import Rows
     from jaxllm.engine.draft_depth import DraftRecord
     from jaxllm.engine.grammar import Constraint
+    from jaxllm.engine.offload.pulls import Pull
     from jaxllm.engine.settings import Settings
     from jaxllm.engine.thinking_budget import Thinking
 
@@ -31,7 +32,7 @@ class Status(enum.Enum):
     """Where a request is."""
 
     PREPARING = "preparing"
-    """Its grammar is being built, or an executable that only requests like it need."""
+    """Its grammar is being built, an executable that only requests like it need, or its pages are being fetched."""
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -126,6 +127,12 @@ class Request:
     """What each of its adapters adds to the model, in host memory."""
     adapter_places: list[int] = field(default_factory=list)
     """Where each of its adapters is on the devices while it runs."""
+    hands_on: bool = False
+    """Another server will fetch the pages of its prompt."""
+    pages_at: PagesAt | None = None
+    """Where another server gives those."""
+    pull: Pull | None = None
+    """What brings them."""
 
     @classmethod
     def from_message(cls, message: EngineRequest, max_model_len: int, seed: int) -> Request:
@@ -153,6 +160,8 @@ class Request:
             capture=message.capture,
             steering=message.steering,
             patching=message.patching,
+            hands_on=message.hands_on,
+            pages_at=message.pages_at,
         )
 
     def add_pooled(self, values: np.ndarray, first: bool) -> None:

@@ -20,6 +20,7 @@ from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.access.meter import Reservation
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.hand_over import HandedOn, check_hand_over
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import ModelCall, Record, current_record
 from jaxllm.serving.loadable import Lease
@@ -116,7 +117,7 @@ class Generation:
     ServedModel.running has.
 
     The lease is the request's, who releases it. Raises InvalidRequestError for a priority that its tenant may not have,
-    and for adapters that are not there.
+    for adapters that are not there, and where its prompt cannot be handed to another server, or taken from one.
     """
 
     def __init__(
@@ -138,6 +139,9 @@ class Generation:
         self._request = request
         self._model = model = lease.model
         self._adapters = lease.adapter_uses(request.lora)
+        self._hand_over = request.hand_over
+        if request.hand_over is not None:
+            check_hand_over(request.hand_over, model.engine.info.transfer, prompts, self._adapters)
         self._priority = lease.tenant.priority(request.priority)
         self._meter = lease.meter
         self._reservation: Reservation | None = None
@@ -183,6 +187,8 @@ class Generation:
                     cache_salt=self._meter.tenant.cache_salt(self._request.cache_salt),
                     group=self._meter.tenant.group,
                     adapters=self._adapters,
+                    hands_on=self._hand_over is not None and self._hand_over.hands_on,
+                    pages_at=None if self._hand_over is None else self._hand_over.pages_at,
                 )
                 for prompt in self.prompts
             ]
@@ -250,6 +256,14 @@ class Generation:
             drafted_tokens=self._drafted_tokens,
             taken_tokens=self._taken_tokens,
         )
+
+    @property
+    def handed_on(self) -> HandedOn | None:
+        """Where another server finds the pages of the prompt; None where that was not asked for."""
+        info = self._model.engine.info
+        if self._hand_over is None or not self._hand_over.hands_on or info.transfer is None:
+            return None
+        return HandedOn(info.transfer, len(self.prompts[0].token_ids) // info.page_size)
 
     def phases(self) -> Phases:
         """Where its time has gone so far."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
+from jaxllm.serving.hand_over import HandOver
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class GenerationSettings:
         cache_salt: only requests with the same salt share cached prefixes.
         prediction: what the answer may well be, or have in it.
         lora: how strongly adapters are used, by their numbers; None where the caller says nothing of them.
+        hand_over: the prompt is computed for another server, or was computed by one.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class GenerationSettings:
     cache_salt: str | None = None
     prediction: str = ""
     lora: Mapping[int, float] | None = None
+    hand_over: HandOver | None = None
 
     def beam_search_params(self, max_tokens: int) -> BeamSearchParams | None:
         """The search that is asked for; None to sample."""

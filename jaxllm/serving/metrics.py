@@ -87,6 +87,17 @@ OWN_COUNTERS = {
     ),
     "step_device_wait_seconds": ("Time all steps waited for the device.", lambda s: s.step_device_wait_seconds),
     "compile_seconds": ("Time spent compiling.", lambda s: s.compile_seconds),
+    "kv_transfer_pulls": (
+        "Requests whose KV pages were to be fetched from another server.",
+        lambda s: s.num_pulls,
+    ),
+    "kv_transfer_failures": (
+        "Those of them that did not get all pages, and were computed here or failed.",
+        lambda s: s.num_failed_pulls,
+    ),
+    "kv_transfer_seconds": ("Time that they waited for pages.", lambda s: s.pull_seconds),
+    "kv_transfer_pages_fetched": ("KV pages fetched from other servers.", lambda s: s.num_pulled_pages),
+    "kv_transfer_pages_given": ("KV pages sent to other servers.", lambda s: s.num_given_pages),
 }
 
 

@@ -68,6 +68,7 @@ SAMPLES: dict[str, Any] = {
     "state_cache_memory": "1MiB",
     "kv_cache_memory": "2MiB", "enable_prefix_caching": False, "attention_backend": "reference", "enforce_eager": True,
     "kv_offload_memory": "3MiB", "kv_offload_dir": "/kv", "kv_offload_disk": "4MiB",
+    "kv_transfer_config": {"kv_role": "kv_both", "kv_port": 0},
     "executables": "/e",
     "compile_cache_dir": "/c", "engine_process": False, "host": "0.0.0.0", "port": 0, "api_key": "k",
     "api_key_file": "/keys.yaml",
@@ -98,6 +99,7 @@ NEEDED = {
     **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras"), ("enable_lora",)),
     "log_prompts": ("log_format",), "monitor_host": ("monitor_port",), "rate_limit_store": ("api_key_file",),
     "kv_offload_dir": ("kv_offload_memory",), "kv_offload_disk": ("kv_offload_memory", "kv_offload_dir"),
+    "kv_transfer_config": ("kv_offload_memory",),
 }  # fmt: skip
 """Settings that change nothing without others."""
 
@@ -196,6 +198,7 @@ def test_an_empty_list_of_names_is_refused(cli, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("name", NEEDED)
 def test_what_would_change_nothing_is_refused(cli, served, name: str) -> None:
     value = SAMPLES[name]
-    outcome = cli("serve", f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    outcome = cli("serve", f"--{name.replace('_', '-')}", *([] if value is True else [text]))
     assert outcome.code != 0 and served == []
     assert f"{name} is " in outcome.err and NEEDED[name][-1] in outcome.err

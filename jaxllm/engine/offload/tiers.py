@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 
 from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.offload.disk_pages import DiskPages
 from jaxllm.engine.offload.host_pages import HostPages, Page
+from jaxllm.engine.offload.peers import Peers
 from jaxllm.engine.offload.prefix_digests import Digest, PrefixDigests, chain
 from jaxllm.engine.page_pool import PagePool, PrefixNode
+from jaxllm.kv_transfer_config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +24,7 @@ Arriving = Callable[[], Sequence[Page]]
 
 
 class PageTiers:
-    """Host memory, and perhaps a disk, below one page pool.
+    """Host memory, and perhaps a disk and other servers, below one page pool.
 
     A page that is given away is copied to host memory before another prefix is written there; when that is full, the
     longest unused go to disk. An engine without work copies to disk what is not there yet, so that another process
@@ -40,8 +42,18 @@ class PageTiers:
         """Pages on the devices that are on no disk, the oldest first."""
         self._leaving: list[tuple[int, Digest]] = []
         self._jobs = Jobs("offload", urgent_threads=1)
+        self.peers: Peers | None = None
+        """Other servers, after `join`."""
         pool.on_register = self._registered
         pool.on_give_away = self._given_away
+
+    def join(self, config: KVTransferConfig, secret: bytes, contents: str, page_bytes: int) -> None:
+        """Exchange pages with other servers from now on, whose pages hold what `contents` is a digest of as well.
+
+        Raises:
+            ConfigError: nobody can listen at the config's address.
+        """
+        self.peers = Peers(config, secret, contents, page_bytes, self._host, self._give)
 
     @property
     def num_host(self) -> int:
@@ -81,17 +93,31 @@ class PageTiers:
         return found
 
     def on_disk(self, root: PrefixNode, tokens: Sequence[int]) -> list[Digest]:
-        """What has to be read from disk so that `find` finds as much of a prompt as is known anywhere."""
+        """What has to be read from disk so that `find` finds as much of a prompt as is known anywhere here."""
         found: list[Digest] = []
         if self._disk is None or not len(self._disk):
             return found
-        for digest in chain(self._digests.of_root(root), tokens, self._page_size):
-            if digest in self._on_device or self._host.get(digest) is not None:  # which has it give way later
-                continue
+        for digest in self._not_in_memory(root, tokens):
             if digest not in self._disk:
                 break
             found.append(digest)
         return found
+
+    def missing(self, root: PrefixNode, tokens: Sequence[int]) -> list[Digest]:
+        """What other servers would have to give so that `find` finds the whole of a prompt."""
+        disk = () if self._disk is None else self._disk
+        return [digest for digest in self._not_in_memory(root, tokens) if digest not in disk]
+
+    def to_hand_on(self, root: PrefixNode, tokens: Sequence[int], pages: Sequence[int]) -> list[tuple[int, Digest]]:
+        """Of the pages of a prompt those that are to be copied, so that other servers find all of them."""
+        digests = chain(self._digests.of_root(root), tokens, self._page_size)
+        return [(page, digest) for page, digest in zip(pages, digests, strict=False) if self._host.get(digest) is None]
+
+    def _not_in_memory(self, root: PrefixNode, tokens: Sequence[int]) -> Iterator[Digest]:
+        """Prefixes of a prompt that are neither on the devices nor in host memory; what is there gives way later."""
+        for digest in chain(self._digests.of_root(root), tokens, self._page_size):
+            if digest not in self._on_device and self._host.get(digest) is None:
+                yield digest
 
     def read(self, digests: Sequence[Digest]) -> None:
         """Read pages from disk into host memory. Any thread may call this."""
@@ -127,8 +153,21 @@ class PageTiers:
         self._jobs.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Copy nothing more."""
+        """Copy, fetch and give nothing more."""
+        if self.peers is not None:
+            self.peers.close()
         self._jobs.close()
+
+    def _give(self, digests: Sequence[Digest]) -> Iterator[Page]:
+        """Pages up to the first that is nowhere here, once all that are on their way to the host have come."""
+        self.wait()
+        for digest in digests:
+            page = self._host.get(digest)
+            if page is None and self._disk is not None and digest in self._disk:
+                page = self._disk.read(digest)
+            if page is None:
+                return
+            yield page
 
     def _submit(self, work: Callable[[], None]) -> None:
         def done(job: Future[None]) -> None:

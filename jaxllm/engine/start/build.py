@@ -362,6 +362,7 @@ def _assemble(
         max_logprobs=config.max_logprobs,
         platform=plan.platform,
         logits_processors=functions.processors.declared,
+        transfer=None if tiers is None or tiers.peers is None else tiers.peers.info,
     )
     checkpoint.close()
     logger.info("started: %s", clock)

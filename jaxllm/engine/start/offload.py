@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -21,9 +22,12 @@ from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.setting_values import format_bytes
+from jaxllm.sharding.secret import group_secret
 
 NOT_IN_PAGES = ("sizes", "process", "compiler", "python")
 """Parts of a manifest that say nothing of what is in a page: how many there are, and how steps are compiled."""
+NOT_ELSEWHERE = ("processor",)
+"""Parts that may differ between two machines that exchange pages: another processor rounds alike, or nearly so."""
 
 
 def check_offload(config: EngineConfig, blueprint: Blueprint, platform: Platform) -> None:
@@ -49,22 +53,30 @@ def page_tiers(
     """What keeps the pages of `pool`; None where nothing does.
 
     Raises:
-        ConfigError: kv_offload_dir cannot be used.
+        ConfigError: kv_offload_dir cannot be used, or nobody can listen where others would fetch pages.
     """
     if config.kv_offload_memory is None:
         return None
-    disk = None
+    disk, page_bytes = None, PageBlocks(blueprint.sizes).nbytes
     if config.kv_offload_dir is not None:
         name = contents_digest(config, blueprint, mesh, checkpoint)
-        page_bytes = PageBlocks(blueprint.sizes).nbytes
         disk = DiskPages(in_home(config.kv_offload_dir), name, config.kv_offload_disk, page_bytes)
-    return PageTiers(pool, config.kv_offload_memory, disk)
+    tiers = PageTiers(pool, config.kv_offload_memory, disk)
+    if config.kv_transfer_config is not None:
+        contents = contents_digest(config, blueprint, mesh, checkpoint, ignored=NOT_ELSEWHERE)
+        tiers.join(config.kv_transfer_config, group_secret(config.cluster_secret), contents, page_bytes)
+    return tiers
 
 
-def contents_digest(config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path) -> str:
-    """Of all that decides what is in the page of a prefix: engines with the same one may use each other's."""
+def contents_digest(
+    config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path, ignored: Sequence[str] = ()
+) -> str:
+    """Of all that decides what is in the page of a prefix: engines with the same one may use each other's.
+
+    `ignored` are parts of a manifest that are left out besides those that say nothing of pages.
+    """
     manifest = step_manifest(blueprint, mesh)
-    kept = {name: value for name, value in manifest.items() if name not in NOT_IN_PAGES}
+    kept = {name: value for name, value in manifest.items() if name not in (*NOT_IN_PAGES, *ignored)}
     shapes = [(buffer.shape[1:], buffer.dtype.name, buffer.axes) for buffer in blueprint.sizes.paged_buffers]
     kept |= {
         "page": fingerprint((blueprint.sizes.page_size, shapes)),

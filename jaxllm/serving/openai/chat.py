@@ -33,6 +33,7 @@ from jaxllm.serving.openai.chat_response import (
     ToolCallDelta,
 )
 from jaxllm.serving.openai.chat_tools import execute, tools_for
+from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
 from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
@@ -77,6 +78,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         timings=timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
         prompt_logprobs=scored,
         prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
+        kv_transfer_params=kv_transfer_answer(reply.generation),
         conversation_id=body.conversation_id or UNSET,
         resource_id=body.resource_id or UNSET,
     )

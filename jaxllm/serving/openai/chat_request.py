@@ -25,7 +25,7 @@ _NOT_EXECUTED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,), "return_weight_versions": (False,), "echo": (False,),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,), "truncate_prompt_tokens": (), "timings_per_token": (False,),
-    "separate_reasoning": (True,), "stream_reasoning": (True,),
+    "separate_reasoning": (True,), "stream_reasoning": (True,), "kv_transfer_params": (),
 }  # fmt: skip
 """Fields that one completion of several answers cannot honour, and the values that ask nothing of it."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
 from jaxllm.serving.openai.logprobs import ChatLogprobs, PromptLogprobs
 from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.openai.usage import CompletionUsage
@@ -76,6 +77,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     timings: Timings | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET
 

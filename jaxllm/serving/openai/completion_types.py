@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation_settings import GenerationSettings
 from jaxllm.serving.http.request_model import are_integers, refuse
+from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs
 from jaxllm.serving.openai.sampling import NO_LIMIT, UNSUPPORTED_SAMPLING, GenerationRequest
 from jaxllm.serving.openai.timings import Timings
@@ -119,6 +120,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: CompletionUsage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET

@@ -22,6 +22,7 @@ from jaxllm.serving.http.openapi import DONE, returns
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest
+from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
 from jaxllm.serving.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsBuilder,
@@ -61,6 +62,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     choices = await collect_for(request, generation)
     completion = shaper.completion(await state.offload(lambda: [shaper.whole(choice) for choice in choices]))
     completion.usage = usage_object(generation.usage())
+    completion.kv_transfer_params = kv_transfer_answer(generation)
     completion.conversation_id = body.conversation_id or UNSET
     completion.resource_id = body.resource_id or UNSET
     return json_response(completion, request_id=generation.id, headers=labels)

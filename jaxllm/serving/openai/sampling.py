@@ -22,13 +22,13 @@ from jaxllm.requests.sampling import (
 from jaxllm.serving.generation_settings import BeamSearch, GenerationSettings
 from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, RequestModel, refuse
 from jaxllm.serving.keep_alive import KeepAliveFields
+from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.serving.openai.usage import StreamOptions
 from jaxllm.serving.shown import shown
 
 UNSUPPORTED_SAMPLING = frozenset({
-    "guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "logits_processors", "prompt_embeds",
-    "vllm_xargs",
+    "guided_decoding_backend", "guided_whitespace_pattern", "logits_processors", "prompt_embeds", "vllm_xargs",
 })  # fmt: skip
 """Fields of vLLM's server that this one refuses by name."""
 
@@ -207,6 +207,9 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
     """SGLang's name of include_stop_str_in_output; true is refused where tokens that are no stop strings would stay."""
     return_hidden_states: Literal[False] = False
     """Only false: a generated answer comes without them. /pooling gives those of a text."""
+    kv_transfer_params: KVTransferParams | None = None
+    """Compute the prompt for another server, or go on with one that another server has computed: see
+    docs/disaggregated.md."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
     conversation_id: str | None = Label
@@ -260,7 +263,20 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
             raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
         if self.stream and self.num_generated > self.n:
             raise refuse("best_of above n is not available in a stream", "best_of")
+        self._check_transfer()
         return self
+
+    def _check_transfer(self) -> None:
+        asked = None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over()
+        if asked is None:
+            return
+        if self.use_beam_search:
+            raise refuse("kv_transfer_params is not available with use_beam_search", "kv_transfer_params")
+        if asked.hands_on and self.stream:
+            raise refuse("stream is true; with kv_transfer_params.do_remote_decode it must be false", "stream")
+        if asked.hands_on and self.num_generated > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise refuse(f"{name} is {self.num_generated}; with kv_transfer_params.do_remote_decode it must be 1", name)
 
     def _check_beams(self) -> None:
         if self.stream:
@@ -308,6 +324,7 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
             request_id=self.request_id,
             cache_salt=self.cache_salt,
             lora=None if self.lora is None else adapter_scales(self.lora),
+            hand_over=None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over(),
             **own,
         )
 

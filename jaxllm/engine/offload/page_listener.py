@@ -1,0 +1,145 @@
+"""Where other servers of the model fetch the pages of prompts that were computed here."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+
+import numpy as np
+
+from jaxllm.engine.offload.host_pages import Page
+from jaxllm.engine.offload.page_messages import MOST_DIGESTS, AllGiven, NoPages, PagesWanted, SomePages
+from jaxllm.engine.offload.prefix_digests import Digest
+from jaxllm.errors import ConfigError, reason
+from jaxllm.sharding.secret import admit
+from jaxllm.sharding.wire import Wire, WireError, frame
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+"""At a time; further ones are closed at once."""
+HANDSHAKE_SECONDS = 10.0
+"""For each thing that the other side says, before it is closed."""
+PART_SECONDS = 60.0
+"""For the other side to take one part."""
+PART_BYTES = 16 * 2**20
+"""Pages are sent in parts of about this size."""
+
+
+class PageListener:
+    """Listens at an address, and gives pages to whoever proves that it has the secret, on threads of its own."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        contents: str,
+        page_bytes: int,
+        give: Callable[[Sequence[Digest]], Iterator[Page]],
+    ):
+        """`give` gives the pages of prefixes up to the first that is not there, on any thread.
+
+        Raises:
+            ConfigError: it cannot listen there.
+        """
+        self._secret = secret
+        self._contents = contents
+        self._at_once = max(1, PART_BYTES // max(1, page_bytes))
+        self._give = give
+        self._listener = _listen(address)
+        self.port: int = self._listener.getsockname()[1]
+        self._free = threading.Semaphore(MOST_CONNECTIONS)
+        self._counting = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        self.num_given = 0
+        """Pages that others have been sent."""
+        threading.Thread(target=self._accept, name="pages", daemon=True).start()
+
+    def close(self) -> None:
+        """Give nothing more; whoever is being given something sees the connection end."""
+        with self._counting:
+            self._closed = True
+            ending = [self._listener, *self._open]
+        for one in ending:
+            with suppress(OSError):  # it has ended meanwhile; this also wakes the thread that waits for it
+                one.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, source = self._listener.accept()
+            except OSError:
+                return  # it was closed
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection, source[0]), name="pages-to", daemon=True).start()
+
+    def _serve(self, connection: socket.socket, source: str) -> None:
+        try:
+            with connection:
+                if self._opened(connection):
+                    self._answer(connection, source)
+        except (OSError, WireError) as error:
+            logger.info("pages were not given to %s: %s", source, reason(error))
+        except CancelledError:
+            logger.info("pages were not given to %s: the engine was shut down", source)
+        finally:
+            with self._counting:
+                self._open.discard(connection)
+            self._free.release()
+
+    def _opened(self, connection: socket.socket) -> bool:
+        with self._counting:
+            self._open.add(connection)
+            return not self._closed
+
+    def _answer(self, connection: socket.socket, source: str) -> None:
+        connection.settimeout(HANDSHAKE_SECONDS)
+        if not admit(connection, self._secret):
+            logger.warning("a server at %s was given no pages: its cluster_secret is another", source)
+            return
+        wire: Wire[PagesWanted] = Wire(connection, PagesWanted)
+        wanted, _ = wire.receive(HANDSHAKE_SECONDS)
+        connection.settimeout(PART_SECONDS)
+        if len(wanted.digests) > MOST_DIGESTS:
+            wire.send(NoPages(f"{len(wanted.digests)} pages were asked for at once; accepted are {MOST_DIGESTS}"))
+        elif wanted.contents != self._contents:
+            wire.send(NoPages("its pages are of another model, or were made with other settings"))
+        else:
+            self._send(wire, self._give(wanted.digests))
+
+    def _send(self, wire: Wire[PagesWanted], pages: Iterator[Page]) -> None:
+        for part in _in_parts(pages, self._at_once):
+            wire.send_frame(frame(SomePages(), [np.stack(part)]))
+            with self._counting:
+                self.num_given += len(part)
+        wire.send(AllGiven())
+
+
+def _in_parts(pages: Iterator[Page], count: int) -> Iterator[list[Page]]:
+    part: list[Page] = []
+    for page in pages:
+        part.append(page)
+        if len(part) == count:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
+    host, port = address
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_transfer_config.kv_ip is {host} and kv_port {port}, where this server cannot listen: {reason(error)}"
+        ) from None

@@ -1,0 +1,415 @@
+"""A prompt that one engine computes and another goes on with gives what one engine gives, whatever comes of its pages.
+
+Tiny random models at float32; two engines in this process, whose pages go over TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, AsyncLLM, SamplingParams
+from jaxllm.engine.core import EngineCore
+from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDelta
+from jaxllm.errors import ConfigError
+from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
+from tests.test_offload import bytes_of
+
+PAGE = 8
+FIELDS: dict[str, Any] = {
+    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4,
+    "max_num_batched_tokens": 32, "block_size": PAGE, "decode_buckets": (4,), "prefill_buckets": (32,),
+    "kv_cache_memory": "16MiB",
+}  # fmt: skip
+TRANSFER: dict[str, Any] = {"kv_offload_memory": "64MiB", "cluster_secret": "s"}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=7, max_tokens=12, ignore_eos=True)
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+SECONDS = 60
+
+
+@contextmanager
+def engine(directory: Path, role: str, *, kv: dict[str, Any] | None = None, **fields: Any) -> Iterator[AsyncLLM]:
+    """In the end nothing runs, and no page is held."""
+    config = {"kv_role": role, "kv_port": 0} | (kv or {})
+    own = FIELDS | TRANSFER | {"kv_transfer_config": config, "engine_process": False}
+    running = AsyncLLM(model=str(directory), **own | fields)
+    try:
+        yield running
+        wait_for(lambda: inside(running, lambda core: core.load == (0, 0) and not core._requests))
+        inside(running, lambda core: core._pool.check([]))
+        pulls = inside(running, lambda core: core._tiers.peers.pulls)
+        if pulls is not None:
+            wait_for(lambda: not pulls._coming and not pulls._running)
+    finally:
+        running.shutdown()
+
+
+def inside(running: AsyncLLM, ask: Callable[[EngineCore], Any]) -> Any:
+    return running._streams.client.ask(ask)  # type: ignore[attr-defined]
+
+
+def deltas(running: AsyncLLM, prompt: Sequence[int], params: SamplingParams, **more: Any) -> list[TokenDelta]:
+    request = EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=list(prompt), sampling_params=params, **more)
+
+    async def collect() -> list[TokenDelta]:
+        with running.run([request]) as stream:
+            return [delta async for gains in stream.arrivals() for _, delta in gains]
+
+    return asyncio.run(collect())
+
+
+def said(found: list[TokenDelta]) -> list[int]:
+    return [token for delta in found for token in delta.token_ids]
+
+
+def compute(producer: AsyncLLM, prompt: Sequence[int]) -> PagesAt:
+    """What a server of prompts does, and says."""
+    deltas(producer, prompt, ONE, hands_on=True)
+    transfer = producer.info.transfer
+    assert transfer is not None
+    return PagesAt(transfer.host, transfer.port, len(prompt) // PAGE)
+
+
+def stats(running: AsyncLLM) -> EngineStats:
+    return inside(running, lambda core: core.stats())
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([length, seed]).integers(0, 90, length).tolist()
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama_gqa", tmp_path_factory.mktemp("model") / "llama_gqa")
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> Iterator[LLM]:
+    """The oracle: one engine without a prefix cache."""
+    with LLM(str(directory), **FIELDS, enable_prefix_caching=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def producer(directory: Path) -> Iterator[AsyncLLM]:
+    with engine(directory, "kv_producer") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def consumer(directory: Path) -> Iterator[AsyncLLM]:
+    with engine(directory, "kv_consumer") as running:
+        yield running
+
+
+def expected(alone: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
+    return list(alone.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE - 1, 5 * PAGE, 5 * PAGE + 1, 100])
+def test_tokens_are_those_of_one_engine(
+    alone: LLM, producer: AsyncLLM, consumer: AsyncLLM, length: int, params: SamplingParams
+) -> None:
+    prompt = prompt_of(length, seed=params.top_k)
+    before = stats(consumer)
+    found = deltas(consumer, prompt, params, pages_at=compute(producer, prompt))
+    after = stats(consumer)
+    pages = (length - 1) // PAGE  # the last token is computed again, for its logits
+    assert said(found) == expected(alone, prompt, params)
+    assert found[0].num_cached_tokens == pages * PAGE
+    assert after.num_pulled_pages - before.num_pulled_pages == pages
+    assert after.num_pulls - before.num_pulls == (pages > 0) and after.num_failed_pulls == before.num_failed_pulls
+
+
+@pytest.mark.parametrize("name", ["gemma3_linear_rope", "deepseek_v3"])
+def test_other_models(name: str, tmp_path: Path) -> None:
+    """Sliding windows, and a latent."""
+    directory, prompt = write_checkpoint(name, tmp_path / name), prompt_of(45)
+    with LLM(str(directory), **FIELDS) as llm:
+        wanted = expected(llm, prompt, GREEDY)
+    with engine(directory, "kv_producer") as producer, engine(directory, "kv_consumer") as consumer:
+        found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
+    assert said(found) == wanted and found[0].num_cached_tokens == 40
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_quantized_pages(directory: Path, dtype: str) -> None:
+    prompt = prompt_of(45)
+    with LLM(str(directory), **FIELDS, kv_cache_dtype=dtype) as llm:
+        wanted = expected(llm, prompt, GREEDY)
+    both = [engine(directory, role, kv_cache_dtype=dtype) for role in ("kv_producer", "kv_consumer")]
+    with both[0] as producer, both[1] as consumer:
+        found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
+    assert said(found) == wanted and found[0].num_cached_tokens == 40
+
+
+def test_a_draft_models_pages_come_along(directory: Path, tmp_path: Path) -> None:
+    weights = {name: 1.1 * array for name, array in tiny_weights("llama_gqa").items()}
+    draft = save_checkpoint(tiny_config("llama_gqa"), weights, tmp_path / "llama_gqa")
+    fields = {"speculative_config": {"model": str(draft), "num_speculative_tokens": 2}}
+    prompt = prompt_of(45)
+    with LLM(str(directory), **FIELDS) as llm:
+        wanted = expected(llm, prompt, GREEDY)
+    with engine(directory, "kv_producer", **fields) as producer, engine(directory, "kv_consumer", **fields) as consumer:
+        found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
+        assert stats(consumer).num_draft_tokens > 0
+    assert said(found) == wanted and found[0].num_cached_tokens == 40
+
+
+def test_either_way_between_two_engines_of_both_roles(alone: LLM, directory: Path) -> None:
+    with engine(directory, "kv_both") as one, engine(directory, "kv_both") as other:
+        for number, (first, second) in enumerate([(one, other), (other, one)]):
+            prompt = prompt_of(40, seed=number + 50)
+            found = deltas(second, prompt, GREEDY, pages_at=compute(first, prompt))
+            assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 32
+        assert [stats(running).num_given_pages for running in (one, other)] == [4, 4]
+
+
+def test_only_what_is_not_here_is_fetched(alone: LLM, producer: AsyncLLM, consumer: AsyncLLM) -> None:
+    """A prompt whose beginning both know."""
+    prompt = prompt_of(70, seed=3)
+    deltas(consumer, prompt[:41], GREEDY)
+    before = stats(consumer).num_pulled_pages
+    found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
+    assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 64
+    assert stats(consumer).num_pulled_pages - before == 8 - 5
+    again = deltas(consumer, prompt, SAMPLED, pages_at=compute(producer, prompt))
+    assert said(again) == expected(alone, prompt, SAMPLED) and stats(consumer).num_pulled_pages - before == 3
+
+
+def test_choices_of_a_request_fetch_its_pages_once(alone: LLM, producer: AsyncLLM, consumer: AsyncLLM) -> None:
+    from dataclasses import replace
+
+    prompt = prompt_of(60, seed=4)
+    before = stats(consumer).num_pulled_pages
+    source = compute(producer, prompt)
+    found = deltas(consumer, prompt, replace(SAMPLED, n=3), pages_at=source)
+    assert len(found) >= 3 and stats(consumer).num_pulled_pages - before == 7
+    (choices,) = (alone.generate([prompt], replace(SAMPLED, n=3), use_tqdm=False)[0].outputs,)
+    assert sorted(said(found)) == sorted(token for choice in choices for token in choice.token_ids)
+
+
+def test_a_cache_salt_goes_along(alone: LLM, producer: AsyncLLM, consumer: AsyncLLM) -> None:
+    prompt = prompt_of(30, seed=5)
+    deltas(producer, prompt, ONE, hands_on=True, cache_salt="ours")
+    transfer = producer.info.transfer
+    assert transfer is not None
+    source = PagesAt(transfer.host, transfer.port)
+    failed = stats(consumer).num_failed_pulls
+    for salt, cached in (("theirs", 0), ("ours", 24)):
+        found = deltas(consumer, prompt, GREEDY, pages_at=source, cache_salt=salt)
+        assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == cached
+    assert stats(consumer).num_failed_pulls == failed + 1
+
+
+def test_pages_that_have_lost_their_place_are_still_given(alone: LLM, directory: Path, consumer: AsyncLLM) -> None:
+    """The producer's devices hold one prompt: what it hands on is in host memory."""
+    prompts = [prompt_of(100, seed=60 + number) for number in range(3)]
+    with engine(directory, "kv_producer", kv_cache_memory=bytes_of(directory, 20)) as producer:
+        sources = [compute(producer, prompt) for prompt in prompts]
+        for prompt, source in zip(prompts, sources, strict=True):
+            found = deltas(consumer, prompt, GREEDY, pages_at=source)
+            assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 96
+
+
+def with_giver(producer: AsyncLLM, give: Callable[..., Iterator[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = inside(producer, lambda core: core._tiers.peers._listener)
+    monkeypatch.setattr(listener, "_give", give)
+
+
+def test_a_producer_that_dies_while_it_gives(
+    alone: LLM, directory: Path, consumer: AsyncLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(90, seed=8)
+    with engine(directory, "kv_producer") as producer:
+        source = compute(producer, prompt)
+        listener = inside(producer, lambda core: core._tiers.peers._listener)
+        give = listener._give
+
+        def die(digests: Sequence[bytes]) -> Iterator[Any]:
+            for number, page in enumerate(give(digests)):
+                if number == 4:
+                    listener.close()
+                yield page
+
+        with_giver(producer, die, monkeypatch)
+        monkeypatch.setattr(listener, "_at_once", 1)
+        found = deltas(consumer, prompt, GREEDY, pages_at=source)
+        again = deltas(consumer, prompt, SAMPLED, pages_at=source)
+    assert said(found) == expected(alone, prompt, GREEDY) and said(again) == expected(alone, prompt, SAMPLED)
+    assert 0 < found[0].num_cached_tokens < 88, "what had come is used"
+    lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 1 and "did not come" in lines[0]
+
+
+def test_a_stream_goes_on_while_pages_come_and_a_pull_may_be_cancelled(
+    alone: LLM, directory: Path, producer: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, may_give = threading.Event(), threading.Event()
+
+    def wait(digests: Sequence[bytes]) -> Iterator[Any]:
+        asked.set()
+        may_give.wait(SECONDS)
+        return iter(())
+
+    prompt, other = prompt_of(90, seed=9), prompt_of(20, seed=9)
+    source = compute(producer, prompt)
+    with_giver(producer, wait, monkeypatch)
+    with engine(directory, "kv_consumer") as consumer:
+
+        async def run() -> list[int]:
+            request = EngineRequest(
+                request_id="waits", prompt_token_ids=prompt, sampling_params=GREEDY, pages_at=source
+            )
+            with consumer.run([request]) as waiting:
+                assert await asyncio.to_thread(asked.wait, SECONDS)
+                found = [
+                    token
+                    async for _, delta in consumer.stream(other, GREEDY, request_id="other")
+                    for token in delta.token_ids
+                ]
+                assert not await waiting.next(0.05), "it still waits for its pages"
+                assert stats(consumer).num_preparing == 1
+                return found  # leaving aborts the request
+
+        assert asyncio.run(run()) == expected(alone, other, GREEDY)
+        pulls = inside(consumer, lambda core: core._tiers.peers.pulls)
+        wait_for(lambda: not pulls._running)
+        assert not may_give.is_set() and stats(consumer).num_failed_pulls == 0
+    may_give.set()
+
+
+def test_a_producer_that_says_nothing_is_not_waited_for_longer_than_that(
+    alone: LLM, directory: Path, producer: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_give = threading.Event()
+
+    def wait(digests: Sequence[bytes]) -> Iterator[Any]:
+        may_give.wait(SECONDS)
+        return iter(())
+
+    prompt = prompt_of(90, seed=10)
+    source = compute(producer, prompt)
+    with_giver(producer, wait, monkeypatch)
+    with engine(directory, "kv_consumer", kv={"kv_timeout": 0.3}) as consumer:
+        found = deltas(consumer, prompt, GREEDY, pages_at=source)
+        assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 0
+        assert stats(consumer).num_failed_pulls == 1 and "its 0.3 seconds (kv_timeout) were over" in caplog.text
+    may_give.set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"cluster_secret": "another"}, "its cluster_secret is another"),
+        ({"kv_cache_dtype": "int8"}, "its pages are of another model, or were made with other settings"),
+        ({"block_size": 16}, "its pages are of another model, or were made with other settings"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_agree(
+    directory: Path, producer: AsyncLLM, fields: dict[str, Any], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prompt_of(40, seed=11)
+    with engine(directory, "kv_consumer", **fields) as consumer:
+        found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
+        assert len(said(found)) == 12 and found[0].num_cached_tokens == 0
+        assert stats(consumer).num_failed_pulls == 1 and stats(consumer).num_pulled_pages == 0
+    assert problem in caplog.text
+
+
+def test_other_weights_are_another_model(producer: AsyncLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = {name: 1.1 * array for name, array in tiny_weights("llama_gqa").items()}
+    other = save_checkpoint(tiny_config("llama_gqa"), weights, tmp_path / "llama_gqa")
+    prompt = prompt_of(40, seed=12)
+    with LLM(str(other), **FIELDS) as llm:
+        wanted = expected(llm, prompt, GREEDY)
+    with engine(other, "kv_consumer") as consumer:
+        found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
+        assert stats(consumer).num_pulled_pages == 0
+    assert said(found) == wanted and "of another model" in caplog.text
+
+
+def test_a_request_fails_where_it_is_to_fail(directory: Path, producer: AsyncLLM, alone: LLM) -> None:
+    prompt = prompt_of(40, seed=13)
+    with engine(directory, "kv_consumer", kv={"kv_load_failure_policy": "fail"}) as consumer:
+        (failed,) = deltas(consumer, prompt, GREEDY, pages_at=PagesAt("127.0.0.1", 9))
+        assert failed.finish_reason == "error" and failed.error is not None
+        assert "the pages of its prompt did not come from 127.0.0.1:9" in failed.error and not failed.invalid
+        found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
+        assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 32
+
+
+def test_requests_beside_each_other_and_preempted(directory: Path, alone: LLM) -> None:
+    prompts = [prompt_of(60, seed=100 + number) for number in range(10)]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True)
+    wanted = [expected(alone, prompt, params) for prompt in prompts]
+    with (
+        engine(directory, "kv_producer") as producer,
+        engine(directory, "kv_consumer", kv_cache_memory=bytes_of(directory, 20)) as consumer,
+    ):
+        sources = [compute(producer, prompt) for prompt in prompts]
+
+        async def run() -> list[list[int]]:
+            requests = [
+                EngineRequest(request_id=str(i), prompt_token_ids=prompt, sampling_params=params, pages_at=source)
+                for i, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
+            ]
+            found: list[list[int]] = [[] for _ in prompts]
+            with consumer.run(requests) as stream:
+                async for gains in stream.arrivals():
+                    for index, delta in gains:
+                        found[index] += delta.token_ids
+            return found
+
+        assert asyncio.run(run()) == wanted
+        assert stats(consumer).num_preemptions > 0 and stats(consumer).num_failed_pulls == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"kv_offload_memory": None}, "kv_transfer_config is set, and kv_offload_memory is not"),
+        ({"kv_transfer_config": {}}, "kv_role"),
+        ({"kv_transfer_config": {"kv_role": "kv_prefill"}}, "kv_role .*'kv_producer', 'kv_consumer' or 'kv_both'"),
+        ({"kv_transfer_config": {"kv_role": "kv_both", "kv_connector": "NixlConnector"}}, "kv_connector .*'jaxllm'"),
+        ({"kv_transfer_config": {"kv_role": "kv_both", "kv_ip": "0.0.0.0"}}, "kv_ip .*reach this machine"),
+        ({"kv_transfer_config": {"kv_role": "kv_both", "kv_timeout": 0}}, "kv_timeout"),
+        ({"kv_transfer_config": {"kv_role": "kv_both", "kv_ip": "203.0.113.1"}}, "203.0.113.1 .* cannot listen"),
+        ({"data_parallel_size": 2}, "data_parallel_size is 2: one engine listens at a port"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused_in_a_line(directory: Path, fields: dict[str, Any], line: str) -> None:
+    given = FIELDS | TRANSFER | {"kv_transfer_config": {"kv_role": "kv_both"}} | fields
+    with pytest.raises(ConfigError, match=line) as refused:
+        LLM(str(directory), **given)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "bert"])
+def test_models_whose_pages_alone_say_too_little_are_refused_in_a_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_offload_memory is 64 MiB, and this model"):
+        LLM(
+            str(write_checkpoint(name, tmp_path)), dtype="float32", skip_tokenizer_init=True, **TRANSFER,
+            kv_transfer_config={"kv_role": "kv_both"},
+        )  # fmt: skip
