@@ -205,11 +205,14 @@ def test_what_the_examples_ask_is_known_by_a_margin(monkeypatch: pytest.MonkeyPa
             assert likeliest - second > 1
 
 
-def shown_by(name: str) -> tuple[str, int]:
-    """What a notebook prints when it is run anew, and how many plots it shows."""
+def shown_by(name: str, **constants: int) -> tuple[str, int]:
+    """What a notebook prints when it is run anew, with other values of these constants, and how many plots it shows."""
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    for constant, value in constants.items():
+        (cell,) = (cell for cell in notebook.cells if re.search(rf"^{constant} = ", cell.source, re.MULTILINE))
+        cell.source = re.sub(rf"^{constant} = .*", f"{constant} = {value}", cell.source, flags=re.MULTILINE)
     client.NotebookClient(notebook, timeout=SECONDS).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     plots = sum("image/png" in output.get("data", {}) for output in outputs)
@@ -272,3 +275,25 @@ def test_notebook_of_scoring(monkeypatch: pytest.MonkeyPatch):
     assert asked > 1 and asked > alone + 2
     unsure, sure = map(float, re.findall(r"least sure ([\d.]+), when most sure ([\d.]+)", shown)[0])
     assert sure - unsure > 0.2
+
+
+GRPO_SHOWN = {
+    "versions": r"sampled with the weights '(\w+)'",
+    "rewards": r"first two steps ([\d.]+), of the last two ([\d.]+)",
+    "ratios": r"from 1: ([\d.e+-]+) at the first update, ([\d.e+-]+) at any",
+}
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_notebook_of_grpo(monkeypatch: pytest.MonkeyPatch, steps: int):
+    """Each step samples with the weights of the one before, by the trainer's own numbers; ten teach something."""
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("optax")
+    shown, plots = shown_by("notebooks/grpo.ipynb", STEPS=steps)
+    assert plots == 2
+    found = {name: re.findall(pattern, shown) for name, pattern in GRPO_SHOWN.items()}
+    assert found["versions"] == ["initial", *map(str, range(1, steps))]
+    assert max(map(float, found["ratios"][0])) < 1e-5
+    first, last = map(float, found["rewards"][0])
+    assert steps == 2 or last > first + 0.2
