@@ -277,6 +277,26 @@ def test_notebook_of_scoring(monkeypatch: pytest.MonkeyPatch):
     assert sure - unsure > 0.2
 
 
+def test_notebook_of_steering(monkeypatch: pytest.MonkeyPatch):
+    """The direction moves words its way, more than random ones do; none is the plain model, and too much breaks it."""
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/steering.ipynb")
+    assert plots == 2
+    low, middle, high = map(float, re.findall(r"odds (-?[\d.]+) at -1, (-?[\d.]+) at 0, (-?[\d.]+) at 1", shown)[0])
+    assert low < middle - 0.3 and high > middle + 0.3
+    plain, none = map(float, re.findall(r"plain (-?[\d.]+), at strength 0 (-?[\d.]+)", shown)[0])
+    assert plain == pytest.approx(none, abs=0.1), "which rows share a step rounds differently"
+    moved, _, random = map(float, re.findall(r"odds by (-?[\d.]+), .* by ([\d.]+) on .* and ([\d.]+) at", shown)[0])
+    assert moved > 1.5 * random
+    for name in ("read", "written"):
+        (numbers,) = re.findall(
+            rf"^{name}: perplexity ([\d.]+) .* ([\d.]+) at 0, .* ([\d.]+) at 4$", shown, re.MULTILINE
+        )
+        less, itself, more = map(float, numbers)
+        assert min(less, more) > 1.5 * itself
+
+
 GRPO_SHOWN = {
     "versions": r"sampled with the weights '(\w+)'",
     "rewards": r"first two steps ([\d.]+), of the last two ([\d.]+)",

@@ -413,6 +413,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_notebook_of_log_probabilities": "test_notebook",
         "test_notebook_of_sampling": "test_notebook",
         "test_notebook_of_scoring": "test_notebook",
+        "test_notebook_of_steering": "test_notebook",
         "test_notebook_of_the_logit_lens": "test_notebook",
     },
     "test_gpu_benchmark.py": {
