@@ -297,6 +297,27 @@ def test_notebook_of_steering(monkeypatch: pytest.MonkeyPatch):
         assert min(less, more) > 1.5 * itself
 
 
+def test_notebook_of_activation_probes(monkeypatch: pytest.MonkeyPatch):
+    """Before the first layer there is nothing to be found. An adjective is known early, what a sentence says late; then
+    what is learnt of plain sentences holds for negated ones too.
+    """
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/activation_probes.ipynb")
+    assert plots == 3
+    found = {
+        name: [float(share) for share in re.findall(r"[\d.]+(?= (?:before|after))", line)]
+        for name, line in re.findall(r"^(adjective|sentence|negated): (.*)$", shown, re.MULTILINE)
+    }
+    assert found["adjective"][0] == found["sentence"][0] == 0.5
+    assert found["adjective"][1] > 0.7 > 0.6 > found["sentence"][1]
+    assert found["adjective"][2] > found["sentence"][2] + 0.1
+    assert min(found["adjective"][4], found["sentence"][4]) > 0.9
+    assert max(found["negated"][:3]) < 0.5 and min(found["negated"][3:]) > 0.75
+    chance, luckiest = map(float, re.findall(r"shuffled labels: ([\d.]+) on average, ([\d.]+) at most", shown)[0])
+    assert 0.4 < chance < 0.6 and luckiest < 0.75
+
+
 GRPO_SHOWN = {
     "versions": r"sampled with the weights '(\w+)'",
     "rewards": r"first two steps ([\d.]+), of the last two ([\d.]+)",
