@@ -207,11 +207,14 @@ def test_what_the_examples_ask_is_known_by_a_margin(monkeypatch: pytest.MonkeyPa
             assert likeliest - second > 1
 
 
-def shown_by(name: str) -> tuple[str, int]:
-    """What a notebook prints when it is run anew, and how many plots it shows."""
+def shown_by(name: str, **constants: int) -> tuple[str, int]:
+    """What a notebook prints when it is run anew, with other values of these constants, and how many plots it shows."""
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    for constant, value in constants.items():
+        (cell,) = (cell for cell in notebook.cells if re.search(rf"^{constant} = ", cell.source, re.MULTILINE))
+        cell.source = re.sub(rf"^{constant} = .*", f"{constant} = {value}", cell.source, flags=re.MULTILINE)
     client.NotebookClient(notebook, timeout=SECONDS).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     plots = sum("image/png" in output.get("data", {}) for output in outputs)
@@ -274,3 +277,66 @@ def test_notebook_of_scoring(monkeypatch: pytest.MonkeyPatch):
     assert asked > 1 and asked > alone + 2
     unsure, sure = map(float, re.findall(r"least sure ([\d.]+), when most sure ([\d.]+)", shown)[0])
     assert sure - unsure > 0.2
+
+
+def test_notebook_of_steering(monkeypatch: pytest.MonkeyPatch):
+    """The direction moves words its way, more than random ones do; none is the plain model, and too much breaks it."""
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/steering.ipynb")
+    assert plots == 2
+    low, middle, high = map(float, re.findall(r"odds (-?[\d.]+) at -1, (-?[\d.]+) at 0, (-?[\d.]+) at 1", shown)[0])
+    assert low < middle - 0.3 and high > middle + 0.3
+    plain, none = map(float, re.findall(r"plain (-?[\d.]+), at strength 0 (-?[\d.]+)", shown)[0])
+    assert plain == pytest.approx(none, abs=0.1), "which rows share a step rounds differently"
+    moved, _, random = map(float, re.findall(r"odds by (-?[\d.]+), .* by ([\d.]+) on .* and ([\d.]+) at", shown)[0])
+    assert moved > 1.5 * random
+    for name in ("read", "written"):
+        (numbers,) = re.findall(
+            rf"^{name}: perplexity ([\d.]+) .* ([\d.]+) at 0, .* ([\d.]+) at 4$", shown, re.MULTILINE
+        )
+        less, itself, more = map(float, numbers)
+        assert min(less, more) > 1.5 * itself
+
+
+def test_notebook_of_activation_probes(monkeypatch: pytest.MonkeyPatch):
+    """Before the first layer there is nothing to be found. An adjective is known early, what a sentence says late; then
+    what is learnt of plain sentences holds for negated ones too.
+    """
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/activation_probes.ipynb")
+    assert plots == 3
+    found = {
+        name: [float(share) for share in re.findall(r"[\d.]+(?= (?:before|after))", line)]
+        for name, line in re.findall(r"^(adjective|sentence|negated): (.*)$", shown, re.MULTILINE)
+    }
+    assert found["adjective"][0] == found["sentence"][0] == 0.5
+    assert found["adjective"][1] > 0.7 > 0.6 > found["sentence"][1]
+    assert found["adjective"][2] > found["sentence"][2] + 0.1
+    assert min(found["adjective"][4], found["sentence"][4]) > 0.9
+    assert max(found["negated"][:3]) < 0.5 and min(found["negated"][3:]) > 0.75
+    chance, luckiest = map(float, re.findall(r"shuffled labels: ([\d.]+) on average, ([\d.]+) at most", shown)[0])
+    assert 0.4 < chance < 0.6 and luckiest < 0.75
+
+
+GRPO_SHOWN = {
+    "versions": r"sampled with the weights '(\w+)'",
+    "rewards": r"first two steps ([\d.]+), of the last two ([\d.]+)",
+    "ratios": r"from 1: ([\d.e+-]+) at the first update, ([\d.e+-]+) at any",
+}
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_notebook_of_grpo(monkeypatch: pytest.MonkeyPatch, steps: int):
+    """Each step samples with the weights of the one before, by the trainer's own numbers; ten teach something."""
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("optax")
+    shown, plots = shown_by("notebooks/grpo.ipynb", STEPS=steps)
+    assert plots == 2
+    found = {name: re.findall(pattern, shown) for name, pattern in GRPO_SHOWN.items()}
+    assert found["versions"] == ["initial", *map(str, range(1, steps))]
+    assert max(map(float, found["ratios"][0])) < 1e-5
+    first, last = map(float, found["rewards"][0])
+    assert steps == 2 or last > first + 0.2

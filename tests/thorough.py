@@ -422,9 +422,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": "the same test in tests/test_drafts.py",
     },
     "test_examples.py": {
+        "test_notebook_of_activation_probes": "test_notebook",
+        "test_notebook_of_grpo": "test_notebook",
         "test_notebook_of_log_probabilities": "test_notebook",
         "test_notebook_of_sampling": "test_notebook",
         "test_notebook_of_scoring": "test_notebook",
+        "test_notebook_of_steering": "test_notebook",
         "test_notebook_of_the_logit_lens": "test_notebook",
     },
     "test_gpu_benchmark.py": {
