@@ -7,6 +7,7 @@ Log-probabilities of the two real models, alone and through other schedules. The
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,6 +208,26 @@ def test_layers_with_a_state(make, tmp_path, monkeypatch):
     fields = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
     for case in start_case(make(tmp_path), requests_of(len(EDGES), vocab=140, longest=110), **fields):
         check_schedules(case, monkeypatch)
+
+
+@pytest.mark.parametrize("make", [lfm2, qwen3_5, granite4])
+def test_drafts_change_no_bit_of_layers_with_a_state(make, tmp_path):
+    """With three tokens to choose from texts repeat themselves, so that many drafts are right, and many are not."""
+    model, dice = make(tmp_path), np.random.default_rng(3)
+    requests = [
+        Request(dice.integers(3, 140, length).tolist() * 3, replace(request.params, allowed_token_ids=[5, 6, 7]))
+        for length, request in zip((2, 5, 9, 17, 30, 11), requests_of(6, 140, output=24), strict=True)
+    ]
+    fields = {"skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
+    drafts = {"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with (
+        start(model, enable_prefix_caching=False, decode_steps=1, **fields) as llm,
+        start(model, speculative_config=drafts, **fields) as other,
+    ):
+        alone = answers(llm, requests, 1)
+        for together in (1, 1, 5):
+            check(answers(other, requests, together), alone)
+        assert 0 < sum(other.stats().accepted_by_position) < other.stats().num_draft_tokens
 
 
 OF_TILES = {
