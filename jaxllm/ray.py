@@ -138,7 +138,7 @@ class RayReplica:
     Raises ConfigError, ModelNotFoundError, CheckpointError: as `jaxllm serve`, when it is made.
     """
 
-    async def __init__(self, config: RayConfig):
+    async def __init__(self, config: RayConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         self._open = AsyncExitStack()
         configure_logging(config)
         _check_gpus()
