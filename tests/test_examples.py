@@ -320,6 +320,24 @@ def test_notebook_of_activation_probes(monkeypatch: pytest.MonkeyPatch):
     assert 0.4 < chance < 0.6 and luckiest < 0.75
 
 
+def test_notebook_of_quantization(monkeypatch: pytest.MonkeyPatch):
+    """More bytes lose less, except that what holds the file's own numbers loses least of the small ones."""
+    monkeypatch.delenv("CXX")
+    pytest.importorskip("matplotlib")
+    shown, plots = shown_by("notebooks/quantization.ipynb")
+    assert plots == 2
+    table = re.findall(r"^(\S.*?) +(\d+) +[\d.]+ +(-?[\d.]+) +([\d.]+) +([\d.]+)% +(\d+)$", shown, re.MULTILINE)
+    kinds = {kind: tuple(map(float, numbers)) for kind, *numbers in table}
+    assert list(kinds) == ["bfloat16", "int8", "mixed", "q5_0", "file (q4_1)", "int4"]
+    sizes, losses, perplexities, same, speeds = zip(*kinds.values(), strict=True)
+    assert list(sizes) == sorted(sizes, reverse=True)
+    assert losses[0] == 0 and same[0] == 100 and min(speeds) > 0
+    lost, perplexity = (dict(zip(kinds, column, strict=True)) for column in (losses, perplexities))
+    assert lost["int8"] < 0.02 and lost["file (q4_1)"] < 0.02 < lost["q5_0"]
+    assert lost["mixed"] < 0.7 * lost["int4"] and lost["q5_0"] < lost["int4"]
+    assert perplexity["int4"] > 1.05 * perplexity["bfloat16"]
+
+
 GRPO_SHOWN = {
     "versions": r"sampled with the weights '(\w+)'",
     "rewards": r"first two steps ([\d.]+), of the last two ([\d.]+)",

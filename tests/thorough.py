@@ -426,6 +426,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_notebook_of_activation_probes": "test_notebook",
         "test_notebook_of_grpo": "test_notebook",
         "test_notebook_of_log_probabilities": "test_notebook",
+        "test_notebook_of_quantization": "test_notebook",
         "test_notebook_of_sampling": "test_notebook",
         "test_notebook_of_scoring": "test_notebook",
         "test_notebook_of_steering": "test_notebook",
