@@ -47,8 +47,10 @@ def mtp_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def mtp_weights(name: str) -> dict[str, np.ndarray]:
-    """Those of a tiny model, and of a module with it."""
-    return tiny_weights(name) | draw_weights(name, mtp_shapes(tiny_config(name)))
+    """Those of a tiny model, and of a module with it, in which attention has as much to say as all else."""
+    module = draw_weights(name, mtp_shapes(tiny_config(name)))
+    module[f"{LAYER}.self_attn.o_proj.weight"] *= 8
+    return tiny_weights(name) | module
 
 
 def write_mtp_checkpoint(name: str, directory: Path) -> Path:
