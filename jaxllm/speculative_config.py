@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxllm.setting_values import SettingsGroup
+
+MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp")
+"""What vLLM also calls the method of the models whose modules are supported."""
+_OF_TEXTS: tuple[str, ...] = ("prompt_lookup_min", "prompt_lookup_max", "remembered_tokens")
+"""Settings of methods that look for drafts in texts."""
 
 
 class SpeculativeConfig(SettingsGroup):
     """How tokens are drafted that a step tries ahead, in vLLM's words."""
 
-    method: Literal["ngram", "suffix", "draft_model"] | None = None
+    method: Literal["ngram", "suffix", "draft_model", "mtp"] | None = None
     """ngram: what followed in the request's own text the last time that it said what it has just said. suffix: in the
-    answers of earlier requests as well. draft_model: what a smaller model says next. By default draft_model where there
-    is a model, ngram elsewhere."""
+    answers of earlier requests as well. draft_model: what a smaller model says next. mtp: what the module says that the
+    model's own checkpoint has for predicting further tokens. By default draft_model where there is a model, ngram
+    elsewhere."""
     model: str | None = None
     """The draft model, named as `model` of the engine is; it must have the same vocabulary."""
     revision: str | None = None
@@ -33,8 +39,13 @@ class SpeculativeConfig(SettingsGroup):
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     """Other depths where many requests run, as [[1, 8, 4], [9, 32, 2], [33, 4096, 0]]: first, last, tokens."""
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _of_vllm(cls, method: object) -> object:
+        return "mtp" if isinstance(method, str) and method in MTP_NAMES else method
+
     @property
-    def source(self) -> Literal["ngram", "suffix", "draft_model"]:
+    def source(self) -> Literal["ngram", "suffix", "draft_model", "mtp"]:
         """Where drafts come from."""
         return self.method or ("ngram" if self.model is None else "draft_model")
 
@@ -59,9 +70,9 @@ class SpeculativeConfig(SettingsGroup):
         if self.source == "draft_model":
             if self.model is None:
                 raise ValueError('model is missing: method "draft_model" takes the name of a model or a folder')
-            meaningless: tuple[str, ...] = ("prompt_lookup_min", "prompt_lookup_max", "remembered_tokens")
+            meaningless = _OF_TEXTS
         else:
-            meaningless = ("model", "revision")
+            meaningless = ("model", "revision", *(_OF_TEXTS if self.source == "mtp" else ()))
         for name in meaningless:
             if getattr(self, name) is not None:
                 raise ValueError(f'{name} means nothing with method "{self.source}": leave it out')

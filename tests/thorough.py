@@ -337,6 +337,11 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
     "test_llm.py": {
         "test_whole_vocabularies_of_generated_tokens": ("way0-fields0",),
     },
+    "test_mtp.py": {
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("qwen3_5",),
+        "test_drafts_are_those_of_the_definition": ("qwen3_5-differently0", "qwen3_next-differently1"),
+        "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": ("qwen3_5",),
+    },
     "test_offload.py": {
         "test_a_prompt_is_found_again_in_host_memory": ("deepseek_v3",),
     },

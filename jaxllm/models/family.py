@@ -12,7 +12,7 @@ from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.options import BuildOptions
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FieldKinds
-from jaxllm.weights.names import Pattern
+from jaxllm.weights.names import NameMap, Pattern
 
 Names = Callable[[DecoderConfig], dict[str, Pattern]]
 
@@ -39,6 +39,7 @@ class Family:
             all built by `Encoder`.
         ignored: tensors that its checkpoints have besides those of the model that is served.
         hf_names, gguf_names: tensors that the standard tables (`models/hf.py`, `models/gguf.py`) name otherwise.
+        mtp_names: tensors of the module that predicts further tokens, of its config; None where none is supported.
     """
 
     name: str
@@ -54,3 +55,4 @@ class Family:
     ignored: tuple[str, ...] = ()
     hf_names: Names = _nothing
     gguf_names: Names = _nothing
+    mtp_names: Callable[[DecoderConfig], NameMap] | None = None

@@ -7,9 +7,9 @@ from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.pages import Pages
 from jaxllm.pallas_kernels.ssd import SSDInputs
-from jaxllm.pallas_kernels.tentative import Tentative, run_states, settle
+from jaxllm.pallas_kernels.tentative import Tentative, run_states, settle, staying
 
 __all__ = [
     "REFERENCE", "AdapterArrays", "AdapterUses", "Kernels", "Mixture", "Norm", "Pages", "RootMeanSquare", "SSDInputs",
-    "StateRows", "StepMetadata", "Tentative", "choose_kernels", "run_states", "settle",
+    "StateRows", "StepMetadata", "Tentative", "choose_kernels", "run_states", "settle", "staying",
 ]  # fmt: skip

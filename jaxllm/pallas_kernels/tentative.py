@@ -59,14 +59,15 @@ def run_states(
     return out, Tentative(buffer, tokens, constants, kernel)
 
 
-def settle(caches: Any, tried: StepMetadata, stays: StepMetadata) -> Any:
-    """The caches after a step of which only some tokens stay.
-
-    `tried` is the step that ran, and `stays` the same one with fewer tokens of each sequence, its first ones.
-    """
+def staying(tried: StepMetadata, stays: StepMetadata) -> Int[Array, "T"]:
+    """Where the tokens of `stays` are in `tried`: the same step with fewer tokens of each sequence, its first ones."""
     seq = jnp.minimum(stays.seq_ids, len(stays.context_len) - 1)
     place = jnp.arange(len(stays.seq_ids)) - stays.query_start[seq]
-    stay = jnp.clip(tried.query_start[seq] + place, 0, len(place) - 1)
+    return jnp.clip(tried.query_start[seq] + place, 0, len(place) - 1)
+
+
+def settle(caches: Any, stay: Int[Array, "T"], stays: StepMetadata) -> Any:
+    """The caches after a step of which only the tokens that `stay` do, of which `stays` tells."""
 
     def is_tentative(cache: Any) -> bool:
         return isinstance(cache, Tentative)

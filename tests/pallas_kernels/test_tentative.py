@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxllm.cpu_kernels import available
-from jaxllm.pallas_kernels import SSDInputs, Tentative, run_states, settle
+from jaxllm.pallas_kernels import SSDInputs, Tentative, run_states, settle, staying
 from jaxllm.pallas_kernels.causal_conv import causal_conv
 from jaxllm.pallas_kernels.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule as gpu_delta_rule
@@ -60,7 +60,7 @@ def check(
         meta = replace(tried, tentative=True)
         out, state = run_states(kernel, tuple(tokens), constants, buffer, meta)
         assert isinstance(state, Tentative)
-        return out, *settle((state,), meta, stays)
+        return out, *settle((state,), staying(meta, stays), stays)
 
     out, rows = run(tokens, constants, buffer, tried.meta, stays.meta)
     expected, _ = by_definition(tried, tokens)

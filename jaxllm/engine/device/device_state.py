@@ -53,7 +53,7 @@ class StateShapes:
         s = self._sizes
         caches = tuple(tuple(self.sharded(b.shape, b.dtype, b.axes) for b in layer) for layer in s.buffers)
         shapes = slot_shapes(
-            s.num_slots, s.max_model_len, s.pages_per_seq, s.vocab_size, s.adapter_places, s.remembered
+            s.num_slots, s.max_model_len, s.pages_per_seq, s.vocab_size, s.adapter_places, s.remembered, s.kept_hidden
         )
         slots = Slots(*(self.replicated(a.shape, a.dtype) for a in shapes))
         adapters = tuple(self.sharded(t.shape, t.dtype, t.axes) for t in self._tables)

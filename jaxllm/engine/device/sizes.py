@@ -35,7 +35,15 @@ class ModelDrafts:
     by_rows: tuple[tuple[int, int], ...] = ()
 
 
-Drafts = NgramDrafts | ModelDrafts
+@dataclass(frozen=True)
+class MTPDrafts:
+    """The checkpoint's own module finds up to `num_tokens` drafts; for `by_rows` see `NgramDrafts`."""
+
+    num_tokens: int
+    by_rows: tuple[tuple[int, int], ...] = ()
+
+
+Drafts = NgramDrafts | ModelDrafts | MTPDrafts
 
 
 def with_rows(drafts: Drafts, rows: int) -> Drafts:
@@ -114,6 +122,11 @@ class StepSizes(Limits):
     def has_states(self) -> bool:
         """Whether some layer keeps a state of each sequence."""
         return any(isinstance(spec, PerSlot) for spec in parts_of(self.caches))
+
+    @property
+    def kept_hidden(self) -> int:
+        """Numbers of each sequence's last hidden state, where drafts are made of it; else 0."""
+        return self.hidden_size if isinstance(self.drafts, MTPDrafts) else 0
 
     @property
     def taps(self) -> tuple[int, int]:

@@ -34,6 +34,11 @@ class Slots(NamedTuple):
     position: Int[Array, "slots"]
     drafted: Int[Array, "slots"]
     """How many tokens of the sequence a draft model has run, where there is one; at most `position`."""
+    hidden: Float[Array, "slots E"]
+    """The model's hidden state of the last token that it has run, where drafts are made of it; else `E` is 0."""
+    hidden_after: Int[Array, "slots"]
+    """After how many tokens `hidden` is the state; 0 where there is none, as in a sequence that goes on from a cached
+    prefix."""
     page_table: Int[Array, "slots P"]
     setting_ints: Int[Array, "slots I"]
     setting_floats: Float[Array, "slots F"]
@@ -60,6 +65,7 @@ def slot_shapes(
     vocab_size: int,
     adapter_places: int = 0,
     remembered: int = 0,
+    hidden: int = 0,
 ) -> Slots:
     """Abstract arrays for `num_slots` sequences."""
 
@@ -73,6 +79,8 @@ def slot_shapes(
         history=shape(max_model_len + 1),
         position=shape(),
         drafted=shape(),
+        hidden=shape(hidden, dtype=jnp.float32),
+        hidden_after=shape(),
         page_table=shape(pages_per_seq),
         setting_ints=shape(SETTING_INTS.size),
         setting_floats=shape(SETTING_FLOATS.size, dtype=jnp.float32),
@@ -92,6 +100,7 @@ def admit(slots: Slots, ints: Int[Array, "n"], floats: Float[Array, "F"]) -> Slo
     rows = {
         "position": x["position"],
         "drafted": x["position"],
+        "hidden_after": jnp.zeros_like(x["position"]),
         "page_table": x["page_table"],
         "setting_ints": x["settings"],
     }

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 from jaxllm.engine.device.batch import Fields, decode_batch, mixed_batch, whole_texts
 from jaxllm.engine.device.choice import choose
 from jaxllm.engine.device.device_state import StateShapes, state_specs
-from jaxllm.engine.device.drafts.draft_model import AbstractDraft, ModelDrafter
-from jaxllm.engine.device.drafts.drafter import Drafter
-from jaxllm.engine.device.drafts.ngrams import NgramDrafter
+from jaxllm.engine.device.drafts.draft_model import AbstractDraft
+from jaxllm.engine.device.drafts.drafter import Drafter, Ran
+from jaxllm.engine.device.drafts.source import DraftSource
 from jaxllm.engine.device.drafts.verify import verify
 from jaxllm.engine.device.forward import forward
 from jaxllm.engine.device.keys import PLAIN, USES, Key, Kind, Variant
@@ -45,7 +45,7 @@ from jaxllm.engine.device.packing import (
 )
 from jaxllm.engine.device.processing import ProcessLogits, Processors
 from jaxllm.engine.device.sampler import token_logprobs
-from jaxllm.engine.device.sizes import ModelDrafts, StepSizes, with_rows
+from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember
 from jaxllm.engine.device.step_weights import StepWeights, WeightPacking, with_parts
 from jaxllm.engine.masks import mask_words
@@ -90,11 +90,8 @@ class StepFunctions:
         self._graph, state = nnx.split(model)
         leaves, self._treedef = jax.tree.flatten(state)
         self._num_leaves = len(leaves)
-        self._draft: Any = None
-        if draft is not None:
-            self._draft, state = nnx.split(draft.model)
-            _, self._draft_treedef = jax.tree.flatten(state)
-            specs = [*specs, *draft.params]
+        self._drafts = DraftSource(sizes, draft)
+        specs = specs if draft is None else [*specs, *draft.params]
         self._mesh = mesh
         self._sizes = sizes
         # The C++ kernels give float32, which a decode does not round on its way to the head, and so nobody does. An
@@ -173,9 +170,11 @@ class StepFunctions:
         page_size, most = self._sizes.page_size, self._sizes.decode_steps
 
         def one(weights: Any, caches: Any, slots: Slots, x: Fields) -> Any:
-            model = self._model(weights)
+            model, drafter, before = self._model(weights), self._drafter(weights), slots
             tokens, meta, slots = decode_batch(x, slots, page_size, variant.adapted)
             hidden, caches = forward(model, tokens, caches, meta)
+            if drafter is not None and drafter.follows_decodes:
+                caches, slots = drafter.follow(Ran(tokens, hidden, meta), caches, before, slots)
             slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, variant, self._process(weights))
             return caches, slots, out
 
@@ -238,7 +237,7 @@ class StepFunctions:
             with patching(patches), recording(recorder(x["taps"]) if count else None) as records:
                 hidden, caches = forward(self._model(weights), ids, caches, meta)
             if drafter is not None:
-                caches, slots = drafter.follow(ids, meta, caches, before, slots)
+                caches, slots = drafter.follow(Ran(ids, hidden, meta), caches, before, slots)
             taken = () if records is None else (records.taken,)
             return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)), *taken
 
@@ -417,19 +416,14 @@ class StepFunctions:
 
     def _drafter(self, weights: StepWeights | tuple[jax.Array, ...], rows: int = 1) -> Drafter | None:
         """Where drafts for `rows` sequences come from; None where none are tried."""
-        if self._sizes.drafts is None:
-            return None
-        rule, sizes = with_rows(self._sizes.drafts, rows), self._sizes
-        if not isinstance(rule, ModelDrafts):
-            return NgramDrafter(rule)
+        arrays = weights.weights if isinstance(weights, StepWeights) else weights
 
         def model() -> Decoder:
-            arrays = weights.weights if isinstance(weights, StepWeights) else weights
-            parameters = self._packing.unpack(arrays)[self._num_leaves :]
-            found: Decoder = nnx.merge(self._draft, jax.tree.unflatten(self._draft_treedef, parameters))
+            found = nnx.merge(self._graph, self._parameters(arrays))
+            assert isinstance(found, Decoder), "an encoder tries no drafts"
             return found
 
-        return ModelDrafter(model, rule.num_tokens, len(sizes.caches), sizes.vocab_size, sizes.page_size)
+        return self._drafts.drafter(rows, model, lambda: self._packing.unpack(arrays)[self._num_leaves :])
 
     def _build(
         self, key: Key, step: Callable[..., Any], *sent: jax.ShapeDtypeStruct, output: Any = None

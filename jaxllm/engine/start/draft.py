@@ -1,4 +1,4 @@
-"""The draft model of an engine: found, planned beside the model that it serves, and loaded."""
+"""What drafts for an engine's model, another one or a module of its own: found, planned beside it, and loaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.options import build_options, choose_kinds
 from jaxllm.engine.start.platform import Platform
-from jaxllm.errors import ConfigError, ModelNotFoundError
+from jaxllm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.mtp import mtp_spec
+from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.weights import source
+from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec, dummy_parameters, load_parameters
 
 _OF_THE_MODEL_ALONE: dict[str, Any] = {
@@ -90,6 +93,26 @@ def draft_blueprint(
         checkpoint.close()
     assert isinstance(model, Decoder)
     return DraftBlueprint(own, path, spec, model, params)
+
+
+def mtp_blueprint(
+    config: EngineConfig, platform: Platform, checkpoint: Checkpoint, spec: ModelSpec, options: BuildOptions
+) -> DraftBlueprint | None:
+    """Plan the module of the model's own checkpoint; None where `config` does not ask for it.
+
+    Raises:
+        ConfigError: the checkpoint has none that is supported.
+    """
+    asked = config.speculative_config
+    if asked is None or asked.source != "mtp":
+        return None
+    try:
+        own = mtp_spec(checkpoint, spec)
+    except CheckpointError as error:
+        raise ConfigError(f"speculative_config.method is 'mtp': {error}") from None
+    model, params = abstract_model(own, options, choose_kinds(config, checkpoint, own, options, platform))
+    assert isinstance(model, Decoder)
+    return DraftBlueprint(config, checkpoint.path, own, model, params)
 
 
 def load_draft(draft: DraftBlueprint, mesh: Mesh, on_progress: Progress | None) -> tuple[Any, ...]:

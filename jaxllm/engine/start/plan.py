@@ -18,7 +18,7 @@ from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.sizes import Limits, NgramDrafts, StepSizes
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.checkpoint import open_model
-from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint
+from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint, mtp_blueprint
 from jaxllm.engine.start.encoders import text_sizes
 from jaxllm.engine.start.memory import (
     Caches,
@@ -80,7 +80,7 @@ class EnginePlan(Limits):
     adapter_bytes: int
     """What the places of adapters take."""
     draft_bytes: int
-    """What the weights of a draft model take."""
+    """What the weights of a draft model take, or of a module that drafts."""
     model_max_len: int
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
@@ -167,7 +167,7 @@ class Blueprint:
     adapted: AdaptedModel | None = None
     """The model with tables of adapters, where there are adapters."""
     draft: DraftBlueprint | None = None
-    """The draft model, where there is one."""
+    """The draft model, or the module that drafts, where there is one."""
 
 
 @under_own_settings
@@ -214,6 +214,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     layout = CacheLayout(kernels.page_dtype(options.dtype), page, tp, kernels.page_layout)
     drafts = choose_drafts(config)
     draft = draft_blueprint(config, platform, layout, max_num_seqs, -(-wanted // page))
+    draft = draft or mtp_blueprint(config, platform, checkpoint, spec, options)
     draft_caches = draft.spec.config.caches if draft is not None else ()
     page_bytes = layout.page_bytes((*model_config.caches, *draft_caches))
     state_bytes = layout.state_bytes(model_config.caches)

@@ -11,10 +11,11 @@ from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_rope
+from jaxllm.models.hf import hf_names as standard_names
 from jaxllm.models.layers.delta import DeltaConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.names import AnyOf, Pattern, Source, plus_one, without_middle_axis
+from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand, plus_one, without_middle_axis
 
 LAYER_TYPES = ("full_attention", "linear_attention")
 PARTIAL = 0.25
@@ -156,6 +157,24 @@ def next_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return hf_names(config) | _by_key_heads(config, f"{attention}.in_proj_qkvz", f"{attention}.in_proj_ba")
 
 
+def mtp_names(config: DecoderConfig) -> NameMap:
+    """The module's layer and last norm are spelled as the model's are, under `mtp.`."""
+    own: dict[str, Pattern] = {
+        "token_norm.weight": Source("mtp.pre_fc_norm_embedding.weight", plus_one),
+        "hidden_norm.weight": Source("mtp.pre_fc_norm_hidden.weight", plus_one),
+        "join.weight": "mtp.fc.weight",
+    }
+    as_the_model = expand(standard_names(config) | hf_names(config), 1)
+    return expand(own, 1) | {
+        path: tuple(tuple(source.renamed(_in_module) for source in sources) for sources in options)
+        for path, options in as_the_model.items()
+    }
+
+
+def _in_module(name: str) -> str:
+    return f"mtp.{name.removeprefix('model.')}"
+
+
 def _by_key_heads(config: DecoderConfig, qkvz: str, ba: str) -> dict[str, Pattern]:
     delta = config.delta
     assert delta is not None
@@ -275,6 +294,7 @@ NEXT = Family(
     layer_types=LAYER_TYPES,
     from_hf=next_from_hf,
     hf_names=next_hf_names,
+    mtp_names=mtp_names,
     gguf_architectures=("qwen3next",),
     from_gguf=from_gguf,
     gguf_names=next_gguf_names,
@@ -288,6 +308,7 @@ DENSE = Family(
     layer_types=LAYER_TYPES,
     from_hf=dense_from_hf,
     hf_names=hf_names,
+    mtp_names=mtp_names,
     gguf_architectures=("qwen35",),
     from_gguf=from_gguf,
     gguf_names=tiled_gguf_names,
@@ -301,6 +322,7 @@ MOE = Family(
     layer_types=LAYER_TYPES,
     from_hf=moe_from_hf,
     hf_names=hf_names,
+    mtp_names=mtp_names,
     gguf_architectures=("qwen35moe",),
     from_gguf=from_gguf,
     gguf_names=tiled_gguf_names,

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxllm.engine.device.batch import decode_batch, mixed_batch
 from jaxllm.engine.device.choice import choose
-from jaxllm.engine.device.drafts.drafter import Asked
+from jaxllm.engine.device.drafts.drafter import Asked, Ran
 from jaxllm.engine.device.forward import forward
 from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.slots import Slots
@@ -50,14 +50,14 @@ class ModelDrafter:
     vocab_size: int
     page_size: int
 
-    def follow(
-        self, tokens: jax.Array, meta: StepMetadata, caches: tuple[Cache, ...], before: Slots, slots: Slots
-    ) -> Any:
+    follows_decodes = False
+
+    def follow(self, step: Ran, caches: tuple[Cache, ...], before: Slots, slots: Slots) -> Any:
         """Caches and slots after a step with prompts in it, which the draft model runs as well.
 
-        `slots` are as that step leaves them, and were `before`. Where the draft model is behind, it stays so.
+        Where the draft model is behind, it stays so.
         """
-        _, caches = self._run(tokens, caches, meta)
+        _, caches = self._run(step.tokens, caches, step.meta)
         drafted = jnp.where(before.drafted >= before.position, slots.position, before.drafted)
         return caches, slots._replace(drafted=drafted)
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.slots import Slots
 from jaxllm.pallas_kernels import StepMetadata
+
+
+class Ran(NamedTuple):
+    """What a step has run: its tokens, the model's hidden states of them, and where they are."""
+
+    tokens: Int[Array, "T"]
+    hidden: Float[Array, "T E"]
+    meta: StepMetadata
 
 
 class Asked(NamedTuple):
@@ -33,8 +40,15 @@ class Drafter(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def follow(self, tokens: jax.Array, meta: StepMetadata, caches: Any, before: Slots, slots: Slots) -> Any:
-        """(caches, slots) after a step that has run prompts: what the source keeps of them is in."""
+    @property
+    def follows_decodes(self) -> bool:
+        """Whether it is told of decodes as well, and not of prompts alone."""
+
+    def follow(self, step: Ran, caches: Any, before: Slots, slots: Slots) -> Any:
+        """(caches, slots) after a step that has run prompts: what the source keeps of them is in.
+
+        `slots` are as that step leaves them, and were `before`.
+        """
 
     def propose(self, caches: Any, slots: Slots, asked: Asked, variant: Variant) -> Any:
         """(caches, slots, drafts [S, K], how many of them there are for each sequence)."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.engine.device.drafts.drafter import Asked
+from jaxllm.engine.device.drafts.drafter import Asked, Ran
 from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.sizes import NgramDrafts
 from jaxllm.engine.device.slots import Slots
-from jaxllm.pallas_kernels import StepMetadata
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,9 @@ class NgramDrafter:
         """The most drafts for a sequence."""
         return self.rule.num_tokens
 
-    def follow(self, tokens: jax.Array, meta: StepMetadata, caches: Any, before: Slots, slots: Slots) -> Any:
+    follows_decodes = False
+
+    def follow(self, step: Ran, caches: Any, before: Slots, slots: Slots) -> Any:
         """A prompt is in the slot's history already."""
         return caches, slots
 

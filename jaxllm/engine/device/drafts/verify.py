@@ -20,13 +20,13 @@ from jax import lax
 
 from jaxllm.engine.device.batch import Fields, decode_batch, known_or_sampled, mixed_batch
 from jaxllm.engine.device.choice import Sampled, Settled, choose
-from jaxllm.engine.device.drafts.drafter import Asked, Drafter
+from jaxllm.engine.device.drafts.drafter import Asked, Drafter, Ran
 from jaxllm.engine.device.forward import forward
 from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.processing import ProcessLogits
 from jaxllm.engine.device.slots import Slots
 from jaxllm.models.decoder import Decoder
-from jaxllm.pallas_kernels import settle
+from jaxllm.pallas_kernels import settle, staying
 
 
 def verify(
@@ -78,14 +78,20 @@ def verify(
         start = jnp.cumulative_sum(jnp.where(live, 1 + taken, 0), include_initial=True).astype(jnp.int32)
         fields |= {"query_start": start, **_states(x, position + 1 + taken, page_size)}
         _, stays, after = mixed_batch(fields, before)
-        caches, slots = settle(caches, meta, stays), slots._replace(position=after.position)
+        stay = staying(meta, stays)
+        caches, slots = settle(caches, stay, stays), slots._replace(position=after.position)
+        if drafter.follows_decodes:
+            caches, slots = drafter.follow(Ran(tokens[stay], hidden[stay], stays), caches, before, slots)
         return caches, slots, _rows(sampled, rows.reshape(-1)), taken
 
     def without(caches: Any, slots: Slots) -> Any:
         fields = {"num_decodes": x["num_decodes"], "tokens": last, "slot": slot, "new_page": jnp.zeros_like(slot)}
         fields |= _states(x, position + 1, page_size)
+        before = slots
         tokens, meta, slots = decode_batch(fields, slots, page_size, variant.adapted)
         hidden, caches = forward(model(), tokens, caches, meta)
+        if drafter.follows_decodes:
+            caches, slots = drafter.follow(Ran(tokens, hidden, meta), caches, before, slots)
         slots, sampled = choose(model(), hidden, {"slot": slot, "position": meta.positions}, slots, variant, process)
         rows = jnp.repeat(jnp.arange(slot.shape[0]), drafter.num_tokens + 1)
         return caches, slots, _rows(sampled, rows), jnp.zeros_like(drafted)

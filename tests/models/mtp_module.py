@@ -1,0 +1,119 @@
+"""The module for predicting further tokens of Qwen3-Next and Qwen3.5, by its definition in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, tiny_weights
+
+LAYER = "mtp.layers.0"
+
+
+def mtp_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Its tensors, beside those of the model."""
+    size, dim, heads, kv = c["hidden_size"], c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "mtp.fc.weight": (size, 2 * size),
+        "mtp.norm.weight": (size,),
+        "mtp.pre_fc_norm_embedding.weight": (size,),
+        "mtp.pre_fc_norm_hidden.weight": (size,),
+        f"{LAYER}.input_layernorm.weight": (size,),
+        f"{LAYER}.post_attention_layernorm.weight": (size,),
+        f"{LAYER}.self_attn.q_proj.weight": (2 * heads * dim, size),
+        f"{LAYER}.self_attn.k_proj.weight": (kv * dim, size),
+        f"{LAYER}.self_attn.v_proj.weight": (kv * dim, size),
+        f"{LAYER}.self_attn.o_proj.weight": (size, heads * dim),
+        f"{LAYER}.self_attn.q_norm.weight": (dim,),
+        f"{LAYER}.self_attn.k_norm.weight": (dim,),
+    }
+
+    def mlp(name: str, hidden: int) -> dict[str, tuple[int, ...]]:
+        products = {f"{LAYER}.mlp.{name}{part}_proj.weight": (hidden, size) for part in ("gate", "up")}
+        return products | {f"{LAYER}.mlp.{name}down_proj.weight": (size, hidden)}
+
+    if "num_experts" not in c:
+        return shapes | mlp("", c["intermediate_size"])
+    shapes |= {
+        f"{LAYER}.mlp.gate.weight": (c["num_experts"], size),
+        f"{LAYER}.mlp.shared_expert_gate.weight": (1, size),
+    }
+    shapes |= mlp("shared_expert.", c["shared_expert_intermediate_size"])
+    for expert in range(c["num_experts"]):
+        shapes |= mlp(f"experts.{expert}.", c["moe_intermediate_size"])
+    return shapes
+
+
+def mtp_weights(name: str) -> dict[str, np.ndarray]:
+    """Those of a tiny model, and of a module with it, in which attention has as much to say as all else."""
+    module = draw_weights(name, mtp_shapes(tiny_config(name)))
+    module[f"{LAYER}.self_attn.o_proj.weight"] *= 8
+    return tiny_weights(name) | module
+
+
+def write_mtp_checkpoint(name: str, directory: Path) -> Path:
+    """A tiny model with a module; returns the directory."""
+    return save_checkpoint(tiny_config(name), mtp_weights(name), directory)
+
+
+def module_hidden(
+    weights: dict[str, np.ndarray], c: dict[str, Any], embeddings: np.ndarray, hidden: np.ndarray
+) -> np.ndarray:
+    """What the head reads after each of `T` tokens, whose states are `hidden` and the next ones' `embeddings`."""
+    w = {name: weight.astype(np.float64) for name, weight in weights.items() if name.startswith("mtp.")}
+    tokens, dim, heads, kv = len(hidden), c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"]) * (1 + w[f"{name}.weight"])
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ w[f"{LAYER}.{name}.weight"].T
+
+    both = [norm(embeddings, "mtp.pre_fc_norm_embedding"), norm(hidden, "mtp.pre_fc_norm_hidden")]
+    x = np.concatenate(both, axis=-1) @ w["mtp.fc.weight"].T
+    h = norm(x, f"{LAYER}.input_layernorm")
+    q, gate = np.split(linear(h, "self_attn.q_proj").reshape(tokens, heads, 2 * dim), 2, axis=-1)
+    k, v = (linear(h, f"self_attn.{name}_proj").reshape(tokens, kv, dim) for name in "kv")
+    q, k = norm(q, f"{LAYER}.self_attn.q_norm"), norm(k, f"{LAYER}.self_attn.k_norm")
+    q, k = (_rotated(part, c) for part in (q, k))
+    k, v = (np.repeat(part, heads // kv, axis=1) for part in (k, v))
+    scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(dim)
+    shares = _softmax(np.where(np.tri(tokens, dtype=bool), scores, -np.inf))
+    read = np.einsum("hts,shd->thd", shares, v) * _sigmoid(gate)
+    x = x + linear(read.reshape(tokens, -1), "self_attn.o_proj")
+    h = norm(x, f"{LAYER}.post_attention_layernorm")
+
+    def mlp(h: np.ndarray, name: str) -> np.ndarray:
+        gate = linear(h, f"mlp.{name}gate_proj")
+        return linear(gate * _sigmoid(gate) * linear(h, f"mlp.{name}up_proj"), f"mlp.{name}down_proj")
+
+    if "num_experts" not in c:
+        return norm(x + mlp(h, ""), "mtp.norm")
+    shares, top = _softmax(linear(h, "mlp.gate")), c["num_experts_per_tok"]
+    chosen = np.argsort(-shares, axis=-1)[:, :top]
+    out = _sigmoid(linear(h, "mlp.shared_expert_gate")) * mlp(h, "shared_expert.")
+    for t in range(tokens):
+        total = shares[t, chosen[t]].sum()
+        out[t] += sum(shares[t, e] / total * mlp(h[t : t + 1], f"experts.{e}.")[0] for e in chosen[t])
+    return norm(x + out, "mtp.norm")
+
+
+def _rotated(x: np.ndarray, c: dict[str, Any]) -> np.ndarray:
+    """Part of each head, halves apart, at positions 0 and on."""
+    given = c.get("rope_parameters") or c
+    size = int(c["head_dim"] * given["partial_rotary_factor"])
+    angles = np.arange(len(x))[:, None] / given["rope_theta"] ** (np.arange(0, size, 2) / size)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    a, b = x[..., : size // 2], x[..., size // 2 : size]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., size:]], axis=-1)
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    shares = np.exp(x - x.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
