@@ -27,6 +27,8 @@ from tests.serving.fake_engine import FakeEngine, app_of
 from tests.serving.mixed_requests import write_model
 from tests.serving.real_server import assert_idle, engine_process, gauges, served, server_process
 
+pytestmark = pytest.mark.programs
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "scale" / "prefill_decode.py"
 ENGINE: dict[str, Any] = {
     "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory": "4MiB", "block_size": 8,
