@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 
 Progress = Callable[[int, int], None]
 """Called with (parts done, parts in all)."""
@@ -38,11 +39,16 @@ def tell(doing: str, done: int = 0, total: int = 0) -> None:
         watcher(doing, done, total)
 
 
+def has_widgets() -> bool:
+    """Whether a notebook can show bars that move; without ipywidgets the libraries that draw them warn at each one."""
+    return find_spec("ipywidgets") is not None
+
+
 @contextmanager
 def progress_bar(task: str) -> Iterator[Progress]:
     """Yields what to call as parts of `task` are done.
 
-    The watcher hears of it, and there is a bar where stderr is a terminal or a notebook.
+    The watcher hears of it, and there is a bar where stderr is a terminal, or a notebook that has widgets.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -50,7 +56,7 @@ def progress_bar(task: str) -> Iterator[Progress]:
 
     tell(task)
     console = Console(stderr=True)
-    if not (console.is_terminal or console.is_jupyter):
+    if not (console.is_terminal or (console.is_jupyter and has_widgets())):
         yield lambda done, total: tell(task, done, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from jaxllm.engine.front.sequences import failure
 from jaxllm.engine.front.streams import Stream
 from jaxllm.engine.messages import TokenDelta
+from jaxllm.progress import has_widgets
 
 
 def drive(stream: Stream, take: Callable[[int, TokenDelta], bool], total: int, use_tqdm: bool) -> None:
     """Hand a stream's deltas to `take`, which says whether one completes its request, under a progress bar."""
-    from tqdm.auto import tqdm
+    if has_widgets():
+        from tqdm.auto import tqdm
+    else:
+        from tqdm.std import tqdm
 
     generated = 0
     with stream, tqdm(total=total, desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
