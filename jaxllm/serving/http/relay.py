@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.http.route import body_too_large
+from jaxllm.serving.http.route import read_pieces
 
 _CARRIED = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
@@ -29,12 +29,7 @@ class RelayedRequest:
     @classmethod
     async def read(cls, request: Request, limit: int) -> RelayedRequest:
         """Read the body. Raises APIError 413 where it has more than `limit` bytes."""
-        pieces, size = [], 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > limit:
-                raise body_too_large(limit)
-            pieces.append(piece)
+        pieces = await read_pieces(request, limit)
         return cls({name: request.scope[name] for name in _CARRIED if name in request.scope}, b"".join(pieces))
 
 

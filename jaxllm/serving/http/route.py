@@ -157,22 +157,27 @@ def note(request: Request, **learnt: str | None) -> None:
 
 
 async def read_body(request: Request, limit: int) -> list[bytes]:
-    """The body in the pieces that it came in."""
+    """The body, which is JSON, in the pieces that it came in. Raises APIError 415, and what `read_pieces` raises."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise APIError(415, f"Content-Type is {content_type!r}; it must be application/json")
+    return await read_pieces(request, limit)
+
+
+async def read_pieces(request: Request, limit: int) -> list[bytes]:
+    """The body in the pieces that it came in. Raises APIError 413 where it has, or says that it has, more bytes."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
-        raise body_too_large(limit)
+        raise _too_large(limit)
     pieces, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise body_too_large(limit)
+            raise _too_large(limit)
         pieces.append(chunk)
     return pieces
 
 
-def body_too_large(limit: int) -> APIError:
+def _too_large(limit: int) -> APIError:
     message = f"the body is larger than {limit} bytes"
     return APIError(413, message, code="body_too_large", headers={"Connection": "close"})
