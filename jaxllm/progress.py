@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 
 Progress = Callable[[int, int], None]
@@ -39,6 +40,7 @@ def tell(doing: str, done: int = 0, total: int = 0) -> None:
         watcher(doing, done, total)
 
 
+@cache
 def has_widgets() -> bool:
     """Whether a notebook can show bars that move; without ipywidgets the libraries that draw them warn at each one."""
     return find_spec("ipywidgets") is not None
