@@ -6,7 +6,6 @@ comes is bounded before it is read and checked before it is used, and nothing of
 
 from __future__ import annotations
 
-import contextlib
 import math
 import socket
 import struct
@@ -17,6 +16,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import ml_dtypes
 import msgspec
 import numpy as np
+
+from jaxllm.sharding.sockets import interrupt
 
 _LENGTHS = struct.Struct("<IQ")
 MOST_HEADER = 2**20
@@ -114,8 +115,7 @@ class Wire(Generic[Message]):
 
     def close(self) -> None:
         """End the connection; whoever receives at either side gets ConnectionError."""
-        with contextlib.suppress(OSError):  # the other side was quicker
-            self._connection.shutdown(socket.SHUT_RDWR)
+        interrupt(self._connection)
         self._connection.close()
 
     def _take(self, count: int) -> bytearray:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.lockstep.follower import Follower, connected
@@ -28,6 +29,7 @@ from jaxllm.progress import tell
 from jaxllm.sharding.clusters import split_address
 from jaxllm.sharding.machine_name import machine_name
 from jaxllm.sharding.secret import admit, group_secret, introduce
+from jaxllm.sharding.sockets import accept_each, interrupt
 from jaxllm.sharding.wire import Wire, WireError
 
 logger = logging.getLogger(__name__)
@@ -88,19 +90,20 @@ class _Meeting:
         self._members: dict[int, Member] = {}
         self._problem: str | None = None
         self._changed = threading.Condition()
-        self._strangers = threading.Semaphore(MOST_STRANGERS)
         self._listener = _listen(self._host, port)
         self._address = config.coordinator_address
 
     def wait(self, on_broken: Callable[[str], None]) -> Group:
-        threading.Thread(target=self._accept, name="meeting", daemon=True).start()
+        accept = partial(accept_each, self._listener, MOST_STRANGERS, "hello", self._receive)
+        threading.Thread(target=accept, name="meeting", daemon=True).start()
         logger.info("waiting for %d other processes at %s", self._count - 1, self._address)
         tell("Waiting for the other processes")
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._problem or len(self._members) == self._count - 1, MEETING_SECONDS)
         finally:
-            _close(self._listener)
+            interrupt(self._listener)  # and with it the thread that accepts
+            self._listener.close()
         missing = [number for number in range(1, self._count) if number not in self._members]
         if self._problem is None and missing:
             self._problem = (
@@ -125,17 +128,6 @@ class _Meeting:
         leader = Leader(members, on_broken)
         return Group(leader, 0, self._count, address, 0, machines.count(machine))
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, source = self._listener.accept()
-            except OSError:
-                return  # it was closed: all have come, or the time is over
-            if not self._strangers.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._receive, args=(connection, source[0]), name="hello", daemon=True).start()
-
     def _receive(self, connection: socket.socket, source: str) -> None:
         try:
             connection.settimeout(HANDSHAKE_SECONDS)
@@ -150,8 +142,6 @@ class _Meeting:
         except (OSError, WireError) as error:
             logger.warning("a connection from %s was closed before it said who it is: %s", source, error)
             connection.close()
-        finally:
-            self._strangers.release()
 
     def _take(self, member: Member, hello: Hello) -> None:
         with self._changed:
@@ -211,13 +201,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason(error)
         raise ConfigError(f"coordinator_address is {host}:{port}, where process 0 cannot listen: {why}") from None
-
-
-def _close(listener: socket.socket) -> None:
-    """Also wakes the thread that accepts."""
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
 
 
 def _free_port() -> int:

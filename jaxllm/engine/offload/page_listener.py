@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jaxllm.engine.offload.page_messages import MOST_DIGESTS, AllGiven, NoPages,
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.errors import ConfigError, reason
 from jaxllm.sharding.secret import admit
+from jaxllm.sharding.sockets import accept_each, interrupt
 from jaxllm.sharding.wire import Wire, WireError, frame
 
 logger = logging.getLogger(__name__)
@@ -52,13 +53,13 @@ class PageListener:
         self._give = give
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
-        self._free = threading.Semaphore(MOST_CONNECTIONS)
         self._counting = threading.Lock()
         self._open: set[socket.socket] = set()
         self._closed = False
         self.num_given = 0
         """Pages that others have been sent."""
-        threading.Thread(target=self._accept, name="pages", daemon=True).start()
+        accept = partial(accept_each, self._listener, MOST_CONNECTIONS, "pages-to", self._serve)
+        threading.Thread(target=accept, name="pages", daemon=True).start()
 
     def close(self) -> None:
         """Give nothing more; whoever is being given something sees the connection end."""
@@ -66,20 +67,8 @@ class PageListener:
             self._closed = True
             ending = [self._listener, *self._open]
         for one in ending:
-            with suppress(OSError):  # it has ended meanwhile; this also wakes the thread that waits for it
-                one.shutdown(socket.SHUT_RDWR)
+            interrupt(one)
         self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, source = self._listener.accept()
-            except OSError:
-                return  # it was closed
-            if not self._free.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection, source[0]), name="pages-to", daemon=True).start()
 
     def _serve(self, connection: socket.socket, source: str) -> None:
         try:
@@ -93,7 +82,6 @@ class PageListener:
         finally:
             with self._counting:
                 self._open.discard(connection)
-            self._free.release()
 
     def _opened(self, connection: socket.socket) -> bool:
         with self._counting:

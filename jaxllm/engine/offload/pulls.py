@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jaxllm.engine.offload.page_messages import MOST_DIGESTS, AllGiven, FromGive
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.errors import JaxLLMError, one_line, reason
 from jaxllm.sharding.secret import introduce
+from jaxllm.sharding.sockets import interrupt
 from jaxllm.sharding.wire import Wire, WireError
 
 logger = logging.getLogger(__name__)
@@ -258,5 +259,4 @@ class Pull:
             self._over = self._over or why
             connection = self._connection
         if connection is not None:
-            with suppress(OSError):  # it has ended meanwhile
-                connection.shutdown(socket.SHUT_RDWR)
+            interrupt(connection)
