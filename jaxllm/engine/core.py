@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -17,13 +15,11 @@ from jaxllm.engine.accept import Results, store_scores
 from jaxllm.engine.adapters.store import AdapterStore, check_adapters
 from jaxllm.engine.counting import Counting
 from jaxllm.engine.device.handle import Handle, Result
-from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.idle_check import IdleCheck
-from jaxllm.engine.jobs import Jobs
 from jaxllm.engine.masks import allow_only
 from jaxllm.engine.messages import (
     INITIAL_VERSION,
@@ -32,10 +28,9 @@ from jaxllm.engine.messages import (
     EngineStats,
     TokenDelta,
 )  # fmt: skip
-from jaxllm.engine.offload.prefix_digests import Digest
-from jaxllm.engine.offload.pulls import Pull
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.preparation import Preparation
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.thinking_budget import Thinking
@@ -46,12 +41,9 @@ from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.text.bad_words import spellings
 
 if TYPE_CHECKING:
-    from jaxllm.engine.grammar import Constraint, Grammars
+    from jaxllm.engine.grammar import Grammars
 
 logger = logging.getLogger(__name__)
-
-PREPARING_THREADS = 2
-GRAMMAR_THREADS = 4
 
 
 class EngineCore:
@@ -86,11 +78,9 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._results = Results(tokenizer, eos_token_ids)
         self._grammars = grammars
-        self._adapters = adapters
-        self._preparing = Jobs("prepare", urgent_threads=PREPARING_THREADS)
-        self._constraining = Jobs("constrain", urgent_threads=GRAMMAR_THREADS)
-        """The same for requests with a grammar, which may take seconds: only others like them wait for those."""
-        self._prepared: queue.SimpleQueue[tuple[Request, Future[Constraint | None]]] = queue.SimpleQueue()
+        self._preparation = Preparation(
+            runner.compile, scheduler.prefix_root, lambda: self.on_prepared(), adapters, grammars, self._tiers
+        )
         self.on_prepared: Callable[[], None] = lambda: None
         """Called on another thread when a request has become ready to be scheduled: wakes the loop."""
         self.on_begin: Callable[[list[str]], None] = lambda request_ids: None
@@ -111,7 +101,7 @@ class EngineCore:
     @property
     def _has_requests(self) -> bool:
         return (
-            self._pending is not None or self._num_schedulable > 0 or bool(self._failed) or not self._prepared.empty()
+            self._pending is not None or self._num_schedulable > 0 or bool(self._failed) or self._preparation.has_ready
         )
 
     @property
@@ -160,22 +150,10 @@ class EngineCore:
         if request.adapters:
             check_adapters(request.adapters, self._scheduler.adapters.count)
         self._runner.prepare(request)
-        missing, on_disk = self._runner.missing(request), self._on_disk(request)
-        request.pull = self._pull(request)
-        waits = missing or on_disk or request.pull is not None or params.structured_outputs is not None
-        if waits or not self._has_adapters(request):
-            self._prepare(request, missing, on_disk)
-        else:
+        missing = self._runner.missing(request)
+        if not self._preparation.begin(request, missing, reads_disk=self._paused is None):
             request.status = Status.WAITING
             self._scheduler.add(request)
-
-    def _has_adapters(self, request: Request) -> bool:
-        """Whether its adapters have been read, which it is given then."""
-        if request.adapters:
-            assert self._adapters is not None
-            known = [self._adapters.known(use) for use in request.adapters]
-            request.adapter_rows = tuple(rows for rows in known if rows is not None)
-        return len(request.adapter_rows) == len(request.adapters)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests and free their pages; unknown and finished ids are ignored."""
@@ -277,27 +255,9 @@ class EngineCore:
     def close(self) -> None:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.close()
-        self._preparing.close()
+        self._preparation.close()
         if self._tiers is not None:
             self._tiers.close()
-        self._constraining.close()
-
-    def _on_disk(self, request: Request) -> list[Digest]:
-        """Pages of its prompt that are to be read from disk before it begins."""
-        if self._tiers is None or self._paused is not None:
-            return []
-        return self._tiers.on_disk(self._scheduler.prefix_root(request), request.token_ids[: request.first_read])
-
-    def _pull(self, request: Request) -> Pull | None:
-        """What brings the pages of its prompt that another server has; None where nothing has to come."""
-        peers = None if self._tiers is None else self._tiers.peers
-        if request.pages_at is None or self._tiers is None or peers is None or peers.pulls is None:
-            return None
-        tokens = request.token_ids[: request.first_read]
-        if request.pages_at.count is not None:
-            tokens = tokens[: request.pages_at.count * self._pool.page_size]
-        digests = self._tiers.missing(self._scheduler.prefix_root(request), tokens)
-        return peers.pulls.begin(request.pages_at, digests) if digests else None
 
     def _hand_on(self, request: Request) -> None:
         """Copy the full pages of its prompt to host memory, where other servers find them."""
@@ -314,41 +274,10 @@ class EngineCore:
         for part in self._runner.read_pages(self._tiers.take_unsaved()):
             self._tiers.save(part.digests, part.contents)
 
-    def _prepare(self, request: Request, missing: list[Key], on_disk: list[Digest]) -> None:
-        """Get ready on a thread what only this request waits for: adapters, a grammar, executables that few need, and
-        pages that are on disk or at another server.
-        """
-
-        def prepare() -> Constraint | None:
-            if self._adapters is not None:
-                request.adapter_rows = tuple(self._adapters.read(use) for use in request.adapters)
-            for key in missing:
-                self._runner.compile(key)
-            if on_disk:
-                assert self._tiers is not None
-                self._tiers.read(on_disk)
-            if request.pull is not None:
-                request.pull.run()
-            outputs = request.params.structured_outputs
-            if outputs is None:
-                return None
-            assert self._grammars is not None, "the front door refuses a grammar where there is no tokenizer"
-            return self._grammars.build(outputs)
-
-        def done(future: Future[Constraint | None]) -> None:
-            self._prepared.put((request, future))
-            self.on_prepared()
-
-        jobs = self._preparing if request.params.structured_outputs is None else self._constraining
-        if request.pull is not None:
-            jobs = request.pull.jobs
-        jobs.submit(prepare).add_done_callback(done)
-
     def _start_prepared(self) -> list[TokenDelta]:
         """Queue the requests for which all is ready; the deltas are of those for which something failed."""
         failed, self._failed = self._failed, []
-        while not self._prepared.empty():
-            request, future = self._prepared.get()
+        for request, future in self._preparation.take_ready():
             if request.status is not Status.PREPARING:
                 continue
             error = future.exception()

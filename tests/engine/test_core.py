@@ -81,7 +81,7 @@ class Engine:
     def prepared(self) -> None:
         """Wait for grammars that are built on a thread."""
         end = time.monotonic() + 20
-        while self.core._prepared.empty():
+        while not self.core._preparation.has_ready:
             assert time.monotonic() < end
             time.sleep(0.001)
 

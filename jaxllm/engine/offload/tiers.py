@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 
 from jaxllm.engine.jobs import Jobs
+from jaxllm.engine.messages import PagesAt
 from jaxllm.engine.offload.disk_pages import DiskPages
 from jaxllm.engine.offload.host_pages import HostPages, Page
 from jaxllm.engine.offload.peers import Peers
 from jaxllm.engine.offload.prefix_digests import Digest, PrefixDigests, chain
+from jaxllm.engine.offload.pulls import Pull
 from jaxllm.engine.page_pool import PagePool, PrefixNode
 from jaxllm.kv_transfer_config import KVTransferConfig
 
@@ -103,15 +105,25 @@ class PageTiers:
             found.append(digest)
         return found
 
-    def missing(self, root: PrefixNode, tokens: Sequence[int]) -> list[Digest]:
-        """What other servers would have to give so that `find` finds the whole of a prompt."""
-        disk = () if self._disk is None else self._disk
-        return [digest for digest in self._not_in_memory(root, tokens) if digest not in disk]
+    def pull(self, source: PagesAt | None, root: PrefixNode, tokens: Sequence[int]) -> Pull | None:
+        """What brings the pages of a prompt that another server has; None where nothing has to come."""
+        pulls = None if self.peers is None else self.peers.pulls
+        if source is None or pulls is None:
+            return None
+        if source.count is not None:
+            tokens = tokens[: source.count * self._page_size]
+        digests = self._missing(root, tokens)
+        return pulls.begin(source, digests) if digests else None
 
     def to_hand_on(self, root: PrefixNode, tokens: Sequence[int], pages: Sequence[int]) -> list[tuple[int, Digest]]:
         """Of the pages of a prompt those that are to be copied, so that other servers find all of them."""
         digests = chain(self._digests.of_root(root), tokens, self._page_size)
         return [(page, digest) for page, digest in zip(pages, digests, strict=False) if self._host.get(digest) is None]
+
+    def _missing(self, root: PrefixNode, tokens: Sequence[int]) -> list[Digest]:
+        """What other servers would have to give so that `find` finds the whole of a prompt."""
+        disk = () if self._disk is None else self._disk
+        return [digest for digest in self._not_in_memory(root, tokens) if digest not in disk]
 
     def _not_in_memory(self, root: PrefixNode, tokens: Sequence[int]) -> Iterator[Digest]:
         """Prefixes of a prompt that are neither on the devices nor in host memory; what is there gives way later."""
