@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +19,9 @@ class PacedCore:
         self._requests: dict[str, Any] = {}
         self._pace = 1 / steps_per_second
         self._next = time.perf_counter()
-        self.on_prepared = lambda: None
+
+    def when_prepared(self, wake: Callable[[], None]) -> None:
+        pass
 
     @property
     def has_work(self) -> bool:

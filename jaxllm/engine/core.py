@@ -78,11 +78,7 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._results = Results(tokenizer, eos_token_ids)
         self._grammars = grammars
-        self._preparation = Preparation(
-            runner.compile, scheduler.prefix_root, lambda: self.on_prepared(), adapters, grammars, self._tiers
-        )
-        self.on_prepared: Callable[[], None] = lambda: None
-        """Called on another thread when a request has become ready to be scheduled: wakes the loop."""
+        self._preparation = Preparation(runner.compile, scheduler.prefix_root, adapters, grammars, self._tiers)
         self.on_begin: Callable[[list[str]], None] = lambda request_ids: None
         """Called with the requests that get their place, before their first step."""
         self._seeds = random.Random(seed)
@@ -92,6 +88,10 @@ class EngineCore:
         self._pending_version = self._read_version = self.weight_version
         """Of the weights that the step under way runs with, and that the step being read ran with."""
         self._counting = Counting(scheduler.ahead.drafts.most)
+
+    def when_prepared(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called on another thread whenever a request has become ready to be scheduled."""
+        self._preparation.on_ready = wake
 
     @property
     def has_work(self) -> bool:

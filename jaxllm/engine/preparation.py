@@ -29,15 +29,14 @@ class Preparation:
         self,
         compile_key: Callable[[Key], object],
         prefix_root: Callable[[Request], PrefixNode],
-        on_ready: Callable[[], None],
         adapters: AdapterStore | None = None,
         grammars: Grammars | None = None,
         tiers: PageTiers | None = None,
     ):
-        """`on_ready` is called on another thread when there is something for `take_ready`."""
         self._compile = compile_key
         self._prefix_root = prefix_root
-        self._on_ready = on_ready
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called on another thread when there is something for `take_ready`."""
         self._adapters = adapters
         self._grammars = grammars
         self._tiers = tiers
@@ -108,4 +107,4 @@ class Preparation:
 
     def _note(self, request: Request, ended: Future[Constraint | None]) -> None:
         self._ready.put((request, ended))
-        self._on_ready()
+        self.on_ready()

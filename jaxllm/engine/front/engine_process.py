@@ -309,7 +309,7 @@ def process_name(config: EngineConfig, share: Share | None) -> str:
 
 def run_loop(front_door: FrontDoor, core: EngineCore, kept: BinaryIO | None = None) -> NoReturn:
     """Call `core` for as long as the process lives. Raises what ends it."""
-    core.on_prepared = lambda: front_door.inbox.put(None)
+    core.when_prepared(lambda: front_door.inbox.put(None))
     core.on_begin = lambda request_ids: front_door.send(Began(request_ids))
     last, load = 0.0, (0, 0)
     while True:

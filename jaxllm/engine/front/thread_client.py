@@ -128,7 +128,7 @@ class Loop:
         self._last_stats = EngineStats()
         self._stopping = threading.Event()
         self._pid = os.getpid()
-        core.on_prepared = functools.partial(self.inbox.put, None)
+        core.when_prepared(functools.partial(self.inbox.put, None))
         atexit.register(self.end)
         self._thread = start_thread("engine", self._run)
 

@@ -34,7 +34,9 @@ class Core:
         self._left: dict[str, int] = {}
         self._slow = slow
         self.on_begin: Callable[[list[str]], None] = lambda request_ids: None
-        self.on_prepared = lambda: None
+
+    def when_prepared(self, wake: Callable[[], None]) -> None:
+        pass
 
     @property
     def has_work(self) -> bool:
