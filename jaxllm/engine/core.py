@@ -134,8 +134,10 @@ class EngineCore:
             self._failed.append(self._fail(request, error))
 
     def _begin(self, request: Request) -> None:
-        params = request.params
         request.status = Status.PREPARING
+        params, most = request.params, self._scheduler.max_model_len - (request.pooling is None)
+        if request.num_prompt > most:  # which the front doors check; it would wait for ever
+            raise InvalidRequestError(f"prompt has {request.num_prompt} tokens; accepted are {most}", param="prompt")
         request.prefix_node = request.cache_root
         if self._tokenizer is not None and params.bad_words:
             request.bad_words = spellings(self._tokenizer, params.bad_words)

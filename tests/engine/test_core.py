@@ -213,6 +213,17 @@ def test_a_request_that_cannot_be_begun_fails_alone():
     ]
 
 
+def test_a_prompt_that_can_never_run_fails_alone():
+    engine = Engine()
+    engine.add("whole", [1] * 99, max_tokens=3)
+    engine.add("longer", [1] * 100, max_tokens=3)
+    found = engine.run()
+    assert len(tokens_of(found["whole"])) == 1
+    assert [(d.finish_reason, d.error, d.invalid) for d in found["longer"]] == [
+        ("error", "prompt has 100 tokens; accepted are 99", True)
+    ]
+
+
 def test_requests_without_a_grammar_do_not_wait_for_slow_grammars():
     """This one has another thing to get ready: an executable that few requests need."""
     engine = Engine()
