@@ -146,8 +146,10 @@ class Key(NamedTuple):
 
     @property
     def is_saved(self) -> bool:
-        """Whether another start finds the same under this name: not where a caller's own functions are in it."""
-        return not self.variant.processed
+        """Whether another start finds the same under this name: not where a caller's own functions are in it, or their
+        number.
+        """
+        return not self.variant.processed and self.kind != "process"
 
     @property
     def uses(self) -> Uses:

@@ -26,7 +26,7 @@ from jaxllm.models.layers.steering import SteeringState
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"jaxllm executable 1\n"
+MAGIC = b"jaxllm executable 2\n"
 KEPT_SETS = 32
 """Sets of executables, one for each model and settings, that are kept; the longest unused goes first."""
 
@@ -73,6 +73,8 @@ class SavedExecutables:
             header, payload = _read(path, root)
             if header["key"] != str(key):
                 raise ValueError(f"{path} is of the step {header['key']!r}")
+            if header["takes"] != _takes(arguments):
+                raise ValueError(f"{path} takes other arrays")
             in_tree = jax.tree.structure((arguments, {}))
             out_tree = jax.tree.structure(_decoded(header["returns"]))
             return compat.load_executable(payload, in_tree, out_tree, self._devices)
@@ -91,6 +93,7 @@ class SavedExecutables:
             returns = _encoded(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
             digest = hashlib.sha256(payload).hexdigest()
             header = {"key": str(key), "sha256": digest, "size": len(payload), "returns": returns}
+            header["takes"] = _takes(compiled.args_info)
             self._prepare(self.root)
             write_whole(self._path(self.root, key), [MAGIC, json.dumps(header).encode() + b"\n", payload])
         except (OSError, ValueError, NotImplementedError) as error:
@@ -154,6 +157,11 @@ def _read(path: Path, root: Path) -> tuple[dict[str, Any], bytes]:
     if len(payload) != header["size"] or hashlib.sha256(payload).hexdigest() != header["sha256"]:
         raise ValueError(f"{path} is damaged")
     return header, payload
+
+
+def _takes(arguments: Any) -> str:
+    """A digest of the shapes and dtypes of a step's arguments."""
+    return fingerprint([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)])
 
 
 def _remove(directory: Path) -> None:

@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxllm import EngineConfig
 from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.executables import Executables
-from jaxllm.engine.device.keys import PLAIN, SAMPLED, Key
+from jaxllm.engine.device.keys import PLAIN, PROCESSED, SAMPLED, Key
 from jaxllm.engine.device.saved import KEPT_SETS, SavedExecutables
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.manifest import step_manifest
@@ -137,6 +137,20 @@ def test_what_is_not_whole_or_may_be_a_strangers_is_compiled(functions, tmp_path
         again.get(key)
     (record,) = [r for r in caplog.records if "executables cannot be" in r.message]
     assert "\n" not in record.message and again.compiles.seconds > 0
+
+
+def test_a_step_that_takes_other_arrays_is_another(functions, tmp_path, caplog):
+    executables(functions, tmp_path).get(Key("admit"))
+    arguments = functions.admit()[1]
+    assert saved_in(tmp_path).load(Key("admit"), arguments) is not None
+    longer = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*a.shape, 2), a.dtype), arguments)
+    assert saved_in(tmp_path).load(Key("admit"), longer) is None
+    assert "takes other arrays" in caplog.text
+
+
+def test_what_depends_on_a_callers_functions_is_not_saved():
+    keys = Key("head", 2, PROCESSED), Key("process"), Key("head", 2, SAMPLED)
+    assert [key.is_saved for key in keys] == [False, False, True]
 
 
 def test_what_is_saved_in_a_new_folder_is_loaded_whatever_the_umask(functions, tmp_path):
