@@ -1,7 +1,8 @@
 """What it costs to look inside: prefill with and without captures and patches, in turns, in one engine.
 
 Each round runs the same prompts plainly, with the residual stream of four layers captured at every token and at the
-last one, with keys and values of two layers, and with a patch a prompt; ratios are of seconds, to the plain run.
+last one, with keys and values of four, with what their attention adds, and with a patch a prompt; ratios are of
+seconds, to the plain run.
 
     python benchmarks/captures.py [--model NAME] [--prompts 8] [--tokens 256] [--rounds 7] [--json FILE]
 """
@@ -30,12 +31,13 @@ def cases(llm: LLM, prompts: list[list[int]]) -> dict[str, Callable[[], Any]]:
     layers = sorted({round(last * part / (LAYERS - 1)) for part in range(LAYERS)})
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     patch = {(layers[1], -1): np.zeros(llm.info.hidden_size)}
-    cached: dict[str, Any] = {"keys": layers[:2], "values": layers[:2]}
+    cached: dict[str, Any] = {"keys": layers, "values": layers}
     return {
         "plain": lambda: llm.generate(prompts, params, use_tqdm=False),
         f"{len(layers)} layers, all tokens": lambda: llm.capture(prompts, {"residual": layers}, use_tqdm=False),
         f"{len(layers)} layers, last token": lambda: llm.capture(prompts, {"residual": layers}, "last", use_tqdm=False),
-        "keys, values of 2 layers": lambda: llm.capture(prompts, cached, use_tqdm=False),
+        f"keys, values of {len(layers)} layers": lambda: llm.capture(prompts, cached, use_tqdm=False),
+        f"attention of {len(layers)} layers": lambda: llm.capture(prompts, {"attention_out": layers}, use_tqdm=False),
         "a patch a prompt": lambda: llm.generate(prompts, params, use_tqdm=False, patch=patch),
     }
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.device.handle import Recorded
 from jaxllm.engine.work import Chunk
-from jaxllm.requests.captures import FINAL, STREAM, TAPPED, Tap
+from jaxllm.requests.captures import FINAL, TAPPED, UNPARTED, Tap
 
 
 def wanted_taps(chunks: Sequence[Chunk]) -> list[Tap]:
@@ -20,9 +20,9 @@ def wanted_taps(chunks: Sequence[Chunk]) -> list[Tap]:
     return list(dict.fromkeys(tap for capture in captures if capture is not None for tap in capture.taps))
 
 
-def inside_layers(taps: Sequence[Tap]) -> bool:
-    """Whether some of them are not of the residual stream between layers."""
-    return any(name not in (*STREAM, FINAL) for name, _ in taps)
+def parted(taps: Sequence[Tap]) -> bool:
+    """Whether some of them are of what layers add to the residual stream."""
+    return any(name not in (*UNPARTED, FINAL) for name, _ in taps)
 
 
 def fill_places(places: np.ndarray, taps: Sequence[Tap], room: int) -> None:

@@ -219,7 +219,7 @@ class StepFunctions:
         sizes, count = self._sizes, variant.recorded
         taps, recorder = (
             sizes.taps if count else (),
-            partial(Recorder, count=count, width=sizes.widest_activation, inside=variant.inside),
+            partial(Recorder, count=count, width=sizes.widest_activation, parted=variant.parted),
         )
         limits = sizes.max_num_seqs, sizes.page_size, sizes.has_states
         packing = backbone_packing(tokens, *limits, taps, variant.patched)

@@ -16,7 +16,7 @@ from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm, UnitRMSNorm, WholeRMSNorm
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles, rotate
-from jaxllm.models.layers.taps import tap, tapped_inside
+from jaxllm.models.layers.taps import tap
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, Pages, RootMeanSquare, StepMetadata
 from jaxllm.sharding.collectives import gather_over_tensor, tensor_rank, tensor_size
@@ -126,9 +126,9 @@ class Attention(nnx.Module):
         q, gate = (q[:, ::2], q[:, 1::2]) if self.gated else (q, None)
         if not self.causal:
             return self.output(self._among_texts(q, k, v, angles, meta), residual=residual), pages
-        if tapped_inside() and self.has_kv:
-            tap("keys", self._all_heads(self._turned(q, k, angles, meta)[1]))
-            tap("values", self._all_heads(v))
+        if self.has_kv:
+            tap("keys", lambda: self._all_heads(self._turned(q, k, angles, meta)[1]))
+            tap("values", lambda: self._all_heads(v))
         options: dict[str, Any] = {}
         if self.chunked:
             options["chunked"] = True

@@ -1,14 +1,14 @@
 """Activations that leave a step beside what it is for.
 
-Which of them do is data: each layer is told where in one buffer its own go, and writes those that nobody wants where
-nobody looks. So a step is compiled for a number of activations, not for a choice of them, and layers that are alike are
-still traced once. A step that records nothing is traced without any of this, and one that records the residual stream
-between layers alone without what is inside them, where sums would have to be apart that are usually made at once.
+Which of them do is data: each layer is told where in one buffer its own go, and neither computes nor writes those that
+nobody wants. So a step is compiled for a number of activations, not for a choice of them, and layers that are alike are
+still traced once. A step that records nothing is traced without any of this, and one of which nobody wants what a layer
+adds to the residual stream adds it at once, as usual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,12 +20,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.requests.captures import STREAM, TAPPED
+from jaxllm.requests.captures import TAPPED, UNPARTED
+
+_UNPARTED = np.array([TAPPED.index(name) for name in UNPARTED])
 
 
 class LayerTaps(NamedTuple):
-    """What a layer is told: the place in the buffer of its activation at each of TAPPED, or of STREAM, the last for
-    nobody."""
+    """What a layer is told: the place in the buffer of its activation at each of TAPPED, or of UNPARTED; one behind the
+    buffer's end where nobody wants it."""
 
     places: Int[Array, "n"]
     buffer: Float[Array, "N T W"]
@@ -38,35 +40,33 @@ class Recorder:
     Attributes:
         places: of each layer, and of a last row for what comes after all of them; see `LayerTaps`.
         count: how many activations there is room for.
-        inside: whether layers record at all of TAPPED, or at STREAM alone.
+        parted: whether layers record at all of TAPPED, or at UNPARTED alone.
         width: of the widest of them; others leave the rest of their rows as it is.
     """
 
     places: Int[Array, "L n"]
     count: int
     width: int
-    inside: bool = True
+    parted: bool = True
     buffer: Float[Array, "N T W"] | None = None
 
     @property
     def taken(self) -> Float[Array, "n T W"]:
         """What was recorded."""
         assert self.buffer is not None, "the model records inside recording()"
-        return self.buffer[: self.count]
+        return self.buffer
 
     def layer(self, index: int, x: Float[Array, "T E"]) -> LayerTaps:
         """What the layer `index` is told, whose activations are like `x`."""
         if self.buffer is None:
-            self.buffer = jnp.zeros((self.count + 1, len(x), self.width), x.dtype)
+            self.buffer = jnp.zeros((self.count, len(x), self.width), x.dtype)
         places = self.places[index]
-        return LayerTaps(
-            places if self.inside else places[np.array([TAPPED.index(name) for name in STREAM])], self.buffer
-        )
+        return LayerTaps(places if self.parted else places[_UNPARTED], self.buffer)
 
     def last(self, hidden: Float[Array, "T E"]) -> None:
         """The states after the last norm."""
         taps = _Layer(self.layer(-1, hidden))
-        taps.record(STREAM[0], hidden)
+        taps.record(UNPARTED[0], lambda: hidden)
         self.buffer = taps.buffer
 
 
@@ -75,13 +75,17 @@ class _Layer:
 
     def __init__(self, taps: LayerTaps):
         self.places, self.buffer = taps
-        self.points = TAPPED if len(self.places) == len(TAPPED) else STREAM
+        self.points = TAPPED if len(self.places) == len(TAPPED) else UNPARTED
 
-    def record(self, point: str, value: Float[Array, "T _"]) -> None:
-        if point not in self.points:
-            return
-        place = self.places[self.points.index(point)]
-        self.buffer = lax.dynamic_update_slice(self.buffer, value[None].astype(self.buffer.dtype), (place, 0, 0))
+    def record(self, point: str, value: Callable[[], Float[Array, "T _"]]) -> None:
+        """Write what `value` computes, where somebody wants it."""
+
+        def write(buffer: Float[Array, "N T W"]) -> Float[Array, "N T W"]:
+            return lax.dynamic_update_slice(buffer, value()[None].astype(buffer.dtype), (place, 0, 0))
+
+        if point in self.points:
+            place = self.places[self.points.index(point)]
+            self.buffer = lax.cond(place < len(self.buffer), write, lambda buffer: buffer, self.buffer)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -119,14 +123,17 @@ def tapped() -> bool:
     return _layer.get() is not None
 
 
-def tapped_inside() -> bool:
-    """Whether it records inside itself too: what it usually adds at once is then computed in two steps."""
+def tapped_apart() -> bool:
+    """Whether it records what is added to the residual stream, and adds in two steps what it usually adds at once."""
     target = _layer.get()
     return target is not None and target.points is TAPPED
 
 
-def tap(point: str, value: jax.Array) -> None:
-    """Record an activation of the layer that is traced, at one of TAPPED, where it records any."""
+def tap(point: str, value: jax.Array | Callable[[], jax.Array]) -> None:
+    """Record an activation of the layer that is traced, at one of TAPPED, where it records any.
+
+    What a function gives is computed where somebody wants it.
+    """
     target = _layer.get()
     if target is not None:
-        target.record(point, value)
+        target.record(point, value if callable(value) else lambda: value)
