@@ -169,9 +169,14 @@ def compile_to_save(lowered: jax.stages.Lowered, options: Mapping[str, Any] | No
 
     XLA keeps none of it in its own cache, and one from there cannot be saved: it lacks the code of a CPU's functions.
     """
-    _of_thread.from_cache = False
     with jax_config.persistent_cache_min_compile_time_secs(math.inf):
-        compiled = compile_lowered(lowered, options)
+        return compile_noting_cache(lowered, options)
+
+
+def compile_noting_cache(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> tuple[Any, bool]:
+    """`compile_lowered`, and whether it was compiled anew, not found in XLA's cache."""
+    _of_thread.from_cache = False
+    compiled = compile_lowered(lowered, options)
     return compiled, not _of_thread.from_cache
 
 

@@ -35,17 +35,20 @@ hypothesis.settings.register_profile("jaxllm", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("jaxllm")
 
 
-COMPILED = CACHE_DIR / "tests"
-"""What XLA made of the tests' steps, which later runs need not make again; half of a run's time."""
-MOST_COMPILED = 2**31
+KEPT = CACHE_DIR / "tests"
+COMPILED = KEPT / "compiled"
+"""What XLA made of all that tests call, which later runs need not make again; half of a run's time."""
+STEPS = KEPT / "steps"
+"""The same of engines' steps, whole: neither other workers nor later runs of the same sources trace them again."""
+MOST_KEPT = 2**32
 """Bytes."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Forget what has been compiled once it has become too much; before there are workers, who may all use it."""
     first = not hasattr(config, "workerinput")
-    if first and sum(path.stat().st_size for path in COMPILED.glob("*")) > MOST_COMPILED:
-        shutil.rmtree(COMPILED)
+    if first and sum(path.stat().st_size for path in KEPT.rglob("*")) > MOST_KEPT:
+        shutil.rmtree(KEPT)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -95,14 +98,14 @@ def few_mappings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def steps_made_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A module whose tests change what steps are made of, or look at how they are made, says `REMEMBERED = False`."""
-    with remembering_steps() if getattr(request.module, "REMEMBERED", True) else nullcontext():
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A module that looks at what XLA makes says `OPTIMIZED = True`."""
-    with nullcontext() if getattr(request.module, "OPTIMIZED", False) else quick_compile():
+    """A module that looks at what XLA makes says `OPTIMIZED = True`; one whose tests change what steps are made of, or
+    look at how they are made, says `REMEMBERED = False`.
+    """
+    optimized = getattr(request.module, "OPTIMIZED", False)
+    remembered = getattr(request.module, "REMEMBERED", True)
+    with (
+        nullcontext() if optimized else quick_compile(),
+        remembering_steps(STEPS, "all" if optimized else "few") if remembered else nullcontext(),
+    ):
         yield
