@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.config import ServerConfig
 from jaxllm.progress import watched_by
-from jaxllm.serving.app import add_guards, create_app, find_route
+from jaxllm.serving.app import add_guards, create_app, find_route, make_routes
 from jaxllm.serving.health import Alive, show_version
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, unavailable
 from jaxllm.serving.http.errors import error_response
@@ -103,8 +103,10 @@ class Entrance:
 
     async def _load(self, stack: AsyncExitStack) -> None:
         try:
-            registry = await asyncio.to_thread(self._make_models)
-            app = create_app(self._config, registry)
+            registry, routes = await asyncio.gather(
+                asyncio.to_thread(self._make_models), asyncio.to_thread(make_routes, self._config)
+            )
+            app = create_app(self._config, registry, routes)
             await stack.enter_async_context(app.router.lifespan_context(app))
         except BaseException as error:  # whoever started the server raises it
             self.error = error

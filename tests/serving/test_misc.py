@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fastapi.routing
 import httpx
 import pytest
 from fastapi.testclient import TestClient
@@ -35,6 +36,21 @@ def test_models(make_client: Any, engine: FakeEngine) -> None:
     assert client.get("/models/short").json()["id"] == "short"
     assert client.post("/v1/completions", json={"model": "short", "prompt": "x"}).json()["model"] == "short"
     assert client.post("/v1/completions", json={"prompt": "x"}).json()["model"] == "org/name"
+
+
+@pytest.mark.skipif(not hasattr(fastapi.routing, "_EffectiveRouteContext"), reason="FastAPI reads routes elsewhere")
+def test_no_request_waits_for_routes_to_be_read(
+    make_client: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    client = make_client(engine)
+    found = fastapi.routing._EffectiveRouteContext.from_api_route
+    monkeypatch.setattr(
+        fastapi.routing._EffectiveRouteContext, "from_api_route", lambda **given: read.append(given) or found(**given)
+    )
+    paths = ("/v1/models", "/models", "/health", "/v1/nothing")
+    assert [client.get(path).status_code for path in paths] == [200, 200, 200, 404]
+    assert read == []
 
 
 @pytest.mark.covers("POST /v1/tokenize")
