@@ -29,7 +29,7 @@ from jaxllm.models.layers.per_layer import PerLayerGate, PerLayerInputs
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.layers.ssd import StateSpaceDual
 from jaxllm.models.layers.steering import LayerSteering, step_steering
-from jaxllm.models.layers.taps import LayerTaps, recorder, tap, tapped, tapped_apart, tapping
+from jaxllm.models.layers.taps import LayerTaps, recorder, summed, summing, tap, tapped, tapping
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.pallas_kernels import Kernels, Mixture, Norm, StepMetadata
@@ -227,18 +227,24 @@ class DecoderLayer(nnx.Module):
         tap("residual_before", x)
         if self.mixers:
             post = self.attention_post_norm
-            at_once = post is None and self.residual_scale == 1.0 and not tapped_apart()
-            norm = _traced(self.attention_norm)
-            out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
+            at_once = post is None and self.residual_scale == 1.0 and (self.mixer_scales == (1.0,) or not tapped())
+            with summing("attention_out"):
+                norm = _traced(self.attention_norm)
+                out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
             x = out if at_once else _sum("attention_out", x, _added(out, post, self.residual_scale))
         tap("residual_middle", x)
         if self.mlp is None:
             return x, cache
         norm, source = (self.mlp_norm or self.attention_norm, before) if self.parallel else (self.mlp_norm, x)
         post = self.mlp_post_norm
-        at_once = post is None and self.mlp_scale == 1.0 and not tapped_apart()
-        out = self.mlp(source, meta, norm=_traced(norm), residual=x if at_once else None)
-        return (out if at_once else _sum("mlp_out", x, _added(out, post, self.mlp_scale))), cache
+        block = self.mlp
+
+        def mlp(residual: Float[Array, "T E"] | None) -> Float[Array, "T E"]:
+            return block(source, meta, norm=_traced(norm), residual=residual)
+
+        if post is None and self.mlp_scale == 1.0:
+            return summed("mlp_out", mlp, x), cache
+        return _sum("mlp_out", x, _added(mlp(None), post, self.mlp_scale)), cache
 
     def _ended(self, x: Float[Array, "T E"], given: Float[Array, "T n"] | None) -> Float[Array, "T E"]:
         if self.per_layer is not None:

@@ -26,8 +26,6 @@ convolution, a recurrence) adds to it, the stream after that, what the MLP adds,
 CACHED = ("keys", "values")
 """What attention keeps of each token in the KV cache, as it keeps it: after any norm and rotation."""
 TAPPED = (*POINTS, *CACHED)
-UNPARTED = tuple(name for name in TAPPED if name not in ("attention_out", "mlp_out"))
-"""Those that a step has anyway; the others are usually added to the residual stream as they are computed."""
 FINAL = "final"
 """The hidden states after the last norm, which the head reads."""
 

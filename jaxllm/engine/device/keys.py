@@ -67,14 +67,10 @@ class Variant:
     """How many rows of layers' outputs it may be given others for; see `models.layers.patching`."""
     recorded: int = 0
     """How many activations it gives besides; see `models.layers.taps`."""
-    parted: bool = False
-    """They may be of what layers add to the residual stream, which is then added by itself."""
 
     def __post_init__(self) -> None:
         if (self.masked or self.processed) and not self.sampled:
             raise ValueError("a Variant that is masked or processed must be sampled too: argmax reads raw logits")
-        if self.parted and not self.recorded:
-            raise ValueError("a Variant that gives what layers add must say of how many activations")
 
     def covers(self, other: Variant) -> bool:
         """Whether this can do all that `other` does."""
@@ -125,8 +121,7 @@ def variants(kind: Kind, wanted: Variant) -> tuple[Variant, ...]:
     if wanted.patched:
         found = tuple(replace(variant, patched=count) for count in PATCHED for variant in found)
     if wanted.recorded:
-        some = [(count, parted) for count in RECORDED for parted in (False, True)]
-        found = tuple(replace(variant, recorded=count, parted=parted) for count, parted in some for variant in found)
+        found = tuple(replace(variant, recorded=count) for count in RECORDED for variant in found)
     return tuple(variant for variant in found if variant.covers(wanted))
 
 

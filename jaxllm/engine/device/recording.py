@@ -11,18 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.device.handle import Recorded
 from jaxllm.engine.work import Chunk
-from jaxllm.requests.captures import FINAL, TAPPED, UNPARTED, Tap
+from jaxllm.requests.captures import FINAL, TAPPED, Tap
 
 
 def wanted_taps(chunks: Sequence[Chunk]) -> list[Tap]:
     """The activations that some request of a step wants of tokens in it."""
     captures = [chunk.request.capture for chunk in chunks if chunk.captured_positions]
     return list(dict.fromkeys(tap for capture in captures if capture is not None for tap in capture.taps))
-
-
-def parted(taps: Sequence[Tap]) -> bool:
-    """Whether some of them are of what layers add to the residual stream."""
-    return any(name not in (*UNPARTED, FINAL) for name, _ in taps)
 
 
 def fill_places(places: np.ndarray, taps: Sequence[Tap], room: int) -> None:

@@ -24,7 +24,7 @@ from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, s
 from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.ran_step import RanExecutable, RanStep
 from jaxllm.engine.device.readout import Readout, scoring_key
-from jaxllm.engine.device.recording import fill_places, parted, record, wanted_taps
+from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.masks import ALL, mask_words
 from jaxllm.engine.offload.host_pages import Page
@@ -93,7 +93,6 @@ class Runner:
                 steered=steered,
                 patched=patched,
                 recorded=len(taps),
-                parted=parted(taps),
             )
             keys += self._device.demanded(len(request.token_ids), variant)
         if steered:
@@ -247,7 +246,7 @@ class Runner:
     def _prefill(self, batch: Batch) -> Handle:
         taps = wanted_taps(batch.chunks)
         patches = step_patches(batch.chunks)
-        variant = replace(_variant([], batch), patched=len(patches), recorded=len(taps), parted=parted(taps))
+        variant = replace(_variant([], batch), patched=len(patches), recorded=len(taps))
         key = self._device.covering("backbone", batch.num_tokens, variant)
         vectors = [self._pack_backbone(batch, key, taps, patches)]
         if patches:

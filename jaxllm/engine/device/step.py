@@ -217,10 +217,7 @@ class StepFunctions:
         too, float32 `[variant.patched, E]`.
         """
         sizes, count = self._sizes, variant.recorded
-        taps, recorder = (
-            sizes.taps if count else (),
-            partial(Recorder, count=count, width=sizes.widest_activation, parted=variant.parted),
-        )
+        taps, recorder = sizes.taps if count else (), partial(Recorder, count=count, width=sizes.widest_activation)
         limits = sizes.max_num_seqs, sizes.page_size, sizes.has_states
         packing = backbone_packing(tokens, *limits, taps, variant.patched)
         sent = [self.state.ints(packing.size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
 from jaxllm.models.layers.params import param, weight
+from jaxllm.models.layers.taps import add_product
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
@@ -121,6 +123,12 @@ class RowLinear(Linear):
         self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Float[Array, "T o"] | None = None
     ) -> Float[Array, "T o"]:
         """The sum of the devices' products, added to `residual` if there is one."""
+        product = partial(self._product, x, norm)
+        return product(None) if residual is None else add_product(product, residual)
+
+    def _product(
+        self, x: Float[Array, "T i"], norm: Norm | None, residual: Float[Array, "T o"] | None
+    ) -> Float[Array, "T o"]:
         if self.bias is None and tensor_size() == 1:
             if self.low_rank is not None:
                 return self._adapted(x, norm, residual)[0].astype(x.dtype)

@@ -2,8 +2,7 @@
 
 Which of them do is data: each layer is told where in one buffer its own go, and neither computes nor writes those that
 nobody wants. So a step is compiled for a number of activations, not for a choice of them, and layers that are alike are
-still traced once. A step that records nothing is traced without any of this, and one of which nobody wants what a layer
-adds to the residual stream adds it at once, as usual.
+still traced once. A step that records nothing is traced without any of this.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.requests.captures import TAPPED, UNPARTED
+from jaxllm.requests.captures import TAPPED
 
-_UNPARTED = np.array([TAPPED.index(name) for name in UNPARTED])
+Product = Callable[[Float[Array, "T E"] | None], Float[Array, "T E"]]
+"""What a block gives, added to a residual stream where there is one."""
 
 
 class LayerTaps(NamedTuple):
-    """What a layer is told: the place in the buffer of its activation at each of TAPPED, or of UNPARTED; one behind the
-    buffer's end where nobody wants it."""
+    """What a layer is told: the place in the buffer of its activation at each of TAPPED; one behind the buffer's end
+    where nobody wants it."""
 
     places: Int[Array, "n"]
     buffer: Float[Array, "N T W"]
@@ -40,14 +39,12 @@ class Recorder:
     Attributes:
         places: of each layer, and of a last row for what comes after all of them; see `LayerTaps`.
         count: how many activations there is room for.
-        parted: whether layers record at all of TAPPED, or at UNPARTED alone.
         width: of the widest of them; others leave the rest of their rows as it is.
     """
 
     places: Int[Array, "L n"]
     count: int
     width: int
-    parted: bool = True
     buffer: Float[Array, "N T W"] | None = None
 
     @property
@@ -60,13 +57,12 @@ class Recorder:
         """What the layer `index` is told, whose activations are like `x`."""
         if self.buffer is None:
             self.buffer = jnp.zeros((self.count, len(x), self.width), x.dtype)
-        places = self.places[index]
-        return LayerTaps(places if self.parted else places[_UNPARTED], self.buffer)
+        return LayerTaps(self.places[index], self.buffer)
 
     def last(self, hidden: Float[Array, "T E"]) -> None:
         """The states after the last norm."""
         taps = _Layer(self.layer(-1, hidden))
-        taps.record(UNPARTED[0], lambda: hidden)
+        taps.record(TAPPED[0], lambda: hidden)
         self.buffer = taps.buffer
 
 
@@ -75,17 +71,35 @@ class _Layer:
 
     def __init__(self, taps: LayerTaps):
         self.places, self.buffer = taps
-        self.points = TAPPED if len(self.places) == len(TAPPED) else UNPARTED
+        self.sum: str | None = None
+        """What is being added to the residual stream, where `summing` is open."""
 
     def record(self, point: str, value: Callable[[], Float[Array, "T _"]]) -> None:
         """Write what `value` computes, where somebody wants it."""
+        place = self.places[TAPPED.index(point)]
 
         def write(buffer: Float[Array, "N T W"]) -> Float[Array, "N T W"]:
-            return lax.dynamic_update_slice(buffer, value()[None].astype(buffer.dtype), (place, 0, 0))
+            return _written(buffer, place, value())
 
-        if point in self.points:
-            place = self.places[self.points.index(point)]
-            self.buffer = lax.cond(place < len(self.buffer), write, lambda buffer: buffer, self.buffer)
+        self.buffer = lax.cond(place < len(self.buffer), write, lambda buffer: buffer, self.buffer)
+
+    def add(self, point: str, product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """`product(residual)`; where somebody wants the product, it is computed by itself, written and added."""
+        place = self.places[TAPPED.index(point)]
+
+        def apart(buffer: Float[Array, "N T W"]) -> tuple[Float[Array, "T E"], Float[Array, "N T W"]]:
+            out = product(None)
+            return residual + out, _written(buffer, place, out)
+
+        def at_once(buffer: Float[Array, "N T W"]) -> tuple[Float[Array, "T E"], Float[Array, "N T W"]]:
+            return product(residual), buffer
+
+        x, self.buffer = lax.cond(place < len(self.buffer), apart, at_once, self.buffer)
+        return x
+
+
+def _written(buffer: Float[Array, "N T W"], place: Int[Array, ""], value: Float[Array, "T _"]) -> Float[Array, "N T W"]:
+    return lax.dynamic_update_slice(buffer, value[None].astype(buffer.dtype), (place, 0, 0))
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -123,12 +137,6 @@ def tapped() -> bool:
     return _layer.get() is not None
 
 
-def tapped_apart() -> bool:
-    """Whether it records what is added to the residual stream, and adds in two steps what it usually adds at once."""
-    target = _layer.get()
-    return target is not None and target.points is TAPPED
-
-
 def tap(point: str, value: jax.Array | Callable[[], jax.Array]) -> None:
     """Record an activation of the layer that is traced, at one of TAPPED, where it records any.
 
@@ -137,3 +145,30 @@ def tap(point: str, value: jax.Array | Callable[[], jax.Array]) -> None:
     target = _layer.get()
     if target is not None:
         target.record(point, value if callable(value) else lambda: value)
+
+
+def summed(point: str, product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """`product(residual)`. What the block adds is recorded at `point` of the layer that is traced, where it records."""
+    target = _layer.get()
+    return product(residual) if target is None else target.add(point, product, residual)
+
+
+@contextmanager
+def summing(point: str) -> Iterator[None]:
+    """While this is open, the product that `add_product` adds to the residual stream is known by `point`."""
+    target = _layer.get()
+    if target is None:
+        yield
+        return
+    target.sum = point
+    try:
+        yield
+    finally:
+        target.sum = None
+
+
+def add_product(product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """`product(residual)`, the last of a block, recorded where `summing` says how it is known."""
+    target = _layer.get()
+    point = None if target is None else target.sum
+    return product(residual) if point is None else summed(point, product, residual)
