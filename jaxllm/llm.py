@@ -35,7 +35,6 @@ from jaxllm.research.inside import Inside
 from jaxllm.text.reasoned_answers import constrained_answer, told_to_think
 from jaxllm.text.reasoning import template_reasoning
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights.adapters.saving import save_adapter
 
 Item = tuple[str | None, list[int], SamplingParams]
 """A request: its text where it has one, its token ids, its parameters."""
@@ -245,6 +244,8 @@ class LLM(Inside, Controls):
             InvalidRequestError: it cannot be read, or not be used with this model.
         """
         if isinstance(source, Mapping):
+            from jaxllm.weights.adapters.saving import save_adapter  # which imports JAX, as an engine does beside this
+
             folder = tempfile.TemporaryDirectory(prefix="jaxllm-adapter-")
             self._adapter_folders.append(folder)
             save_adapter(Path(folder.name), source, config or {})
