@@ -228,7 +228,7 @@ class DecoderLayer(nnx.Module):
         if self.mixers:
             post = self.attention_post_norm
             at_once = post is None and self.residual_scale == 1.0 and (self.mixer_scales == (1.0,) or not tapped())
-            with summing("attention_out"):
+            with summing("attention_out" if at_once else None):  # of several mixers it is the sum
                 norm = _traced(self.attention_norm)
                 out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
             x = out if at_once else _sum("attention_out", x, _added(out, post, self.residual_scale))

@@ -54,6 +54,24 @@ def test_every_point_of_a_prompt_is_as_transformers_has_it(llm: LLM, name: str) 
     check(captures, name, list(range(64)))
 
 
+@pytest.mark.parametrize("model", ["falcon_h1", "smollm2-135m"])
+def test_the_stream_is_the_sum_of_what_is_added_to_it(model: str, tmp_path: Path) -> None:
+    """Also where several mixers add at once, and where kernels add to the stream what they multiply."""
+    tiny = not model.startswith("smollm2")
+    path = write_checkpoint(model, tmp_path) if tiny else model
+    with LLM(path, **FIELDS | {"dtype": "float32" if tiny else "bfloat16"}) as llm:
+        prompt = tiny_prompt(model) if tiny else list(range(500, 564))
+        (captures,) = llm.capture(prompt, dict.fromkeys(POINTS, True), use_tqdm=False)
+        few = list(captures["residual"])[:4]  # as many as a step has room for, so that no place is left over
+        (alone,) = llm.capture(prompt, {"residual": few}, use_tqdm=False)
+    for layer in captures["residual"]:
+        before, mixed, middle, added, after = (captures[point][layer] for point in POINTS)
+        np.testing.assert_allclose(middle, before + mixed, **EXACT)
+        np.testing.assert_allclose(after, middle + added, **EXACT)
+    for layer in few:
+        np.testing.assert_allclose(alone["residual"][layer], captures["residual"][layer], **EXACT)
+
+
 def test_completions_are_captured_beside_requests_that_are_not(llm: LLM, name: str) -> None:
     prompt, greedy = tiny_prompt(name), load_golden(name).greedy_token_ids
     prompts = [prompt, prompt[5:14], prompt[20:21], prompt]

@@ -154,16 +154,13 @@ def summed(point: str, product: Product, residual: Float[Array, "T E"]) -> Float
 
 
 @contextmanager
-def summing(point: str) -> Iterator[None]:
-    """While this is open, the product that `add_product` adds to the residual stream is known by `point`."""
+def summing(point: str | None) -> Iterator[None]:
+    """While this is open, the product that `add_product` adds to the residual stream is recorded at `point`, if any."""
     target = _layer.get()
-    if target is None:
-        yield
-        return
-    target.sum = point
-    try:
-        yield
-    finally:
+    if target is not None:
+        target.sum = point
+    yield
+    if target is not None:
         target.sum = None
 
 
