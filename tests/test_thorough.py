@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.thorough import ELSEWHERE, EVERY, KEPT
+from tests.sampled import EVERY, KEPT
+from tests.thorough import ELSEWHERE
 
 TESTS = Path(__file__).parent
 WHOLE_SUITE = 5_000
