@@ -63,8 +63,10 @@ def remembering_steps(root: Path, passes: str) -> Iterator[None]:
     saved_executables, compile_step = build.saved_executables, executables.compile_step
 
     def remembered(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables:
-        manifest = build.step_manifest(blueprint, mesh) | {"passes": passes}
-        return saved_executables(config, blueprint, mesh) or Remembered(root, manifest, mesh, steps)
+        found = saved_executables(config, blueprint, mesh)
+        if found is not None:
+            return found
+        return Remembered(root, build.step_manifest(blueprint, mesh) | {"passes": passes}, mesh, steps)
 
     def compiled(lowered: Any, key: Key, platform: str, saved: SavedExecutables | None) -> Any:
         if not isinstance(saved, Remembered):

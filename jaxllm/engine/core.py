@@ -136,8 +136,9 @@ class EngineCore:
     def _begin(self, request: Request) -> None:
         request.status = Status.PREPARING
         params, most = request.params, self._scheduler.max_model_len - (request.pooling is None)
-        if request.num_prompt > most:  # which the front doors check; it would wait for ever
-            raise InvalidRequestError(f"prompt has {request.num_prompt} tokens; accepted are {most}", param="prompt")
+        count = request.num_prompt
+        if count > most:  # which the front doors check; it would wait for ever
+            raise InvalidRequestError(f"prompt has {count} tokens; accepted are up to {most}", param="prompt")
         request.prefix_node = request.cache_root
         if self._tokenizer is not None and params.bad_words:
             request.bad_words = spellings(self._tokenizer, params.bad_words)

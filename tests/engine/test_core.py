@@ -220,7 +220,7 @@ def test_a_prompt_that_can_never_run_fails_alone():
     found = engine.run()
     assert len(tokens_of(found["whole"])) == 1
     assert [(d.finish_reason, d.error, d.invalid) for d in found["longer"]] == [
-        ("error", "prompt has 100 tokens; accepted are 99", True)
+        ("error", "prompt has 100 tokens; accepted are up to 99", True)
     ]
 
 

@@ -46,7 +46,7 @@ def certificates_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def routes_read_once() -> Iterator[None]:
-    """FastAPI reads an application's routes at its first request: a fifth of a second for each of thousands.
+    """FastAPI reads the routes of each application: a fifth of a second for each of thousands.
 
     What it finds is the same wherever a router is included under the same prefix, with a key or without. Older versions
     of FastAPI read them elsewhere.

@@ -11,9 +11,7 @@ pytestmark = pytest.mark.programs
 
 
 def test_a_front_door_does_without_jax():
-    """Half a second and 100 MB of a process whose engine has one of its own; where it has not, the engine imports it
-    while something else is read.
-    """
+    """It takes half a second and 100 MB. An engine in the same process imports it while other things are read."""
     program = (
         "import sys, jaxllm.serving.server, jaxllm.llm, jaxllm.engine.front.async_llm; print('jax' in sys.modules)"
     )
