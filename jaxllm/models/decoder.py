@@ -32,10 +32,8 @@ from jaxllm.models.layers.steering import LayerSteering, step_steering
 from jaxllm.models.layers.taps import LayerTaps, recorder, summed, summing, tap, tapped, tapping
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import Kernels, Mixture, Norm, StepMetadata
+from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata
 
-Late = Float[Array, "T E"] | Mixture
-"""What is yet to be added to the residual stream."""
 Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the config says of the others."""
@@ -188,13 +186,15 @@ class DecoderLayer(nnx.Module):
             return self._ended(x, given), None, cache
         x, normed = (x, first.traced(x)) if late is None else self.add_norm(x, late, first.traced)
         if self.mixers:
-            out, cache = self._mix(normed, angles, cache, meta)
+            later = LATER if self.mixer_scales == (1.0,) else None
+            out, cache = self._mix(normed, angles, cache, meta, residual=later)
             if self.mlp is None or self.mlp_norm is None:
                 return x, out, cache
             x, normed = self.add_norm(x, out, self.mlp_norm.traced)
         assert self.mlp is not None
-        late = self.mlp.unsummed(normed, meta) if isinstance(self.mlp, MoE) else self.mlp(normed, meta)
-        return x, late, cache
+        if isinstance(self.mlp, MoE):
+            return x, self.mlp.unsummed(normed, meta), cache
+        return x, self.mlp(normed, meta, residual=LATER), cache
 
     def _mix(
         self,
@@ -204,8 +204,8 @@ class DecoderLayer(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> tuple[Float[Array, "T E"], Cache]:
+        residual: Residual = None,
+    ) -> tuple[Late, Cache]:
         """What the mixers give of `norm(x)`, added to `residual` if there is one; one with a state keeps that first."""
         parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
         kept: Cache = ()

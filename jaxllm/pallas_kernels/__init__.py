@@ -2,6 +2,7 @@
 
 from jaxllm.cpu_kernels import AdapterArrays, AdapterUses
 from jaxllm.pallas_kernels.kernels import REFERENCE, Kernels, choose_kernels
+from jaxllm.pallas_kernels.late import LATER, Late, Later, Residual, Unsummed
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
@@ -10,6 +11,7 @@ from jaxllm.pallas_kernels.ssd import SSDInputs
 from jaxllm.pallas_kernels.tentative import Tentative, run_states, settle, staying
 
 __all__ = [
-    "REFERENCE", "AdapterArrays", "AdapterUses", "Kernels", "Mixture", "Norm", "Pages", "RootMeanSquare", "SSDInputs",
-    "StateRows", "StepMetadata", "Tentative", "choose_kernels", "run_states", "settle", "staying",
+    "LATER", "REFERENCE", "AdapterArrays", "AdapterUses", "Kernels", "Late", "Later", "Mixture", "Norm", "Pages",
+    "Residual", "RootMeanSquare", "SSDInputs", "StateRows", "StepMetadata", "Tentative", "Unsummed", "choose_kernels",
+    "run_states", "settle", "staying",
 ]  # fmt: skip

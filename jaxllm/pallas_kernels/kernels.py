@@ -91,7 +91,8 @@ class Kernels:
     Attributes:
         name: of the attention, for people.
         linear: `(x [T, i], weight [o, i], norm, residual, dtype) -> [T, o]`: `norm(x) @ weight.T + residual`, of which
-            norm and residual may be None; summed in float32, which is also the result unless `dtype` is given.
+            norm and residual may be None; summed in float32, which is also the result unless `dtype` is given. With
+            `LATER` for a residual, which those that have an `add_norm` take, it may be `Unsummed`.
         segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
         gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype, adapters)` -> `down(act(gate) * up) +
@@ -104,7 +105,7 @@ class Kernels:
             first product gives, gate and up side by side, in place of `activation(gate) * up`, and `biases` are those
             of both products; each may be None.
         add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
-            `Mixture` yet to be summed.
+            `Mixture` or `Unsummed`.
         latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
             latent attention and the pages, from what projections give to what the output's takes, where there are
             kernels for it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others

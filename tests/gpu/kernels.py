@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import Angles
-from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs
+from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs, Unsummed
 from jaxllm.pallas_kernels.gpu import block_scaled, int8
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
 from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
@@ -278,16 +278,18 @@ def delta(key_heads: int, heads: int, size: int) -> Program:
 
 
 def norm(size: int) -> Program:
-    """Behind a layer, and behind a mixture of six experts without shared ones and with them."""
+    """Behind a layer, behind a product by eight parts, and behind a mixture of six experts without shared ones and with
+    them."""
 
-    def run(x: Any, weight: Any, weights: Any, outputs: Any) -> Any:
+    def run(x: Any, weight: Any, parts: Any, weights: Any, outputs: Any) -> Any:
         norm, alone = RootMeanSquare(weight, 1e-5), Mixture(weights, outputs)
-        return [add_norm(x, out, norm) for out in (x, alone, replace(alone, shared=x.astype(F32)))]
+        return [add_norm(x, out, norm) for out in (x, Unsummed(parts), alone, replace(alone, shared=x.astype(F32)))]
 
     tokens, used = 64, 6
     return run, (
         array(tokens, size, dtype=BF16),
         array(size, dtype=F32),
+        array(8, tokens, size, dtype=F32),
         array(tokens, used, dtype=F32),
         array(tokens, used, size, dtype=F32),
     )

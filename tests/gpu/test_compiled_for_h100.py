@@ -114,6 +114,14 @@ def test_quantized_weights_are_expanded_in_registers(compiled: Any, kind: str) -
     assert found["temporaries"] < 0.02 * found["weights"]
 
 
+@pytest.mark.parametrize(("kind", "most"), [("q4k", 14), pytest.param("q4_0", 11, marks=slow)])
+def test_parts_of_products_are_added_up_where_they_are_read(compiled: Any, kind: str, most: int) -> None:
+    """Where bfloat16 has ten: a sum of queries, keys and values, and sums of inputs where groups have a minimum."""
+    few, more = (compiled("Llama-3.1-8B", "decode", "2", "plain", "--isq", kind, layers=n) for n in (2, 4))
+    check(few)
+    assert (more["kernels"] - few["kernels"]) / 2 <= most
+
+
 @slow
 def test_hundreds_of_rows_expand_one_weight_at_a_time(compiled: Any) -> None:
     check(compiled("Llama-3.1-8B", "backbone", "2048", "plain", "--isq", "q4k", layers=4), decode=False)

@@ -37,14 +37,6 @@ ONE_OF_EACH = (
     "states of Granite 4",
     "routing as Qwen3-30B-A3B",
 )
-KNOWN = {
-    ("sm_90a", "in tiles, Q5_1", "packed_matmul__3"): 28,
-    ("sm_80", "in tiles, Q5_K", "packed_matmul__1"): 16,
-    ("sm_100a", "in tiles, Q5_K", "packed_matmul__3"): 4,
-    ("sm_100a", "in tiles, Q8_0", "packed_matmul__3"): 4,
-}
-"""Bytes that a thread spills where the compiler lets one to seven registers go so that one more block fits; speeds in
-docs/gpu.md are those of these kernels, and loading less ahead, which spills nothing, has not been timed."""
 
 
 def compiled(architecture: str, *cases: str) -> dict[str, Any]:
@@ -59,17 +51,13 @@ def compiled(architecture: str, *cases: str) -> dict[str, Any]:
 
 
 def complaints(architecture: str, found: dict[str, Any]) -> list[str]:
-    """Kernels that do not compile, and those that spill more than is known."""
+    """Kernels that do not compile, and those that spill."""
     wrong = []
     for case, kernels in found.items():
         if isinstance(kernels, str):
             wrong.append(f"{case}: {kernels}")
         else:
-            wrong += [
-                f"{case}: {name} spills {spilled} bytes"
-                for name, (_, spilled) in kernels.items()
-                if spilled > KNOWN.get((architecture, case, name), 0)
-            ]
+            wrong += [f"{case}: {name} spills {spilled} bytes" for name, (_, spilled) in kernels.items() if spilled]
     return wrong
 
 

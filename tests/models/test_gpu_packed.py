@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import model_spec
+from jaxllm.pallas_kernels import Kernels, Unsummed
+from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.quantization.gpu_tiles import GpuTiles
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
@@ -59,11 +62,11 @@ def write(model: str, folder: Path) -> Path:
     return packings.write(packing, config | layers, draw_weights(model, shapes), folder)[1]
 
 
-def logits(path: Path, ids: list[int], **options: Any) -> np.ndarray:
+def logits(path: Path, ids: list[int], kernels: Kernels = INTERPRETED, **options: Any) -> np.ndarray:
     """Of a prompt in parts, one of them more than few rows, and of a decode."""
     checkpoint = open_checkpoint(path)
     kinds = KindChooser(checkpoint, model_spec(checkpoint).names, **options)
-    model = Harness(path, kinds=kinds, **({"kernels": INTERPRETED} if "gpu_tiles" in options else {}))
+    model = Harness(path, kinds=kinds, **({"kernels": kernels} if "gpu_tiles" in options else {}))
     parts = [model.run([ids], [Chunk(0, a, b)])[0] for a, b in pairwise([0, 3, len(ids) - 1])]
     return np.concatenate([*parts, model.decode(ids[-1], len(ids) - 1)[None]])
 
@@ -76,6 +79,28 @@ def test_tiles_give_the_logits_of_what_they_hold(case: str, tmp_path: Path) -> N
     ids = np.random.default_rng().integers(130, size=24).tolist()
     expected = logits(path, ids, isq=scheme)
     found = logits(path, ids, isq=scheme, gpu_tiles=True)
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", ["llama_gqa:q4_0", "mixtral:q4_0"])
+def test_parts_of_rows_are_added_up_by_who_reads_them(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and what goes back to the residual stream by the next norm; queries, keys and values before attention."""
+    monkeypatch.setattr(packed, "FEW", replace(packed.FEW, least=64))
+    counts = []
+
+    def noted(x: Any, out: Any, norm: Any) -> Any:
+        counts.append(len(out.parts) if isinstance(out, Unsummed) else 1)
+        assert INTERPRETED.add_norm is not None
+        return INTERPRETED.add_norm(x, out, norm)
+
+    model, scheme = case.split(":")
+    path = write(model, tmp_path)
+    ids = np.random.default_rng().integers(130, size=6).tolist()
+    expected = logits(path, ids, isq=scheme)
+    found = logits(path, ids, replace(INTERPRETED, add_norm=noted), isq=scheme, gpu_tiles=True)
+    assert max(counts) > 1
     assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
 
 

@@ -18,7 +18,7 @@ from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.layers.taps import tap
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, Pages, RootMeanSquare, StepMetadata
+from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, RootMeanSquare, StepMetadata
 from jaxllm.sharding.collectives import gather_over_tensor, tensor_rank, tensor_size
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
@@ -119,8 +119,8 @@ class Attention(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> tuple[Float[Array, "T E"], Pages]:
+        residual: Residual = None,
+    ) -> tuple[Late, Pages]:
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new keys and values."""
         q, k, v = self._heads(x, norm)
         q, gate = (q[:, ::2], q[:, 1::2]) if self.gated else (q, None)

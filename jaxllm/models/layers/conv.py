@@ -13,7 +13,7 @@ from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, StepMetadata, run_states
+from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata, run_states
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
@@ -53,8 +53,8 @@ class ShortConv(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> tuple[Float[Array, "T E"], Cache]:
+        residual: Residual = None,
+    ) -> tuple[Late, Cache]:
         """The block of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         gate_in, gate_out, x = self.input.segments(x, norm)
         bias = None if self.bias is None else self.bias[...]

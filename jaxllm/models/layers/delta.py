@@ -17,7 +17,7 @@ from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, StepMetadata, run_states
+from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata, run_states
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
@@ -77,8 +77,8 @@ class GatedDeltaNet(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> tuple[Float[Array, "T E"], Cache]:
+        residual: Residual = None,
+    ) -> tuple[Late, Cache]:
         """The block of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         inputs, matrices = cache
         qkv = jnp.concatenate(self.qkv.segments(x, norm), axis=-1)

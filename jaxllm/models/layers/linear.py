@@ -15,7 +15,7 @@ from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.layers.taps import add_product
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm
+from jaxllm.pallas_kernels import Late, Later, Norm, Residual
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import TENSOR, Axes
@@ -119,20 +119,19 @@ class RowLinear(Linear):
     def __init__(self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False):
         super().__init__(in_features, out_features, options, bias, axes=(None, TENSOR))
 
-    def __call__(
-        self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Float[Array, "T o"] | None = None
-    ) -> Float[Array, "T o"]:
+    def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Residual = None) -> Late:
         """The sum of the devices' products, added to `residual` if there is one."""
         product = partial(self._product, x, norm)
-        return product(None) if residual is None else add_product(product, residual)
+        if residual is None or isinstance(residual, Later):
+            return product(residual)
+        return add_product(product, residual)
 
-    def _product(
-        self, x: Float[Array, "T i"], norm: Norm | None, residual: Float[Array, "T o"] | None
-    ) -> Float[Array, "T o"]:
-        if self.bias is None and tensor_size() == 1:
-            if self.low_rank is not None:
-                return self._adapted(x, norm, residual)[0].astype(x.dtype)
+    def _product(self, x: Float[Array, "T i"], norm: Norm | None, residual: Residual) -> Late:
+        if self.plain and tensor_size() == 1:
             return self.kernels.linear(x, self.weight.get_value(), norm, residual, x.dtype)
+        residual = None if isinstance(residual, Later) else residual
+        if self.bias is None and tensor_size() == 1:
+            return self._adapted(x, norm, residual)[0].astype(x.dtype)
         part = self.partial(x, norm, jnp.float32 if self.kernels.wide_sums else x.dtype)
         out = self._with_bias(sum_over_tensor(part)).astype(x.dtype)
         return out if residual is None else residual + out

@@ -15,7 +15,7 @@ from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, Pages, StepMetadata
+from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, StepMetadata
 from jaxllm.sharding.layout import split_rows
 
 
@@ -107,8 +107,8 @@ class MLAttention(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> tuple[Float[Array, "T E"], Pages]:
+        residual: Residual = None,
+    ) -> tuple[Late, Pages]:
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new latents."""
         x = x if norm is None else norm(x)
         queries, latent, kv_b = self._queries(x, meta), self.kv_a(x), self.kv_b.weight.get_value()

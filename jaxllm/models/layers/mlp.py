@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxllm.models.layers.linear import ColumnLinear, RowLinear
 from jaxllm.models.layers.low_rank import adapter_uses
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, StepMetadata
+from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
 from jaxllm.sharding.collectives import tensor_size
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 
@@ -74,8 +74,8 @@ class GatedMLP(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> Float[Array, "T E"]:
+        residual: Residual = None,
+    ) -> Late:
         """The block of `norm(x)`, added to `residual` if there is one."""
         if tensor_size() == 1:
             out = self._at_once(x, norm, residual, x.dtype)
@@ -95,9 +95,9 @@ class GatedMLP(nnx.Module):
         self,
         x: Float[Array, "T E"],
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
+        residual: Residual = None,
         dtype: Any = jnp.float32,
-    ) -> Float[Array, "T E"] | None:
+    ) -> Late | None:
         """This device's part by one kernel, where there is one."""
         first, second = self.gate_up, self.down
         if first.bias is not None or second.bias is not None or self.gate_scale != 1.0:
@@ -123,8 +123,8 @@ class MLP(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> Float[Array, "T E"]:
+        residual: Residual = None,
+    ) -> Late:
         """The block of `norm(x)`, added to `residual` if there is one."""
         up = self.up(x, norm).astype(jnp.float32)
         return self.down(ACTIVATIONS[self.activation](up).astype(x.dtype), residual=residual)

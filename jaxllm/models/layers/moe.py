@@ -19,7 +19,7 @@ from jaxllm.models.layers.mlp import ACTIVATIONS, MLP, ClampedSwiglu, GatedMLP, 
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Mixture, Norm, StepMetadata
+from jaxllm.pallas_kernels import Later, Mixture, Norm, Residual, StepMetadata
 from jaxllm.pallas_kernels.grouped_matmul import sort_by_group
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank, tensor_size
 from jaxllm.sharding.layout import Layout, Segment
@@ -278,12 +278,12 @@ class DenseBesideMoE(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
+        residual: Residual = None,
     ) -> Float[Array, "T E"]:
         """Both blocks of `x`, added to `residual` if there is one; `norm` is the dense one's."""
         dense = self.dense_post_norm(self.dense(x, meta, norm=norm))
         out = dense + self.moe_post_norm(self.moe(x, meta, norm=self.moe_norm.traced))
-        return out if residual is None else residual + out
+        return out if residual is None or isinstance(residual, Later) else residual + out
 
 
 class Experts(nnx.Module):

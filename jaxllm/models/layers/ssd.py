@@ -18,7 +18,7 @@ from jaxllm.models.layers.norm import GroupRMSNorm
 from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Norm, SSDInputs, StepMetadata, run_states
+from jaxllm.pallas_kernels import Late, Norm, Residual, SSDInputs, StepMetadata, run_states
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
 
@@ -111,8 +111,8 @@ class StateSpaceDual(nnx.Module):
         meta: StepMetadata,
         *,
         norm: Norm | None = None,
-        residual: Float[Array, "T E"] | None = None,
-    ) -> tuple[Float[Array, "T E"], Cache]:
+        residual: Residual = None,
+    ) -> tuple[Late, Cache]:
         """The layer of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         parts = zip([*self.input.segments(x, norm), self.dt(x, norm)], self.config.scales, strict=True)
         z, *convolved, dt = (part if scale == 1.0 else (part * scale).astype(part.dtype) for part, scale in parts)

@@ -42,7 +42,7 @@ from jaxllm.pallas_kernels.pages import Pages
 
 TARGET_PROGRAMS = 528
 """Four on each of an H100's 132 multiprocessors."""
-SPLIT_BLOCKS = 4
+SPLIT_BLOCKS = 2
 """Blocks of keys in a split."""
 MAX_SPLITS = 32
 """Of one sequence."""

@@ -51,17 +51,6 @@ def expand(
     )
 
 
-def ones(codes: UInt8[Array, "n w"], dtype: np.dtype, *, plain: bool) -> Float[Array, "n w"]:
-    """As many ones as there are codes, in the same registers: a product of rows with them is read from memory as the
-    others are, where one with a constant would have a layout of its own."""
-    if plain or dtype not in (BF16, F16):
-        return jnp.ones(codes.shape, dtype)
-    one = _twice(_bits_of(1, dtype))
-    return triton_elementwise_asm(
-        f"mov.b32 $0, {one}; mov.b32 $1, {one}; // $2", [codes], constraints="=r,=r,r", pack=4, dtype=dtype
-    )
-
-
 def multiply_add(a: Array, b: Array, c: Float[Array, "n t"], *, plain: bool) -> Float[Array, "n t"]:
     """`a * b + c` of float32 at once: Triton as XLA runs it contracts nothing."""
     a, b = jnp.broadcast_to(a, c.shape), jnp.broadcast_to(b, c.shape)

@@ -12,18 +12,21 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.late import Late, Unsummed
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 
 
 def add_norm(
-    x: Float[Array, "T E"], out: Float[Array, "T E"] | Mixture, norm: RootMeanSquare, *, interpret: bool = False
+    x: Float[Array, "T E"], out: Late, norm: RootMeanSquare, *, interpret: bool = False
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """`x + out`, and the norm of it; of a mixture the sum is taken on the way."""
+    """`x + out`, and the norm of it; what is yet to be summed is, on the way."""
     tokens, size = x.shape
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     if isinstance(out, Mixture):
         added = (out.weights, out.outputs, *(() if out.shared is None else (out.shared,)))
+    elif isinstance(out, Unsummed):
+        added = (out.parts,)
     else:
         added = (out,)
     return pl.pallas_call(
@@ -46,8 +49,8 @@ def _kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> N
     row, channel = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
     mask = channel < size
 
-    def load(ref: Any) -> Array:
-        return triton_load(ref.at[row, channel], mask=mask, other=0).astype(jnp.float32)
+    def load(ref: Any, *part: int) -> Array:
+        return triton_load(ref.at[*part, row, channel], mask=mask, other=0).astype(jnp.float32)
 
     out = jnp.zeros(channel.shape, jnp.float32)
     if len(added_refs) > 1:
@@ -57,7 +60,8 @@ def _kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> N
             output = triton_load(outputs_ref.at[row, index, channel], mask=mask & (mixed != 0), other=0)
             out += mixed * output.astype(jnp.float32)
     for ref in added_refs:
-        out += load(ref)
+        for part in [(index,) for index in range(ref.shape[0])] if len(ref.shape) == 3 else [()]:
+            out += load(ref, *part)
     total = (load(x_ref) + out.astype(sum_ref.dtype).astype(jnp.float32)).astype(sum_ref.dtype)
     triton_store(sum_ref.at[row, channel], total, mask=mask)
     total = total.astype(jnp.float32)

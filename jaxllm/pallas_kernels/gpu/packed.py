@@ -26,6 +26,7 @@ from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
+from jaxllm.pallas_kernels.late import Unsummed
 from jaxllm.pallas_kernels.packed_matrix import ROWS, PackedMatrix
 
 FEW_ROWS = 16
@@ -37,10 +38,13 @@ SOME_ROWS = 64
 LOADED = 128 * 64
 """Numbers of rows that a step may have if several of them are to fit into the shared memory of any GPU."""
 
+MOST_PARTS = 8
+"""Of rows of inputs: what they give is read again by the kernel that adds them up, a program for each row of it."""
+
 GateActivation = Callable[[jax.Array], jax.Array]
 
 
-FEW = Tiling(step=128, programs=512)
+FEW = Tiling(step=128)
 MANY = Tiling(warps=4, step=64, stages=3, programs=1, ahead=False, scaled=True)
 
 
@@ -53,11 +57,25 @@ def matmul(
     interpret: bool = False,
 ) -> Float[Array, "T o"]:
     """`x @ matrix.T`, summed in float32."""
+    out = late_matmul(x, matrix, dtype=dtype, tiling=tiling, interpret=interpret)
+    return out.summed().astype(dtype) if isinstance(out, Unsummed) else out
+
+
+def late_matmul(
+    x: Float[Array, "T i"],
+    matrix: PackedMatrix,
+    *,
+    dtype: Any = jnp.float32,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T o"] | Unsummed:
+    """See `matmul`; where rows are walked in parts, what these give."""
     count = x.shape[0]
     if count >= matrix.format.expanded_from and tiling is None:
         return expanded.matmul(x, matrix, dtype=dtype, interpret=interpret)
     tile_rows = min(MOST_ROWS, max(8, pl.next_power_of_2(count)))
-    return _multiply(x, matrix, None, count, tile_rows, None, dtype, tiling, interpret)
+    sums = _multiply(x, matrix, None, count, tile_rows, None, dtype, tiling, interpret)
+    return sums[0] if len(sums) == 1 else Unsummed(sums)
 
 
 def grouped_matmul(
@@ -72,7 +90,7 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> Float[Array, "N o"]:
     """What `matmul.grouped_matmul` gives, of a stack of matrices; lists are of tiles of `tile_rows`."""
-    return _multiply(x, matrix, lists, rows, tile_rows, activation, dtype, None, interpret)
+    return _multiply(x, matrix, lists, rows, tile_rows, activation, dtype, None, interpret)[0]
 
 
 def gates(matrix: PackedMatrix) -> bool:
@@ -83,10 +101,11 @@ def gates(matrix: PackedMatrix) -> bool:
 def _multiply(
     x: jax.Array, matrix: PackedMatrix, lists: RowLists | None, rows: int, tile_rows: int,
     activation: GateActivation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
-) -> jax.Array:  # fmt: skip
+) -> Float[Array, "P T o"]:  # fmt: skip
+    """What each part of the inputs gives: float32, or of `dtype` where there is only one."""
     outputs, inputs = matrix.shape[-2:]
     if tiling is None:
-        tiling = _few(matrix, tile_rows) if tile_rows <= FEW_ROWS else MANY
+        tiling = _few(matrix, tile_rows, activation is not None) if tile_rows <= FEW_ROWS else _many(matrix)
     if activation is not None:
         tiling = replace(tiling, tiles=2)
     step = step_of(inputs, matrix, tiling.step)
@@ -99,9 +118,12 @@ def _multiply(
     row_tiles = pl.cdiv(rows, tile_rows) if lists is None else len(lists.tiles) * split
     parts = 1
     if lists is None:
-        parts = max(1, min(tiling.programs // (blocks * row_tiles), inputs // tiling.least, inputs // step))
+        most = min(MOST_PARTS, inputs // tiling.least, inputs // step)
+        parts = max(1, min(tiling.programs // (blocks * row_tiles), most))
     given = arrays_by_name(matrix) | ({} if lists is None else {"tiles": lists.tiles, "rows": lists.rows})
-    sums = pl.pallas_call(
+    if matrix.format.has_shift and not tiling.scaled:
+        given["sums"] = _group_sums(x.astype(matrix.dtype), matrix.format.group)
+    return pl.pallas_call(
         functools.partial(
             _kernel,
             names=tuple(given),
@@ -122,18 +144,32 @@ def _multiply(
         compiler_params=triton_compiler_params(tiling.warps, tiling.stages),
         name="packed_matmul",
     )(x.astype(matrix.dtype), *given.values())
-    return sums[0] if parts == 1 else jnp.sum(sums, axis=0).astype(dtype)
 
 
-def _few(matrix: PackedMatrix, tile_rows: int) -> Tiling:
-    """The best of those measured on an H100: docs/gpu.md."""
+def _group_sums(x: Float[Array, "T i"], group: int) -> Float[Array, "g T"]:
+    """Of each group's inputs, in float32: what is added to a group's numbers is multiplied by that, once for all
+    outputs. A program that took them from the rows that it loads would do more for them than for the products."""
+    return jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], -1, group), axis=-1).T
+
+
+def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
+    """The best of those measured on an H200, where the scales of what is loaded ahead fit into registers."""
     if matrix.format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
-        return replace(FEW, warps=2, step=256, stages=2)
-    if tile_rows > 8 and matrix.format.scales == "zero" and matrix.format.group == matrix.format.width:
-        return replace(FEW, ahead=False, scaled=True)  # the sums of rows that zeros need would cost as much as products
-    if matrix.format.bits == 8 or (tile_rows > 8 and not (matrix.format.has_shift or matrix.format.high)):
-        return replace(FEW, warps=2, step=128 if matrix.format.bits == 8 else 256)
-    return replace(FEW, ahead=not matrix.format.e2m1 and matrix.format.scales != "zero")
+        return replace(FEW, warps=2, step=256, ahead=not gated)
+    if gated:
+        return replace(FEW, warps=2, stages=2, ahead=False) if matrix.format.high else replace(FEW, ahead=False)
+    if matrix.format.bits == 8:
+        return replace(FEW, warps=2)
+    if tile_rows > 8 and not matrix.format.high:
+        return replace(FEW, warps=2, step=256, ahead=not matrix.format.has_shift)
+    if matrix.format.e2m1 or matrix.format.scales == "zero":
+        return replace(FEW, step=256, ahead=False)
+    return FEW
+
+
+def _many(matrix: PackedMatrix) -> Tiling:
+    """Of two levels of scales over two planes, an A100 would spill those that are not loaded ahead."""
+    return replace(MANY, ahead=bool(matrix.format.high and matrix.format.scales == "k_pairs"))
 
 
 def _kernel(

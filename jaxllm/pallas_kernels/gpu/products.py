@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.late import Late, Later, Residual, Unsummed
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
@@ -27,19 +28,24 @@ def linear(
     x: Float[Array, "T i"],
     weight: Any,
     norm: Norm | None = None,
-    residual: Float[Array, "T o"] | None = None,
+    residual: Residual = None,
     dtype: Any = jnp.float32,
     *,
     interpret: bool = False,
-) -> Float[Array, "T o"]:
+) -> Late:
     """`norm(x) @ weight.T + residual`, of which norm and residual may be None; summed in float32, given in `dtype`.
 
-    A library rounds its sums to `dtype` itself; to convert them afterwards would be one more kernel.
+    A library rounds its sums to `dtype` itself; to convert them afterwards would be one more kernel. For somebody who
+    adds later, a product that a kernel makes by parts of the inputs stays `Unsummed`.
     """
     matrices = weight.kernel_matrices
     if matrices is None:
-        return reference_linear(x, weight, norm, residual, dtype)
+        return reference_linear(x, weight, norm, None if isinstance(residual, Later) else residual, dtype)
     x = x if norm is None else norm(x)
+    if isinstance(residual, Later):
+        if len(matrices) == 1:
+            return _late_product(x, matrices[0], dtype, interpret)
+        residual = None
     given = dtype if residual is None else residual.dtype
     out = _joined([_product(x, matrix, given, interpret) for matrix in matrices])
     return out if residual is None else (residual + out).astype(dtype)
@@ -57,12 +63,12 @@ def experts(
 
 
 def add_norm(
-    x: Float[Array, "T E"], out: Float[Array, "T E"] | Mixture, norm: RootMeanSquare
+    x: Float[Array, "T E"], out: Late, norm: RootMeanSquare
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """`x + out`, and the norm of it."""
     from jaxllm.pallas_kernels.gpu import norm as kernel
 
-    return kernel.add_norm(x, out if isinstance(out, Mixture) else out.astype(x.dtype), norm)
+    return kernel.add_norm(x, out if isinstance(out, Mixture | Unsummed) else out.astype(x.dtype), norm)
 
 
 def _product(
@@ -95,6 +101,18 @@ def _product(
         preferred_element_type=dtype if matrix.scale is None and dtype == factors else jnp.float32,
     )
     return (out if matrix.scale is None else out * matrix.scale[:, 0]).astype(dtype)
+
+
+def _late_product(
+    x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool
+) -> Late:
+    if isinstance(matrix, OrderedMatrix):
+        return _late_product(matrix.arranged(x), matrix.matrix, dtype, interpret)
+    if isinstance(matrix, PackedMatrix):
+        from jaxllm.pallas_kernels.gpu import packed
+
+        return packed.late_matmul(x, matrix, dtype=dtype, interpret=interpret)
+    return _product(x, matrix, dtype, interpret)
 
 
 def _joined(parts: list[jax.Array]) -> jax.Array:

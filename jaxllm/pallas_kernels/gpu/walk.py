@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.compat import triton_load
-from jaxllm.pallas_kernels.gpu.expand import expand, multiply_add, ones
+from jaxllm.pallas_kernels.gpu.expand import expand, multiply_add
 from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix, block_scale, group_scale
 
 Array = jax.Array
@@ -87,7 +87,12 @@ class Walk:
             mask = jnp.broadcast_to(live[:, None], (len(x_row), len(column)))
             return triton_load(x_ref.at[x_row[:, None], column[None, :]], mask=mask, other=0)
 
-        add = functools.partial(self._add_scaled if self.tiling.scaled else self._add, load_rows)
+        def load_sums(group: Array) -> Array:
+            return triton_load(self.given["sums"].at[group, x_row], mask=live, other=0)[None, :]
+
+        add: Any = functools.partial(self._add_scaled, load_rows)
+        if not self.tiling.scaled:
+            add = functools.partial(self._add, load_sums, load_rows)
         if not self.tiling.ahead:
             return lax.fori_loop(first, end, lambda index, sums: add(index, sums, self.scales(index)), nothing)
 
@@ -165,7 +170,9 @@ class Walk:
             self.format, words, halves, start % self.format.block // self.format.group, self.matrix.scale
         )
 
-    def _add(self, load_rows: Any, index: Array, sums: tuple[Array, ...], scales: Any) -> tuple[Array, ...]:
+    def _add(
+        self, load_sums: Any, load_rows: Any, index: Array, sums: tuple[Array, ...], scales: Any
+    ) -> tuple[Array, ...]:
         """A step more in the sums; each group's sum is multiplied by its scale, and each block's by its own."""
         found, format, kind = list(sums), self.format, self.kind
         low, high = self.codes("low", index), self.codes("high", index)
@@ -173,23 +180,19 @@ class Walk:
         of_group: list[Any] = [None] * len(found)
         of_block: list[Any] = [None] * len(found)
         shifts: list[Any] = [None] * len(found)
-        wide: Any = None
-        row_sum: Any = None
+        groups = self.step // format.group
+        row_sums = [load_sums(index * groups + number) for number in range(groups if kind.shifts else 0)]
         for number in range(self.step // format.width):
             start = number * format.width
             end = start + format.width
             rows = load_rows(index * self.step + start + self.byte)
-            if kind.shifts and format.group == format.width and len(rows) > 8:
-                row_sum = _product(ones(low[0][0], rows.dtype, plain=self.plain), rows)
-            elif kind.shifts:
-                wide = rows.astype(jnp.float32) if start % format.group == 0 else wide + rows.astype(jnp.float32)
-                row_sum = jnp.sum(wide, axis=1)[None, :] if end % format.group == 0 else None
             for place in range(len(found)):
                 product = _product(self._numbers(low[place], high[place], number), rows)
                 of_group[place] = product if start % format.group == 0 else of_group[place] + product
                 if end % format.group:
                     continue
                 scale, shift = self._group_scale(scales[place], start)
+                row_sum: Any = row_sums[start // format.group] if kind.shifts else None
                 if not kind.blocks:
                     found[place] = add(of_group[place], scale[:, None], found[place])
                     if shift is not None:

@@ -40,5 +40,3 @@ def test_assembly_makes_the_same_numbers(name: str, dtype: Any, monkeypatch: pyt
             plain = expand.expand(format, *planes, shift, high_shift, np.dtype(np.float32), plain=True)
             found = expand.expand(format, *planes, shift, high_shift, dtype, plain=False)
             np.testing.assert_array_equal(found.astype(np.float32), np.asarray(plain))
-    ones = expand.ones(low, dtype, plain=False)
-    np.testing.assert_array_equal(ones.astype(np.float32), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxllm.pallas_kernels import RootMeanSquare
+from jaxllm.pallas_kernels import RootMeanSquare, Unsummed
 from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, grouped_few_rows, knows
 from jaxllm.pallas_kernels.gpu.float8 import from_e4m3, to_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
@@ -228,3 +229,15 @@ def test_a_sum_and_its_norm_are_the_same_at_once(dtype):
     exact = np.asarray(x + out, np.float64)
     exact *= np.asarray(norm.weight, np.float64) / np.sqrt((exact**2).mean(1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=1e-5 if dtype == jnp.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_parts_of_a_product_are_added_up_on_the_way(count):
+    random = np.random.default_rng()
+    x = jnp.asarray(random.standard_normal((3, 96)), jnp.bfloat16)
+    parts = jnp.asarray(random.standard_normal((count, 3, 96)), jnp.float32)
+    norm = RootMeanSquare(jnp.asarray(random.uniform(0.5, 2, 96), jnp.float32), 1e-5)
+    out = functools.reduce(jnp.add, parts).astype(x.dtype)  # one part after the other, then rounded as a product is
+    found = add_norm(x, Unsummed(parts), norm, interpret=INTERPRET)
+    for made, expected in zip(found, add_norm(x, out, norm, interpret=INTERPRET), strict=True):
+        np.testing.assert_array_equal(made, expected)
