@@ -28,8 +28,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from jaxllm.cli.settings import read_settings
-from jaxllm.config import ServeConfig, ServerConfig
+from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError, QueueFullError
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving.app import create_app, find_route
 from jaxllm.serving.http.errors import error_response, to_api_error
 from jaxllm.serving.http.multipart import FORM_OVERHEAD
