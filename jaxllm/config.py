@@ -123,6 +123,8 @@ class EngineConfig(SettingsGroup):
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many devices share each layer."""
+    multi_process: bool = False
+    """Give each of these devices a process of its own, on one machine; by default one process has all of them."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many engines of the model answer side by side, each in a process with devices or cores of its own."""
     enable_expert_parallel: bool = False
@@ -174,6 +176,30 @@ class EngineConfig(SettingsGroup):
             raise ValueError("kv_offload_memory is set, and enable_prefix_caching is false: nobody would look there")
         if self.kv_offload_memory is not None and self.in_group:
             raise ValueError("kv_offload_memory is set, and num_processes: each process would have to keep its part")
+        if self.kv_offload_memory is not None and self.multi_process:
+            raise ValueError("kv_offload_memory is set, and multi_process: each process would have to keep its part")
+        return self
+
+    @model_validator(mode="after")
+    def _processes_can_be_started(self) -> Self:
+        if not self.multi_process:
+            return self
+        if self.tensor_parallel_size == 1:
+            raise ValueError(
+                "multi_process is true, and tensor_parallel_size is 1, so that there would be one process: accepted "
+                "are 2 or more"
+            )
+        for name in ("num_processes", "process_id", "coordinator_address"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}, and multi_process is true, which sets it by itself")
+        if self.cluster not in ("auto", "off"):
+            raise ValueError(f"cluster is {self.cluster}, and multi_process is true: it starts the processes itself")
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size is {self.data_parallel_size}, and multi_process is true: it is for one engine"
+            )
+        if self.engine_process is False:
+            raise ValueError("engine_process is false, and multi_process is true: process 0 is the engine's own")
         return self
 
     @model_validator(mode="after")
