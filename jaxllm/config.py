@@ -317,6 +317,7 @@ SECTIONS = {
     "api_key": "Access",
     "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
     "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging", "monitor_port": "Monitoring",
+    "ray": "Ray",
 }  # fmt: skip
 """Field -> the section of --help and of docs/configuration.md that it and those after it are in; in their order."""
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.folders import user_folder
 from jaxllm.logs import LogFormat
-from jaxllm.setting_values import Bytes, Seconds, SettingsGroup, SomeOf, parse_prefix
+from jaxllm.setting_values import Bytes, Object, Seconds, SettingsGroup, SomeOf, parse_prefix
 
 DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
@@ -158,3 +158,20 @@ class ServerConfig(SettingsGroup):
     """Send OpenTelemetry's metrics of requests there, once a minute, as http://localhost:4318/v1/metrics."""
     vllm_metrics: bool = False
     """Export metrics under vLLM's names as well, so that its dashboards work."""
+
+    ray: bool = False
+    """Run whole servers of the model as replicas on Ray Serve, with Ray's proxy at host and port: docs/replicas.md."""
+    num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """How many servers run side by side on Ray (default 1); auto: as many as there are requests for."""
+    prefix_affinity: bool = False
+    """Send a prompt to the replica on Ray that has had the same beginning, by Ray's PrefixCacheAffinityRouter."""
+    replica_options: Object | None = None
+    """Ray's options of the replicas' deployment, as {"ray_actor_options": {"num_gpus": 1}}."""
+
+    @model_validator(mode="after")
+    def _replicas_are_on_ray(self) -> Self:
+        for name in ("num_replicas", "prefix_affinity", "replica_options"):
+            value = getattr(self, name)
+            if not self.ray and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is {value}, which changes nothing without ray")
+        return self

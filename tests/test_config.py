@@ -150,7 +150,7 @@ def test_a_switch_is_no_number(name):
         try:
             value = getattr(ServeConfig(**{name: switch}), name)
         except ValidationError as error:
-            assert "bool" not in kinds or name in ("log_prompts", "multi_process"), error
+            assert "bool" not in kinds or name in ("log_prompts", "multi_process", "prefix_affinity"), error
         else:
             assert value is switch and "bool" in kinds
 

@@ -92,6 +92,7 @@ SAMPLES: dict[str, Any] = {
     "allow_mcp_urls": True,
     "models": "/models.yaml", "model_directory": "/models", "max_loaded_models": 3, "model_ttl": 60.0,
     "model_memory": "1GiB",
+    "ray": True, "num_replicas": 3, "prefix_affinity": True, "replica_options": {"max_ongoing_requests": 9},
     "serve_any_model_name": True, "enable_force_include_usage": True,
 }  # fmt: skip
 
@@ -101,6 +102,7 @@ NEEDED = {
     "log_prompts": ("log_format",), "monitor_host": ("monitor_port",), "rate_limit_store": ("api_key_file",),
     "kv_offload_dir": ("kv_offload_memory",), "kv_offload_disk": ("kv_offload_memory", "kv_offload_dir"),
     "kv_transfer_config": ("kv_offload_memory",), "multi_process": ("tensor_parallel_size",),
+    **dict.fromkeys(("num_replicas", "prefix_affinity", "replica_options"), ("ray",)),
 }  # fmt: skip
 """Settings that change nothing without others."""
 
