@@ -63,7 +63,7 @@ OF_THE_PROXY = (
     "shutdown_timeout",
 )  # fmt: skip
 """Settings of a server that listens, and stops, by itself."""
-OF_A_GROUP = ("num_processes", "process_id", "coordinator_address")
+OF_A_GROUP = ("multi_process", "num_processes", "process_id", "coordinator_address")
 NAMESPACE, APPLICATION = "serve", "default"
 """What `serve run` calls them, so that Ray's other commands find ours too."""
 

@@ -331,6 +331,7 @@ def test_requests_end_before_the_application_does(two: Fleet) -> None:
         ({"max_model_len": "many"}, "max_model_len is 'many'"),
         ({"port": "9000"}, "port is 9000, and Ray's proxy listens here"),
         ({"num_processes": 2, "process_id": 0}, "num_processes is 2; a replica on Ray is one process"),
+        ({"multi_process": True, "tensor_parallel_size": 2}, "multi_process is True; a replica on Ray is one process"),
         ({"num_replicas": "0"}, "num_replicas is '0'"),
         ({"replica_options": '{"num_gpus": 1}'}, "replica_options is {'num_gpus': 1}: "),
         ({"ray": "false"}, "ray is False, and this is the application that runs on Ray"),
