@@ -266,8 +266,10 @@ def join_processes(
     """Make this process the `number`th of `count` for JAX. Raises RuntimeError where the coordinator is not reached.
 
     SIGTERM stays the program's own, which JAX's preemption service would take. The compile cache works in every process
-    and has the same keys in all: JAX would let the first alone write, and on a CPU tell the processes apart.
+    and has the same keys in all: JAX would let the first alone write, and on a CPU tell the processes apart. There each
+    has as many virtual devices as it is to use, whatever JAX_NUM_CPU_DEVICES says of a process that is alone.
     """
+    jax.config.update("jax_num_cpu_devices", len(devices))
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(

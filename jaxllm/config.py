@@ -10,13 +10,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
 from jaxllm.kv_transfer_config import KVTransferConfig
-from jaxllm.logs import LogFormat
+from jaxllm.server_config import ServerConfig
 from jaxllm.setting_values import (
     Bytes,
     Isq,
     IsqOrNone,
     Object,
-    Seconds,
     SettingsGroup,
     Sizes,
     SomeOf,
@@ -25,13 +24,11 @@ from jaxllm.setting_values import (
     parse_named_paths,
     parse_object,
     parse_pairs,
-    parse_prefix,
 )
 from jaxllm.speculative_config import SpeculativeConfig
 from jaxllm.wording import did_you_mean, wrong_setting
 
 CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache")
-DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
 CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
 """The environment variable that forces an instruction set of the C++ kernels. It is no setting of a deployment."""
@@ -126,6 +123,8 @@ class EngineConfig(SettingsGroup):
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many devices share each layer."""
+    multi_process: bool = False
+    """Give each of these devices a process of its own, on one machine; by default one process has all of them."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many engines of the model answer side by side, each in a process with devices or cores of its own."""
     enable_expert_parallel: bool = False
@@ -177,6 +176,30 @@ class EngineConfig(SettingsGroup):
             raise ValueError("kv_offload_memory is set, and enable_prefix_caching is false: nobody would look there")
         if self.kv_offload_memory is not None and self.in_group:
             raise ValueError("kv_offload_memory is set, and num_processes: each process would have to keep its part")
+        if self.kv_offload_memory is not None and self.multi_process:
+            raise ValueError("kv_offload_memory is set, and multi_process: each process would have to keep its part")
+        return self
+
+    @model_validator(mode="after")
+    def _processes_can_be_started(self) -> Self:
+        if not self.multi_process:
+            return self
+        if self.tensor_parallel_size == 1:
+            raise ValueError(
+                "multi_process is true, and tensor_parallel_size is 1, so that there would be one process: accepted "
+                "are 2 or more"
+            )
+        for name in ("num_processes", "process_id", "coordinator_address"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}, and multi_process is true, which sets it by itself")
+        if self.cluster not in ("auto", "off"):
+            raise ValueError(f"cluster is {self.cluster}, and multi_process is true: it starts the processes itself")
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size is {self.data_parallel_size}, and multi_process is true: it is for one engine"
+            )
+        if self.engine_process is False:
+            raise ValueError("engine_process is false, and multi_process is true: process 0 is the engine's own")
         return self
 
     @model_validator(mode="after")
@@ -261,152 +284,6 @@ class ModelConfig(EngineConfig):
         return comma_separated(self.served_model_name) or [self.model]
 
 
-class ServerConfig(SettingsGroup):
-    """What belongs to the HTTP server, whatever models it serves."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port to listen on; 0 takes a free one and prints it."""
-    uds: Path | None = None
-    """A Unix domain socket to listen on, instead of host and port."""
-    root_path: Annotated[str | None, BeforeValidator(parse_prefix)] = None
-    """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
-    web: bool = True
-    """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""
-    max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
-    """Largest request body, as 16MiB; larger ones get 413."""
-    sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0
-    """Seconds of silence after which a stream sends a keep-alive comment."""
-    lameduck: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds after Ctrl-C or SIGTERM in which /ready is 503, for load balancers, and requests are still answered."""
-    shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0
-    """Seconds that running requests get to finish after Ctrl-C or SIGTERM, and after the lame-duck period."""
-
-    api_key: SomeOf | None = None
-    """Clients must send it as a bearer token; several are separated by commas."""
-    api_key_file: Path | None = None
-    """A YAML file of named keys, each with what it may do: see docs/keys.md. SIGHUP has it read again."""
-    rate_limit_store: str | None = None
-    """Where the keys' limits a minute are counted, as redis://HOST:PORT/0 (default: in this process, for it alone)."""
-    audit_log: Path | None = None
-    """A file that gets a line of JSON for each request: which key, from where, route, model, status, id; no text."""
-    ssl_certfile: Path | None = None
-    """Speak TLS with this certificate, followed by those that lead to a known one. SIGHUP has it read again."""
-    ssl_keyfile: Path | None = None
-    """The certificate's key (default: in the certificate's file)."""
-    ssl_ca_certs: Path | None = None
-    """Certificates that those of clients must lead to."""
-    ssl_cert_reqs: Literal[0, 1, 2] = 0
-    """Whether clients need a certificate of their own: 0 no, 1 it is checked where they send one, 2 yes."""
-    allowed_origins: str | None = None
-    """Origins that may call from a browser (CORS), separated by commas; * for all."""
-    allowed_hosts: str | None = None
-    """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
-
-    @property
-    def asks_for_key(self) -> bool:
-        """Whether requests need an API key, also where a file of keys holds none yet."""
-        return self.api_key is not None or self.api_key_file is not None
-
-    @model_validator(mode="after")
-    def _one_address(self) -> Self:
-        given = sorted({"host", "port"} & self.model_fields_set)
-        if self.uds is not None and given:
-            raise ValueError(f"uds and {given[0]} exclude each other: the server listens on a file or on an address")
-        return self
-
-    serve_any_model_name: bool = False
-    """Answer requests that ask for any other model too, by the name that they ask for."""
-    unknown_fields: Literal["refuse", "warn"] = "refuse"
-    """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
-    enable_force_include_usage: bool = False
-    """Send the usage at the end of every stream of chat and text completions, and what it is so far in every chunk."""
-
-    models: Path | None = None
-    """A YAML file of several models to serve, each with settings of its own: see docs/several-models.md."""
-    model_directory: Path | None = None
-    """A folder of models to serve: every .gguf file, and every folder with a config.json, under its own name."""
-    max_loaded_models: Annotated[int, Field(ge=1)] | None = None
-    """How many of several models may be loaded at once (default 1; with model_memory as many as fit into that)."""
-    model_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes that several models may take together, as 24GiB: of each GPU, or of the host where they run on the CPU."""
-    model_ttl: Annotated[float, Field(gt=0)] | None = None
-    """Seconds without a request after which one of several models is unloaded (default: never)."""
-
-    @property
-    def most_loaded_models(self) -> int | None:
-        """How many of several models may be loaded at once; None is any number."""
-        return 1 if self.max_loaded_models is None and self.model_memory is None else self.max_loaded_models
-
-    mcp_config: Path | None = None
-    """A file of MCP tool servers to start with this one (default: none, also where ./mcp.json exists)."""
-    mcp_inject: bool = True
-    """Offer the MCP servers' tools to chats and responses that bring no tools of their own."""
-    mcp_result_limit: Annotated[int, Field(ge=100)] = 20_000
-    """Characters of an MCP tool's result that are passed on; what is beyond is cut."""
-    mcp_max_turns: Annotated[int, Field(ge=1)] = 10
-    """Most answers of the model in one chat whose MCP tools the server runs; the last may call none."""
-    mcp_max_calls: Annotated[int, Field(ge=1)] = 32
-    """Most MCP tools that the server runs in one chat or response."""
-    allow_mcp_urls: bool = False
-    """Let responses bring MCP servers of their own by server_url: https, at public addresses."""
-
-    data_dir: Path = DATA_DIR
-    """Where uploaded files, batches, stored responses and conversations are kept."""
-    database_url: str | None = None
-    """SQLAlchemy URL of the database of stored objects (default jaxllm.db in data_dir), as postgresql://…"""
-    store_retention: Annotated[Seconds, Field(gt=0)] | None = None
-    """Stored responses, conversations, files and ended batches are deleted after this time, as 30d (default: never)."""
-    max_file_size: Annotated[Bytes, Field(gt=0)] = 512 * 2**20
-    """Largest file that may be uploaded to /v1/files, as 512MiB; larger ones get 413."""
-    max_batch_concurrency: Annotated[int, Field(ge=1)] | None = None
-    """Sequences of batches that run at once (default seven eighths of max_num_seqs: the rest is for everyone else)."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """How much is logged."""
-    log_format: LogFormat = "text"
-    """text is for people; json writes one JSON object a line, of the engines' processes too, and a line a request."""
-    enable_request_logging: bool | None = None
-    """Log one line a request: times and tokens, no prompt (default: yes with log_format json, else no)."""
-    log_prompts: bool = False
-    """Put prompts and answers into the request lines of log_format json, and into traces: they may hold secrets."""
-
-    @property
-    def sends_telemetry(self) -> bool:
-        """Whether anything is sent to a collector of OpenTelemetry's."""
-        return self.otlp_traces_endpoint is not None or self.otlp_metrics_endpoint is not None
-
-    @property
-    def logs_requests(self) -> bool:
-        """Whether there is a line of the log for each request."""
-        return self.log_format == "json" if self.enable_request_logging is None else self.enable_request_logging
-
-    @model_validator(mode="after")
-    def _nothing_is_set_in_vain(self) -> Self:
-        lines = self.log_format == "json" and self.logs_requests
-        if self.log_prompts and not (lines or self.otlp_traces_endpoint):
-            raise ValueError(
-                "log_prompts is true, but no request is logged as JSON (log_format, enable_request_logging), "
-                "and no trace is sent (otlp_traces_endpoint)"
-            )
-        for name, needed in (("monitor_host", "monitor_port"), ("rate_limit_store", "api_key_file")):
-            if name in self.model_fields_set and getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ValueError(f"{name} is {getattr(self, name)}, which changes nothing without {needed}")
-        return self
-
-    monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """A port of its own for metrics, probes and /debug/, which looks into the processes; 0 takes a free one."""
-    monitor_host: str = "127.0.0.1"
-    """Address of monitor_port, which asks for no key: whoever reaches it sees what the server does."""
-    otlp_traces_endpoint: str | None = None
-    """Send a trace of each request to this collector, by OTLP over HTTP, as http://localhost:4318/v1/traces."""
-    otlp_metrics_endpoint: str | None = None
-    """Send OpenTelemetry's metrics of requests there, once a minute, as http://localhost:4318/v1/metrics."""
-    vllm_metrics: bool = False
-    """Export metrics under vLLM's names as well, so that its dashboards work."""
-
-
 class ServeConfig(ServerConfig, ModelConfig):
     """A server and its model, side by side as flags, variables and flat YAML files give them."""
 
@@ -440,6 +317,7 @@ SECTIONS = {
     "api_key": "Access",
     "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
     "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging", "monitor_port": "Monitoring",
+    "ray": "Ray",
 }  # fmt: skip
 """Field -> the section of --help and of docs/configuration.md that it and those after it are in; in their order."""
 

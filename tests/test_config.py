@@ -8,8 +8,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from jaxllm.config import EngineConfig, ModelConfig, ServeConfig, ServerConfig, make_config
+from jaxllm.config import EngineConfig, ModelConfig, ServeConfig, make_config
 from jaxllm.errors import ConfigError
+from jaxllm.server_config import ServerConfig
 from jaxllm.wording import did_you_mean
 
 
@@ -92,6 +93,24 @@ def test_the_server_takes_the_engines_settings_too():
         make_config(EngineConfig, port=0)
 
 
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({}, "multi_process is true, and tensor_parallel_size is 1, so that there would be one process: accepted are "),
+        ({"tensor_parallel_size": 2, "num_processes": 2}, "num_processes is 2, and multi_process is true, which sets "),
+        ({"tensor_parallel_size": 2, "process_id": 0}, "process_id is 0, and multi_process is true, which sets "),
+        ({"tensor_parallel_size": 2, "cluster": "ompi"}, "cluster is ompi, and multi_process is true: it starts "),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size is 2, and multi_process is true: "),
+        ({"tensor_parallel_size": 2, "engine_process": False}, "engine_process is false, and multi_process is true: "),
+        ({"tensor_parallel_size": 2, "kv_offload_memory": "1GiB"}, "kv_offload_memory is set, and multi_process: "),
+    ],
+)
+def test_processes_are_started_only_where_they_make_sense(others, said):
+    with pytest.raises(ConfigError) as error:
+        make_config(EngineConfig, multi_process=True, **others)
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
 def test_settings_do_not_change_after_they_are_made():
     with pytest.raises(ValueError, match="frozen"):
         EngineConfig().seed = 3  # type: ignore[misc]
@@ -131,7 +150,7 @@ def test_a_switch_is_no_number(name):
         try:
             value = getattr(ServeConfig(**{name: switch}), name)
         except ValidationError as error:
-            assert "bool" not in kinds or name == "log_prompts", error
+            assert "bool" not in kinds or name in ("log_prompts", "multi_process", "prefix_affinity"), error
         else:
             assert value is switch and "bool" in kinds
 

@@ -18,7 +18,8 @@ import yaml
 
 from jaxllm.cli.main import app
 from jaxllm.cli.settings import read_settings
-from jaxllm.config import ServeConfig, ServerConfig
+from jaxllm.config import ServeConfig
+from jaxllm.server_config import ServerConfig
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 CHART = DEPLOY / "helm" / "jaxllm"

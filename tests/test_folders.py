@@ -36,7 +36,8 @@ def nowhere(self):
     raise RuntimeError("Could not determine home directory.")
 pathlib.Path.expanduser = nowhere
 import jaxllm
-from jaxllm.config import CACHE_DIR, DATA_DIR
+from jaxllm.config import CACHE_DIR
+from jaxllm.server_config import DATA_DIR
 from jaxllm.text.tokenizer import Tokenizer
 print(CACHE_DIR, DATA_DIR)
 """

@@ -331,8 +331,11 @@ def test_requests_end_before_the_application_does(two: Fleet) -> None:
         ({"max_model_len": "many"}, "max_model_len is 'many'"),
         ({"port": "9000"}, "port is 9000, and Ray's proxy listens here"),
         ({"num_processes": 2, "process_id": 0}, "num_processes is 2; a replica on Ray is one process"),
+        ({"multi_process": True, "tensor_parallel_size": 2}, "multi_process is True; a replica on Ray is one process"),
         ({"num_replicas": "0"}, "num_replicas is '0'"),
         ({"replica_options": '{"num_gpus": 1}'}, "replica_options is {'num_gpus': 1}: "),
+        ({"ray": "false"}, "ray is False, and this is the application that runs on Ray"),
+        ({"lameduck": "3"}, "lameduck is 3.0, and Ray's proxy listens here"),
         ({"replica_options": {"autoscaling_config": {"max_replicas": 0}}}, "replica_options is "),
         ({"num_replicas": 2, "replica_options": {"num_replicas": 2}}, "num_replicas is in replica_options"),
     ],
@@ -344,6 +347,55 @@ def test_what_is_wrong_is_said_before_anything_starts(arguments: dict[str, Any],
         app(arguments)
     assert re.match(re.escape(message), str(refused.value)), refused.value
     assert "\n" not in str(refused.value)
+
+
+def test_our_own_command_starts_the_same(tmp_path: Path, model: Path) -> None:
+    """It ends with its requests; what `serve run` has open it cuts off."""
+    llm = LLM(str(model), enforce_eager=True, **FIELDS)
+    params = SamplingParams(temperature=0, max_tokens=190, ignore_eos=True)
+    expected = llm.generate(["The last words"], params, use_tqdm=False)[0].outputs[0].text
+    llm.shutdown()
+    port, log = free_port(), tmp_path / "serve.log"
+    own = {
+        "port": port, "served_model_name": "tiny", "num_replicas": 1, "data_dir": tmp_path / "data",
+        "compile_cache_dir": os.environ["TESTS_COMPILE_CACHE"],
+        "replica_options": '{"graceful_shutdown_timeout_s": 30}',
+    }  # fmt: skip
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (FIELDS | own).items()]
+    command = [sys.executable, "-m", "jaxllm", "serve", str(model), "--ray", *flags]
+    with cluster(tmp_path) as (ray, address), log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment() | {"RAY_ADDRESS": address})
+        try:
+            wait_for(lambda: _is_ready(process, port, log), START_SECONDS)
+            started = Fleet(ray, address, port)
+            family = [*started.replicas(), *started.actors("RayFront")]
+            family += [child for one in family for child in one.children()]
+            begun = threading.Semaphore(0)
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(started.stream, "The last words", begun=begun)
+                assert begun.acquire(timeout=REQUEST_SECONDS)
+                process.send_signal(signal.SIGTERM)
+                assert asked.result() == (expected, None)
+            assert process.wait(60) == 0
+            _, left = psutil.wait_procs(family, 20)
+            assert not left
+        except BaseException:
+            print(log.read_text()[-8000:])
+            raise
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_our_own_command_says_in_a_line_why_no_replica_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jaxllm", "serve", str(tmp_path / "nothing"), "--ray", f"--port={free_port()}"]
+    with cluster(tmp_path) as (_, address):
+        ended = subprocess.run(
+            command, env=environment() | {"RAY_ADDRESS": address}, capture_output=True, text=True, timeout=START_SECONDS
+        )
+    assert ended.returncode == 2
+    said = ended.stderr.strip().splitlines()[-1]
+    assert said.startswith("jaxllm: error: Ray could not start the replicas: ") and str(tmp_path / "nothing") in said
 
 
 def test_settings_come_from_variables_and_a_file_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

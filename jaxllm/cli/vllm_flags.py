@@ -41,6 +41,7 @@ ALWAYS_SO: Mapping[str, str] = {
 _CODE = "it would run code that came with a model or from a file"
 _ONE_WAY = "the devices of a model share each layer; see --tensor-parallel-size"
 _STARTED = "mpirun, Slurm or Kubernetes start the processes: see docs/scale.md and --coordinator-address"
+_EXECUTOR = "see --multi-process for a process for each GPU of a machine, docs/scale.md for several machines, and --ray"
 _NO_MEDIA = "models are served for text only"
 _READ = "it is read from the checkpoint"
 _COMPILED = "steps are compiled by XLA; see --enforce-eager, --decode-buckets and --prefill-buckets"
@@ -66,7 +67,7 @@ REFUSED: Mapping[str, str] = {
     "-O": _COMPILED,
     "--pipeline-parallel-size": _ONE_WAY,
     "-pp": _ONE_WAY,
-    "--distributed-executor-backend": _STARTED,
+    "--distributed-executor-backend": _EXECUTOR,
     "--master-addr": _STARTED,
     "--master-port": _STARTED,
     "--api-server-count": "one process answers all requests",

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.config import ServerConfig
 from jaxllm.mcp.problems import CLOSED, Problem
 from jaxllm.mcp.results import failure
 from jaxllm.mcp.server import ToolServer
 from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.tools import ServerTool, ToolResult
+from jaxllm.server_config import ServerConfig
 
 RESULT_LIMIT: int = ServerConfig.model_fields["mcp_result_limit"].default
 STARTING_SECONDS = 3.0

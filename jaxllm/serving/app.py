@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from jaxllm.config import ServerConfig
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving import health, key_usage, llama_cpp, lora, sagemaker, server_info, sleeping, training
 from jaxllm.serving.access.audit import Audited
 from jaxllm.serving.access.usage_store import UsageStore

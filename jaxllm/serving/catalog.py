@@ -17,7 +17,7 @@ from jaxllm.weights.gguf_parts import gguf_models, whole_name
 from jaxllm.wording import did_you_mean
 from jaxllm.yaml_file import read_mapping
 
-PLACE = ("num_processes", "process_id", "coordinator_address", "cluster", "cluster_secret")
+PLACE = ("multi_process", "num_processes", "process_id", "coordinator_address", "cluster", "cluster_secret")
 MODELS = "models"
 """The key of a list of entries; without it the file's keys are the models' names."""
 
@@ -69,6 +69,8 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
         )
     if config.in_group:
         raise ConfigError(f"num_processes is {config.num_processes}: several processes are for a server of one model")
+    if config.multi_process:
+        raise ConfigError("multi_process is true: several processes are for a server of one model")
     if config.engine_process is False:
         raise ConfigError("engine_process is False: with several models each engine has a process of its own")
     given = {name: getattr(config, name) for name in ModelConfig.model_fields if name in config.model_fields_set}

@@ -19,11 +19,12 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from jaxllm import logs, own_process
-from jaxllm.config import ServeConfig, ServerConfig
+from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.folders import in_home, unwritable
 from jaxllm.logs import LogSettings
 from jaxllm.mcp.config_file import find_settings
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving.access.api_key import read_keys
 from jaxllm.serving.access.audit import AuditLog
 from jaxllm.serving.access.rate_limits import RateLimits

@@ -40,9 +40,10 @@ class EngineModel:
     """An engine of this process, asked as a chat request asks the server, without HTTP."""
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
-        from jaxllm.config import EngineConfig, ModelConfig, ServerConfig
+        from jaxllm.config import EngineConfig, ModelConfig
         from jaxllm.engine.front.async_llm import AsyncLLM
         from jaxllm.mcp.config_file import OFF
+        from jaxllm.server_config import ServerConfig
         from jaxllm.serving.loadable import LoadableModel
         from jaxllm.serving.registry import Registry
         from jaxllm.serving.served_model import ServedModel

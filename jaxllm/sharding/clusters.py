@@ -65,6 +65,7 @@ def settled(config: Config, *, looks: bool = False, variables: Variables = os.en
     """`config` with its place in the group said in full, or as it is where the process is alone.
 
     With `looks`, `auto` asks the environment; without it only a cluster that is named, or the settings, make a group.
+    With multi_process the place is not known yet: the engine's own process is going to start the others.
 
     Raises:
         ConfigError: a part of the place is missing, or contradicts the others.
@@ -81,6 +82,13 @@ def settled(config: Config, *, looks: bool = False, variables: Variables = os.en
             raise ConfigError(f"cluster is {config.cluster!r}, but {launcher.total} and {launcher.number} are not set")
     elif config.cluster == "auto" and looks and config.num_processes is None:
         found = next((told for told in (_told_by(one, variables) for one in LAUNCHERS.values()) if told), {})
+    if config.multi_process:
+        if found.get("num_processes", 1) != 1:
+            raise ConfigError(
+                f"multi_process is true, but this is process {found['process_id']} of {found['num_processes']} that "
+                "were started together: leave it out, or set cluster to off where each is to have an engine of its own"
+            )
+        return config.model_copy(update={"engine_process": True})
     stated = {name: value for name in _FIELDS if (value := getattr(config, name)) is not None}
     place = found | stated
     if place.get("num_processes", 1) == 1:

@@ -73,7 +73,7 @@ def test_help_is_grouped(cli) -> None:
     panels = re.split(r"^╭─ (\w+) ─", out, flags=re.MULTILINE)[1:]
     shown = dict(zip(panels[::2], panels[1::2], strict=True))
     engine = ["Model", "Quantization", "Scheduling", "Memory", "Parallelism", "Execution"]
-    assert list(shown) == ["Command", *engine, "Server", "Access", "API", "Storage", "Logging", "Monitoring"]
+    assert list(shown) == ["Command", *engine, "Server", "Access", "API", "Storage", "Logging", "Monitoring", "Ray"]
     for flag, title in (("max-num-seqs", "Scheduling"), ("port", "Server"), ("score-method", "API")):
         assert [name for name, panel in shown.items() if re.search(rf"--{flag}\b", panel)] == [title]
     generate = re.findall(r"^╭─ (\w+) ─", cli("generate", "--help-all").out, flags=re.MULTILINE)

@@ -61,7 +61,8 @@ SAMPLES: dict[str, Any] = {
     "kv_cache_dtype": "fp8", "max_num_waiting": 9, "decode_steps": 2, "cpu_kernels": "off",
     "speculative_config": {"num_speculative_tokens": 2, "prompt_lookup_max": 4},
     "enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_cpu_loras": 5, "lora_modules": "sql=/a,poems=/b",
-    "tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True, "block_size": 32,
+    "tensor_parallel_size": 2, "multi_process": True, "data_parallel_size": 2, "enable_expert_parallel": True,
+    "block_size": 32,
     "num_processes": 2, "process_id": 1, "coordinator_address": "10.0.0.1:8476", "cluster": "lws",
     "cluster_secret": "s",
     "gpu_memory_utilization": 0.5,
@@ -91,6 +92,7 @@ SAMPLES: dict[str, Any] = {
     "allow_mcp_urls": True,
     "models": "/models.yaml", "model_directory": "/models", "max_loaded_models": 3, "model_ttl": 60.0,
     "model_memory": "1GiB",
+    "ray": True, "num_replicas": 3, "prefix_affinity": True, "replica_options": {"max_ongoing_requests": 9},
     "serve_any_model_name": True, "enable_force_include_usage": True,
 }  # fmt: skip
 
@@ -99,7 +101,8 @@ NEEDED = {
     **dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras"), ("enable_lora",)),
     "log_prompts": ("log_format",), "monitor_host": ("monitor_port",), "rate_limit_store": ("api_key_file",),
     "kv_offload_dir": ("kv_offload_memory",), "kv_offload_disk": ("kv_offload_memory", "kv_offload_dir"),
-    "kv_transfer_config": ("kv_offload_memory",),
+    "kv_transfer_config": ("kv_offload_memory",), "multi_process": ("tensor_parallel_size",),
+    **dict.fromkeys(("num_replicas", "prefix_affinity", "replica_options"), ("ray",)),
 }  # fmt: skip
 """Settings that change nothing without others."""
 

@@ -77,6 +77,13 @@ def test_one_process_is_no_group(variables: dict[str, str]) -> None:
     assert place(variables) == (None, None, None)
 
 
+def test_an_engine_that_starts_the_others_has_a_process_of_its_own() -> None:
+    config = EngineConfig(tensor_parallel_size=2, multi_process=True)
+    for variables, looks in (({}, True), (OMPI, False)):
+        found = settled(config, looks=looks, variables=variables)
+        assert found.engine_process and found.multi_process and not found.in_group
+
+
 @pytest.mark.parametrize(
     ("variables", "fields", "said"),
     [
@@ -93,6 +100,7 @@ def test_one_process_is_no_group(variables: dict[str, str]) -> None:
         ),
         (OMPI, {"data_parallel_size": 2}, "data_parallel_size is 2, but num_processes is 2"),
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {}, "num_processes is 2, but coordinator_address is missing"),
+        (OMPI, {"multi_process": True}, "multi_process is true, but this is process 1 of 2 that were started together"),
         ({}, {"cluster": "mpi4py"}, "cluster is 'mpi4py', which needs the package mpi4py"),
     ],
 )

@@ -299,7 +299,7 @@ class AsyncLLM(Controls):
 
 
 def _can_sleep(config: EngineConfig) -> bool:
-    return bool(config.engine_process) and os.name == "posix" and not settled(config).in_group
+    return bool(config.engine_process) and os.name == "posix" and not (config.multi_process or settled(config).in_group)
 
 
 def open_streams(

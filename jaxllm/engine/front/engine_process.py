@@ -235,6 +235,12 @@ class FrontDoor:
         """The process leads others, which are to end in order with it."""
         self.leader = group.leader
 
+    def fail_to_gather(self, kind: str, message: str) -> None:
+        """Another process of the group has ended. Its Leader says so, and why, once there is one."""
+        if self.leader is None:
+            self.send(Failed(kind, message))
+            leave(message, 1)
+
     def end_group(self, reason: str) -> NoReturn:
         """The group is over, and this process with it. Any thread may call this."""
         self.send(Failed(EngineDeadError.__name__, reason))
@@ -266,12 +272,17 @@ class Surroundings:
 
 def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: Surroundings) -> None:
     """Build the engine, then turn its loop over until the process is ended."""
-    logs.configure(log, process_name(config, around.share))
+    name = process_name(config, around.share)
+    logs.configure(log, name)
     front_door = FrontDoor(pipe)
     file = None if around.kept_in is None else open(around.kept_in, "r+b")  # noqa: SIM115  until the process ends
     try:
         if around.share is not None:
-            around.share.take(config)
+            around.share.take(config.tensor_parallel_size)
+        if config.multi_process:
+            from jaxllm.engine.front.local_group import start_followers
+
+            config = start_followers(config, name, front_door.fail_to_gather)
         from jaxllm.compat import under_own_settings  # JAX comes with it, which the front door can do without
         from jaxllm.engine.device.kept_weights import Kept
         from jaxllm.engine.start.build import build_core

@@ -1,4 +1,4 @@
-"""The part of a machine that one of several engines has to itself."""
+"""The part of a machine that one of several processes has to itself: an engine, or one of those that share a model."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import os
 from dataclasses import dataclass
 
 from jaxllm import machine
-from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import nvidia
 
 
 @dataclass(frozen=True)
 class Share:
-    """Part `number` of `count`, which are numbered from 0."""
+    """Part `number` of `count`, which are numbered from 0; `setting` says that there are so many."""
 
     number: int
     count: int
+    setting: str = "data_parallel_size"
 
-    def take(self, config: EngineConfig) -> None:
+    def take(self, each: int) -> None:
         """Keep this process to its part of the GPUs, or without any to its part of the cores; before JAX is imported.
+
+        Args:
+            each: GPUs that a part has.
 
         Raises:
             ConfigError: there are too few of them, or devices of another kind, which one process takes whole.
@@ -27,20 +30,20 @@ class Share:
         chosen = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
         if chosen not in ("", "cpu", "cuda", "gpu"):
             raise ConfigError(
-                f"data_parallel_size is {self.count}, and JAX_PLATFORMS is {chosen}: several engines are for NVIDIA's "
-                "GPUs and for CPUs"
+                f"{self.setting} is {self.count}, and JAX_PLATFORMS is {chosen}: processes that share a machine are "
+                "for NVIDIA's GPUs and for CPUs"
             )
         cards = nvidia.cards() if chosen != "cpu" and nvidia.installed_cuda() is not None else []
         if cards:
-            self._take_gpus(len(cards), config.tensor_parallel_size)
+            self._take_gpus(len(cards), each)
         else:
             self._take_cores()
 
     def _take_gpus(self, there: int, each: int) -> None:
         if there < self.count * each:
             raise ConfigError(
-                f"data_parallel_size is {self.count} with tensor_parallel_size {each}: that takes {self.count * each} "
-                f"GPUs, and there are {there}"
+                f"{self.setting} is {self.count}, and each process has {each} of the GPUs: there are {there}, and it "
+                f"takes {self.count * each}"
             )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(there)))
         mine = visible.split(",")[self.number * each : (self.number + 1) * each]
@@ -53,7 +56,7 @@ class Share:
         allowed = sorted(os.sched_getaffinity(0))
         if len(allowed) < self.count:
             raise ConfigError(
-                f"data_parallel_size is {self.count}: each engine needs a core of its own, and there are {len(allowed)}"
+                f"{self.setting} is {self.count}: each process needs a core of its own, and there are {len(allowed)}"
             )
         first, end = (len(allowed) * at // self.count for at in (self.number, self.number + 1))
         os.sched_setaffinity(0, allowed[first:end])

@@ -46,9 +46,10 @@ def compile_ahead(
         OSError: the folder cannot be written.
         ValueError: these are not the executables that were expected.
     """
-    if settled(config).in_group:
+    if config.multi_process or settled(config).in_group:
+        setting = "multi_process is true" if config.multi_process else f"num_processes is {config.num_processes}"
         raise ConfigError(
-            f"num_processes is {config.num_processes}: executables are made ahead for one process; several "
+            f"{setting}: executables are made ahead for one process; several "
             "keep theirs in compile_cache_dir by their first start"
         )
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)

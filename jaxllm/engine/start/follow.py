@@ -34,10 +34,12 @@ def follow(
     config: EngineConfig,
     on_group: Callable[[Group], None] = lambda group: None,
     on_ready: Callable[[], None] = lambda: None,
+    end: Callable[[str], NoReturn] = die,
 ) -> NoReturn:
     """Follow process 0 until it ends the group; the process ends with it.
 
-    `on_group` is called when all processes have come, `on_ready` when this one can run steps.
+    `on_group` is called when all processes have come, `on_ready` when this one can run steps, and `end` with a reason
+    where the group is over for one: it ends the process, in any thread.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: what is wrong before the processes have joined.
@@ -46,7 +48,7 @@ def follow(
     path = find_model(config, clock)
     with reading_ahead(path):
         checkpoint = open_model(config, path)
-        group = join_group(config, path, die)
+        group = join_group(config, path, end)
         on_group(group)
         assert isinstance(group.hold, Follower)
         try:
@@ -63,18 +65,18 @@ def follow(
             stage.executables.announce_end()
             reason = group.hold.follow(device)
         except EngineDeadError as error:
-            die(str(error))
+            end(str(error))
         except Exception as error:
-            _fail(group.hold, error)
+            end(_failure(group.hold, error))
     if reason:
-        die(reason)
+        end(reason)
     compat.leave_processes()
     logger.info("process 0 has ended the group")
     leave(0)
 
 
-def _fail(hold: Follower, error: Exception) -> NoReturn:
-    """What kept this process from going on is told to process 0, which tells the requests."""
+def _failure(hold: Follower, error: Exception) -> str:
+    """What kept this process from going on, once process 0 has been told, which tells the requests."""
     said = str(error) if isinstance(error, JaxLLMError) else f"{type(error).__name__}: {one_line(error)}"
     if not isinstance(error, ConfigError):
         logger.error("this process cannot go on", exc_info=error)
@@ -82,4 +84,4 @@ def _fail(hold: Follower, error: Exception) -> NoReturn:
         hold.fail(said)
     except EngineDeadError:
         said += "; process 0 is gone too"
-    die(said)
+    return said

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Collection
 from datetime import UTC, datetime
 
-from jaxllm.config import ServerConfig
 from jaxllm.errors import ConfigError
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving.access.api_key import ApiKey, digest_of, read_keys
 from jaxllm.serving.access.tenant import OTHERS, Tenant
 from jaxllm.serving.http.api_error import APIError

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from jaxllm.config import ServerConfig
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.http.origins import LOCAL_NAMES, OriginGuard
 from jaxllm.serving.listener import address, bind

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.config import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.requests.outputs import WeightVersionSpan
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.conversation import naming
 from jaxllm.serving.generation import Step, note_version

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import Request, Response
 from msgspec import UNSET
 
-from jaxllm.config import ServerConfig
 from jaxllm.errors import Field
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream
 from jaxllm.serving.conversation import Conversation, Tool
 from jaxllm.serving.http.json_response import json_response

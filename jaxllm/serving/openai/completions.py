@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.config import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
 from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.constraints import compiled
 from jaxllm.serving.generation import Choice, Generation, Prompt, Step, note_version

@@ -1,0 +1,177 @@
+"""The settings of the HTTP server itself, whatever models it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from jaxllm.folders import user_folder
+from jaxllm.logs import LogFormat
+from jaxllm.setting_values import Bytes, Object, Seconds, SettingsGroup, SomeOf, parse_prefix
+
+DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
+
+
+class ServerConfig(SettingsGroup):
+    """What belongs to the HTTP server, whatever models it serves."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    uds: Path | None = None
+    """A Unix domain socket to listen on, instead of host and port."""
+    root_path: Annotated[str | None, BeforeValidator(parse_prefix)] = None
+    """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
+    web: bool = True
+    """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""
+    max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
+    """Largest request body, as 16MiB; larger ones get 413."""
+    sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0
+    """Seconds of silence after which a stream sends a keep-alive comment."""
+    lameduck: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds after Ctrl-C or SIGTERM in which /ready is 503, for load balancers, and requests are still answered."""
+    shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0
+    """Seconds that running requests get to finish after Ctrl-C or SIGTERM, and after the lame-duck period."""
+
+    api_key: SomeOf | None = None
+    """Clients must send it as a bearer token; several are separated by commas."""
+    api_key_file: Path | None = None
+    """A YAML file of named keys, each with what it may do: see docs/keys.md. SIGHUP has it read again."""
+    rate_limit_store: str | None = None
+    """Where the keys' limits a minute are counted, as redis://HOST:PORT/0 (default: in this process, for it alone)."""
+    audit_log: Path | None = None
+    """A file that gets a line of JSON for each request: which key, from where, route, model, status, id; no text."""
+    ssl_certfile: Path | None = None
+    """Speak TLS with this certificate, followed by those that lead to a known one. SIGHUP has it read again."""
+    ssl_keyfile: Path | None = None
+    """The certificate's key (default: in the certificate's file)."""
+    ssl_ca_certs: Path | None = None
+    """Certificates that those of clients must lead to."""
+    ssl_cert_reqs: Literal[0, 1, 2] = 0
+    """Whether clients need a certificate of their own: 0 no, 1 it is checked where they send one, 2 yes."""
+    allowed_origins: str | None = None
+    """Origins that may call from a browser (CORS), separated by commas; * for all."""
+    allowed_hosts: str | None = None
+    """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether requests need an API key, also where a file of keys holds none yet."""
+        return self.api_key is not None or self.api_key_file is not None
+
+    @model_validator(mode="after")
+    def _one_address(self) -> Self:
+        given = sorted({"host", "port"} & self.model_fields_set)
+        if self.uds is not None and given:
+            raise ValueError(f"uds and {given[0]} exclude each other: the server listens on a file or on an address")
+        return self
+
+    serve_any_model_name: bool = False
+    """Answer requests that ask for any other model too, by the name that they ask for."""
+    unknown_fields: Literal["refuse", "warn"] = "refuse"
+    """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
+    enable_force_include_usage: bool = False
+    """Send the usage at the end of every stream of chat and text completions, and what it is so far in every chunk."""
+
+    models: Path | None = None
+    """A YAML file of several models to serve, each with settings of its own: see docs/several-models.md."""
+    model_directory: Path | None = None
+    """A folder of models to serve: every .gguf file, and every folder with a config.json, under its own name."""
+    max_loaded_models: Annotated[int, Field(ge=1)] | None = None
+    """How many of several models may be loaded at once (default 1; with model_memory as many as fit into that)."""
+    model_memory: Annotated[Bytes, Field(gt=0)] | None = None
+    """Bytes that several models may take together, as 24GiB: of each GPU, or of the host where they run on the CPU."""
+    model_ttl: Annotated[float, Field(gt=0)] | None = None
+    """Seconds without a request after which one of several models is unloaded (default: never)."""
+
+    @property
+    def most_loaded_models(self) -> int | None:
+        """How many of several models may be loaded at once; None is any number."""
+        return 1 if self.max_loaded_models is None and self.model_memory is None else self.max_loaded_models
+
+    mcp_config: Path | None = None
+    """A file of MCP tool servers to start with this one (default: none, also where ./mcp.json exists)."""
+    mcp_inject: bool = True
+    """Offer the MCP servers' tools to chats and responses that bring no tools of their own."""
+    mcp_result_limit: Annotated[int, Field(ge=100)] = 20_000
+    """Characters of an MCP tool's result that are passed on; what is beyond is cut."""
+    mcp_max_turns: Annotated[int, Field(ge=1)] = 10
+    """Most answers of the model in one chat whose MCP tools the server runs; the last may call none."""
+    mcp_max_calls: Annotated[int, Field(ge=1)] = 32
+    """Most MCP tools that the server runs in one chat or response."""
+    allow_mcp_urls: bool = False
+    """Let responses bring MCP servers of their own by server_url: https, at public addresses."""
+
+    data_dir: Path = DATA_DIR
+    """Where uploaded files, batches, stored responses and conversations are kept."""
+    database_url: str | None = None
+    """SQLAlchemy URL of the database of stored objects (default jaxllm.db in data_dir), as postgresql://…"""
+    store_retention: Annotated[Seconds, Field(gt=0)] | None = None
+    """Stored responses, conversations, files and ended batches are deleted after this time, as 30d (default: never)."""
+    max_file_size: Annotated[Bytes, Field(gt=0)] = 512 * 2**20
+    """Largest file that may be uploaded to /v1/files, as 512MiB; larger ones get 413."""
+    max_batch_concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Sequences of batches that run at once (default seven eighths of max_num_seqs: the rest is for everyone else)."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much is logged."""
+    log_format: LogFormat = "text"
+    """text is for people; json writes one JSON object a line, of the engines' processes too, and a line a request."""
+    enable_request_logging: bool | None = None
+    """Log one line a request: times and tokens, no prompt (default: yes with log_format json, else no)."""
+    log_prompts: bool = False
+    """Put prompts and answers into the request lines of log_format json, and into traces: they may hold secrets."""
+
+    @property
+    def sends_telemetry(self) -> bool:
+        """Whether anything is sent to a collector of OpenTelemetry's."""
+        return self.otlp_traces_endpoint is not None or self.otlp_metrics_endpoint is not None
+
+    @property
+    def logs_requests(self) -> bool:
+        """Whether there is a line of the log for each request."""
+        return self.log_format == "json" if self.enable_request_logging is None else self.enable_request_logging
+
+    @model_validator(mode="after")
+    def _nothing_is_set_in_vain(self) -> Self:
+        lines = self.log_format == "json" and self.logs_requests
+        if self.log_prompts and not (lines or self.otlp_traces_endpoint):
+            raise ValueError(
+                "log_prompts is true, but no request is logged as JSON (log_format, enable_request_logging), "
+                "and no trace is sent (otlp_traces_endpoint)"
+            )
+        for name, needed in (("monitor_host", "monitor_port"), ("rate_limit_store", "api_key_file")):
+            if name in self.model_fields_set and getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{name} is {getattr(self, name)}, which changes nothing without {needed}")
+        return self
+
+    monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """A port of its own for metrics, probes and /debug/, which looks into the processes; 0 takes a free one."""
+    monitor_host: str = "127.0.0.1"
+    """Address of monitor_port, which asks for no key: whoever reaches it sees what the server does."""
+    otlp_traces_endpoint: str | None = None
+    """Send a trace of each request to this collector, by OTLP over HTTP, as http://localhost:4318/v1/traces."""
+    otlp_metrics_endpoint: str | None = None
+    """Send OpenTelemetry's metrics of requests there, once a minute, as http://localhost:4318/v1/metrics."""
+    vllm_metrics: bool = False
+    """Export metrics under vLLM's names as well, so that its dashboards work."""
+
+    ray: bool = False
+    """Run whole servers of the model as replicas on Ray Serve, with Ray's proxy at host and port: docs/replicas.md."""
+    num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """How many servers run side by side on Ray (default 1); auto: as many as there are requests for."""
+    prefix_affinity: bool = False
+    """Send a prompt to the replica on Ray that has had the same beginning, by Ray's PrefixCacheAffinityRouter."""
+    replica_options: Object | None = None
+    """Ray's options of the replicas' deployment, as {"ray_actor_options": {"num_gpus": 1}}."""
+
+    @model_validator(mode="after")
+    def _replicas_are_on_ray(self) -> Self:
+        for name in ("num_replicas", "prefix_affinity", "replica_options"):
+            value = getattr(self, name)
+            if not self.ray and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is {value}, which changes nothing without ray")
+        return self
