@@ -25,5 +25,6 @@ def llm_with_real_vocabulary(directory: Path, eos_token_id: int, **settings: Any
     return LLM(
         save_checkpoint(config | {"eos_token_id": eos_token_id}, weights, directory),
         tokenizer=str(real_model("smollm2-135m")), dtype="float32", max_model_len=192, max_num_seqs=4,
-        max_num_batched_tokens=32, kv_cache_memory="192KiB", enforce_eager=True, **settings,
+        max_num_batched_tokens=32, kv_cache_memory="192KiB", enforce_eager=True, decode_buckets=(), prefill_buckets=(),
+        **settings,
     )  # fmt: skip

@@ -24,16 +24,13 @@ from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from tests.engine.front import stand_in
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
+from tests.sizes import FIELDS as SIZES
 
 pytestmark = pytest.mark.programs
 
 PATIENCE = 60.0
 NAME = "llama_gqa"
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "decode_buckets": (),
-    "prefill_buckets": (), "engine_process": True,
-}  # fmt: skip
+FIELDS: dict[str, Any] = SIZES | {"engine_process": True}
 
 
 def start(number: int, given_up: threading.Event) -> ProcessClient:
