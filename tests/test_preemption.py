@@ -19,7 +19,7 @@ def differing(model: str, pages: int, page: int, longest: int, output: int, dtyp
     fields = {
         "dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False,
         "max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": REQUESTS, "block_size": page,
-        "kv_cache_memory": 2**28, "decode_buckets": (2,), "prefill_buckets": (16,),
+        "kv_cache_memory": 2**28, "decode_buckets": (), "prefill_buckets": (),
     }  # fmt: skip
     dice = np.random.default_rng(17)
     prompts = [dice.integers(3, 60, dice.integers(3, longest)).tolist() for _ in range(REQUESTS)]
