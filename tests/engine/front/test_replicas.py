@@ -154,7 +154,7 @@ def test_two_real_engines_answer_as_one_on_cores_of_their_own(tmp_path: Path) ->
                 return list(await asyncio.gather(*(one() for _ in range(4))))
 
         assert asyncio.run(ask()) == [expected] * 4
-        assert engine.info.max_num_seqs == 8
+        assert engine.info.max_num_seqs == 2 * FIELDS["max_num_seqs"]
     finally:
         engine.shutdown()
 
