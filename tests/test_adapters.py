@@ -15,12 +15,8 @@ from tests.adapters_over_devices import DENSE, GREEDY, MODELS, answers, prompts
 from tests.devices import over_devices
 from tests.reference.adapters import merge, write_adapter
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS
 
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8,
-    "max_num_batched_tokens": 64, "kv_cache_memory": "64MiB", "block_size": 8,
-    "decode_buckets": (), "prefill_buckets": (),
-}  # fmt: skip
 ADAPTED: dict[str, Any] = {**FIELDS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 

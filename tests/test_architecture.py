@@ -16,7 +16,7 @@ from jaxllm.config import ServeConfig
 from jaxllm.serving.app import create_app
 from jaxllm.serving.registry import single_model
 from tests.serving.mixed_requests import write_model
-from tests.test_llm import FIELDS
+from tests.sizes import FIELDS
 
 PACKAGE = Path(jaxllm.__file__).parent
 ROOT = PACKAGE.parent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +13,8 @@ from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import InvalidRequestError
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS
 
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
-    "decode_buckets": (), "prefill_buckets": (),
-}  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
@@ -32,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path) -> Iterator[LLM]:
-    with LLM(str(directory), **SETTINGS) as llm:
+    with LLM(str(directory), **FIELDS) as llm:
         yield llm
 
 
@@ -45,7 +40,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
 def test_a_search_needs_no_more_log_probabilities_than_may_be_shown(llm: LLM, directory: Path) -> None:
     search = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
     texts = [beam.token_ids for beam in llm.beam_search([PROMPT], search)[0].outputs]
-    with LLM(str(directory), **SETTINGS, max_logprobs=2) as other:
+    with LLM(str(directory), **FIELDS, max_logprobs=2) as other:
         beams = other.beam_search([PROMPT], search)[0].outputs
         with pytest.raises(InvalidRequestError, match=r"^logprobs asks for 3; this engine gives at most 2"):
             other.generate([PROMPT], SamplingParams(logprobs=3), use_tqdm=False)
@@ -71,7 +66,7 @@ def test_a_beams_log_probability_is_that_of_its_text(llm: LLM) -> None:
 def test_both_front_doors_agree(llm: LLM, directory: Path) -> None:
     search = BeamSearchParams(beam_width=3, max_tokens=5)
     (expected,) = llm.beam_search([PROMPT], search)
-    engine = AsyncLLM(model=str(directory), **SETTINGS)
+    engine = AsyncLLM(model=str(directory), **FIELDS)
 
     async def run() -> list[tuple[int, list[int]]]:
         params = SamplingParams(n=3, detokenize=False)

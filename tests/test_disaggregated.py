@@ -23,14 +23,8 @@ from jaxllm.engine.core import EngineCore
 from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDelta
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
-from tests.test_offload import bytes_of
+from tests.sizes import FIELDS, PAGE, few_pages
 
-PAGE = 8
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "block_size": PAGE, "decode_buckets": (4,), "prefill_buckets": (32,),
-    "kv_cache_memory": "16MiB",
-}  # fmt: skip
 TRANSFER: dict[str, Any] = {"kv_offload_memory": "64MiB", "cluster_secret": "s"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=7, max_tokens=12, ignore_eos=True)
@@ -224,7 +218,7 @@ def test_a_cache_salt_goes_along(alone: LLM, producer: AsyncLLM, consumer: Async
 def test_pages_that_have_lost_their_place_are_still_given(alone: LLM, directory: Path, consumer: AsyncLLM) -> None:
     """The producer's devices hold one prompt: what it hands on is in host memory."""
     prompts = [prompt_of(100, seed=60 + number) for number in range(3)]
-    with engine(directory, "kv_producer", kv_cache_memory=bytes_of(directory, 20)) as producer:
+    with few_pages(20), engine(directory, "kv_producer") as producer:
         sources = [compute(producer, prompt) for prompt in prompts]
         for prompt, source in zip(prompts, sources, strict=True):
             found = deltas(consumer, prompt, GREEDY, pages_at=source)
@@ -365,7 +359,8 @@ def test_requests_beside_each_other_and_preempted(directory: Path, alone: LLM) -
     wanted = [expected(alone, prompt, params) for prompt in prompts]
     with (
         engine(directory, "kv_producer") as producer,
-        engine(directory, "kv_consumer", kv_cache_memory=bytes_of(directory, 20)) as consumer,
+        few_pages(20),
+        engine(directory, "kv_consumer") as consumer,
     ):
         sources = [compute(producer, prompt) for prompt in prompts]
 

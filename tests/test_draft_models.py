@@ -17,7 +17,8 @@ from jaxllm.errors import ModelNotFoundError
 from tests.engine.device.test_device import device_of
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
-from tests.test_drafts import FEW, FIELDS, assert_equal, random_params, told
+from tests.sizes import FIELDS
+from tests.test_drafts import FEW, assert_equal, random_params, told
 
 AGREEING = ("llama_gqa", "llama_gqa")
 PAIRS = (AGREEING, ("deepseek_v3", "llama_gqa"), ("gemma3_linear_rope", "gpt2"))

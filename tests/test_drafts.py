@@ -12,17 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm import LLM, ConfigError, EngineConfig, RequestOutput, SamplingParams
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm import LLM, ConfigError, RequestOutput, SamplingParams
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS, few_pages
 
 MODELS = ("llama_gqa", "gemma3_linear_rope", "deepseek_v3")
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-FIELDS = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8,
-    "max_num_batched_tokens": 64, "kv_cache_memory": "64MiB", "block_size": 8,
-    "decode_buckets": (), "prefill_buckets": (),
-}  # fmt: skip
 FEW = [5, 6, 7]
 """With so few tokens to choose from a text soon says again what it has said."""
 
@@ -110,13 +105,11 @@ def test_requests_that_wait_for_others_to_end_do_not_keep_these_from_trying_ahea
 
 
 def test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts(directory, plain):
-    page = plan_engine(EngineConfig(model=directory, dtype="float32")).kv_bytes_per_token * 8
     dice = np.random.default_rng(2)
     prompts = [dice.choice(FEW, dice.integers(1, 20)).tolist() for _ in range(16)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=48, allowed_token_ids=FEW) for i in range(16)]
     expected = told(plain.generate(prompts, params, use_tqdm=False))
-    fields = FIELDS | {"kv_cache_memory": 20 * page, "max_model_len": 80}
-    with LLM(directory, **fields, speculative_config=NGRAMS) as llm:
+    with few_pages(20), LLM(directory, **FIELDS, speculative_config=NGRAMS) as llm:
         assert_equal(told(llm.generate(prompts, params, use_tqdm=False)), expected)
         stats = llm.stats()
     assert stats.num_preemptions > 0 < sum(stats.accepted_by_position)

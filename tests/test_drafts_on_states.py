@@ -4,18 +4,15 @@ kept of a state is that of the tokens that were taken."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm import LLM, SamplingParams
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS, few_pages
 from tests.test_drafts import FEW, NGRAMS, assert_equal, random_params, told
-from tests.test_drafts import FIELDS as FIELDS_OF_DRAFTS
 
-FIELDS: dict[str, Any] = FIELDS_OF_DRAFTS | {"decode_buckets": (8,), "prefill_buckets": (64,)}
 MODELS = ("qwen3_5", "lfm2", "falcon_h1", "qwen3_next", "mamba2", "granite4", "nemotron_h")
 """Each kind of state, by itself and beside attention, and whatever families do otherwise about it."""
 
@@ -80,15 +77,11 @@ def test_choices_of_a_prompt_go_on_from_one_state(plain, drafting):
 
 def test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts(tmp_path):
     directory = str(write_checkpoint("lfm2", tmp_path))
-    plan = plan_engine(EngineConfig(model=directory, dtype="float32"))
     prompts = [np.random.default_rng(i).choice(FEW, 3 + i).tolist() for i in range(12)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, allowed_token_ids=FEW) for i in range(12)]
     with LLM(directory, **FIELDS, enable_prefix_caching=False) as plain:
         expected = told(plain.generate(prompts, params, use_tqdm=False))
-    fields: dict[str, Any] = FIELDS | {"max_model_len": 80, "state_cache_memory": 3 * plan.state_bytes}
-    states = (FIELDS["max_num_seqs"] + 1 + 3) * plan.state_bytes
-    fields["kv_cache_memory"] = states + 20 * 8 * plan.kv_bytes_per_token
-    with LLM(directory, **fields, speculative_config=NGRAMS) as llm:
+    with few_pages(20), LLM(directory, **FIELDS, speculative_config=NGRAMS) as llm:
         for _ in range(2):
             assert_equal(told(llm.generate(prompts, params, use_tqdm=False)), expected)
         stats = llm.stats()

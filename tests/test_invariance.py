@@ -6,15 +6,15 @@ Tiny random models at float32: alone, among others, chunked anywhere, after a pr
 import numpy as np
 import pytest
 
-from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm import LLM, SamplingParams
 from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.sizes import FIELDS, PAGE, few_pages
 
 MODELS = ("llama_gqa", "gemma3_linear_rope", "deepseek_v3")
 """Grouped heads, sliding windows, and a latent."""
 OUTPUT = 24
-LARGEST = {"decode_buckets": (), "prefill_buckets": ()}
-"""Fields for an engine whose steps are all padded to one size: larger than what a request had alone."""
+ALONE = {"decode_buckets": (2,), "prefill_buckets": (16,)}
+"""Fields for an engine that pads what a request runs alone to less than what several run together."""
 
 SAMPLED = {
     "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 11,
@@ -28,11 +28,7 @@ def params(kind: str, **more) -> SamplingParams:
 
 
 def start(directory, **fields) -> LLM:
-    defaults = {
-        "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128,
-        "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": "64MiB", "block_size": 8,
-    }  # fmt: skip
-    return LLM(str(directory), **(defaults | fields))
+    return LLM(str(directory), **FIELDS | fields)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -47,14 +43,14 @@ def directory(name, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(directory):
-    """An engine with buckets of every size, which computes each prompt anew."""
-    with start(directory, enable_prefix_caching=False) as llm:
+    """An engine with buckets of two sizes, which computes each prompt anew."""
+    with start(directory, enable_prefix_caching=False, **ALONE) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def largest(directory):
-    with start(directory, **LARGEST) as llm:
+    with start(directory) as llm:
         yield llm
 
 
@@ -90,7 +86,7 @@ def test_several_tokens_a_dispatch(case):
     directory, prompts, alone = case
     kinds = ["greedy", "sampled", "logprobs"]
     stop = alone["greedy"][0][9]
-    with start(directory, decode_steps=4, **LARGEST) as llm:
+    with start(directory, decode_steps=4) as llm:
         outputs = llm.generate(prompts[:8], [params(kinds[i % 3]) for i in range(8)], use_tqdm=False)
         assert llm.stats().num_steps < OUTPUT
         short = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 4, 5, 6, 11)]
@@ -107,7 +103,7 @@ def test_several_tokens_a_dispatch(case):
 @pytest.mark.parametrize("budget", [16, 17, 33])
 def test_chunked_at_every_boundary(case, budget):
     directory, prompts, alone = case
-    with start(directory, max_num_batched_tokens=budget, **LARGEST) as llm:
+    with start(directory, max_num_batched_tokens=budget) as llm:
         outputs = llm.generate(prompts, params("greedy"), use_tqdm=False)
     assert tokens(outputs) == alone["greedy"]
 
@@ -134,17 +130,11 @@ def test_choices_of_one_prompt_differ_and_repeat(case, largest):
 
 def test_after_preemption(case):
     directory, prompts, alone = case
-    few = bytes_for_pages(directory, 128 // 8 + 4)  # one full context and little more
-    with start(directory, kv_cache_memory=few, enable_prefix_caching=False, **LARGEST) as llm:
+    one_context_and_little_more = 128 // PAGE + 5
+    with few_pages(one_context_and_little_more), start(directory, enable_prefix_caching=False) as llm:
         for kind in ("greedy", "sampled"):
             outputs = llm.generate(prompts, params(kind), use_tqdm=False)
             assert tokens(outputs) == alone[kind]
         stats = llm.stats()
     assert stats.num_preemptions > 0
     assert stats.num_free_pages == stats.num_pages
-
-
-def bytes_for_pages(directory, pages: int) -> int:
-    """KV memory that holds this many pages of 8 tokens."""
-    plan = plan_engine(EngineConfig(model=str(directory), dtype="float32", block_size=8, kv_cache_memory=2**26))
-    return (pages + 1) * 8 * plan.kv_bytes_per_token

@@ -24,13 +24,10 @@ from jaxllm.errors import (
 )
 from jaxllm.llm import _engines, generate
 from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.sizes import FIELDS
 
-FIELDS = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
-    "decode_buckets": (), "prefill_buckets": (),
-}  # fmt: skip
 VOCAB = tiny_config("llama_gqa")["vocab_size"]
+CONTEXT = FIELDS["max_model_len"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -175,7 +172,7 @@ def test_logit_bias_forces_and_forbids(llm):
 
 
 def test_the_longest_context(llm):
-    prompt = np.random.default_rng(0).integers(0, VOCAB, 95).tolist()
+    prompt = np.random.default_rng(0).integers(0, VOCAB, CONTEXT - 1).tolist()
     output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False)[0]
     assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
 
@@ -186,7 +183,7 @@ def test_the_longest_context(llm):
     [
         ([], GREEDY, "at least one token"),
         ([VOCAB], GREEDY, f"token id {VOCAB}"),
-        ([1] * 96, GREEDY, "96 tokens"),
+        ([1] * CONTEXT, GREEDY, f"{CONTEXT} tokens"),
         ([1], SamplingParams(logit_bias={VOCAB: 1}), "logit_bias"),
         ([1], SamplingParams(stop="x"), "tokenizer"),
         ("text", GREEDY, "skip_tokenizer_init"),

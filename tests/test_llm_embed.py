@@ -12,6 +12,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.pooling import PoolingParams
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_weights, write_checkpoint
+from tests.sizes import FIELDS
 
 NAME = "qwen3_embedding"
 IDS = load_golden(NAME).prompt_token_ids
@@ -21,8 +22,7 @@ POOLED = {"last": lambda x: x[-1], "cls": lambda x: x[0], "mean": lambda x: x.me
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     path = write_checkpoint(NAME, tmp_path_factory.mktemp("tiny"))
-    settings = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory": "4MiB"}
-    with LLM(str(path), skip_tokenizer_init=True, **settings) as llm:
+    with LLM(str(path), **FIELDS | {"max_model_len": None, "max_num_batched_tokens": 16}) as llm:
         yield llm
 
 

@@ -28,7 +28,7 @@ IDS = GOLDEN.prompt_token_ids
 HIDDEN = GOLDEN.logits.astype(np.float64)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 6, "max_num_batched_tokens": 96, "prefill_buckets": (32, 96),
-    "skip_tokenizer_init": True,
+    "skip_tokenizer_init": True, "enforce_eager": True,
 }  # fmt: skip
 RNG = np.random.default_rng(0)
 SIZE = HIDDEN.shape[1]

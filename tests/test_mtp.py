@@ -14,8 +14,9 @@ from jaxllm.engine.draft_depth import DraftRecord
 from jaxllm.engine.start.plan import plan_engine
 from tests.models.mtp_module import module_hidden, mtp_weights, write_mtp_checkpoint
 from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.sizes import FIELDS
 from tests.test_drafts import FEW, assert_equal, told
-from tests.test_drafts_on_states import FIELDS, requests_of
+from tests.test_drafts_on_states import requests_of
 
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3}
 MODELS = ("qwen3_5", "qwen3_next")

@@ -17,12 +17,8 @@ import pytest
 from jaxllm import LLM, SamplingParams, cpu_kernels
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
+from tests.sizes import FIELDS, PAGE, few_pages
 
-PAGE = 8
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "block_size": PAGE, "decode_buckets": (4,), "prefill_buckets": (32,),
-}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 SECONDS = 60
 
@@ -38,9 +34,8 @@ def bytes_of(directory: Path, pages: int, **fields: Any) -> str:
 
 def start(directory: Path, pages: int = 20, **fields: Any) -> LLM:
     """An engine whose devices have room for one long prompt and its answer, and the host for many."""
-    plain = {name: value for name, value in fields.items() if not name.startswith("kv_offload")}
-    small = {"kv_cache_memory": bytes_of(directory, pages, **plain), "kv_offload_memory": "64MiB"}
-    return LLM(str(directory), **FIELDS | small | fields)
+    with few_pages(pages):
+        return LLM(str(directory), **FIELDS | {"kv_offload_memory": "64MiB"} | fields)
 
 
 def prompts_of(directory: Path, count: int = 3, length: int = 100) -> list[list[int]]:
@@ -121,7 +116,7 @@ def test_in_other_engines(small: Path, fields: dict[str, Any]) -> None:
 def test_with_the_kernels_of_a_cpu_to_the_bit(small: Path) -> None:
     prompts = prompts_of(small)
     fields = {"dtype": "bfloat16", "block_size": 16}
-    with start(small, 20, **fields) as llm:
+    with start(small, 11, **fields) as llm:
         first, second = ask(llm, prompts * 2), ask(llm, prompts)
         assert llm.stats().offload_hits >= 2 * 96
     assert scores(second) == scores(first[:3])
@@ -130,7 +125,7 @@ def test_with_the_kernels_of_a_cpu_to_the_bit(small: Path) -> None:
 def test_requests_beside_each_other_and_preempted(small: Path) -> None:
     prompts = prompts_of(small, 12, 60)
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True)
-    with LLM(str(small), **FIELDS, kv_cache_memory="4MiB") as llm:
+    with LLM(str(small), **FIELDS) as llm:
         expected = said(llm.generate(prompts, params, use_tqdm=False))
     with start(small) as llm:
         for _ in range(3):

@@ -12,6 +12,7 @@ import pytest
 from jaxllm import LLM, InvalidRequestError, LoRARequest, SamplingParams
 from tests.reference.peft_adapters import ADAPTERS, load_adapter_golden, write_adapter
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS as SIZES
 
 TOLERANCE = 2e-4
 MERGED_ONLY = {
@@ -26,11 +27,7 @@ MERGED_ONLY = {
 
 MOST = 20
 """Log-probabilities that a request may ask for at each token."""
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64, "max_num_seqs": 2,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "enable_lora": True, "max_loras": 1,
-    "max_lora_rank": 8,
-}  # fmt: skip
+FIELDS: dict[str, Any] = SIZES | {"max_model_len": 96, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 def likeliest(llm: LLM, ids: list[int], lora: LoRARequest | None) -> list[dict[int, float]]:

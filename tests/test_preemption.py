@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm import LLM, SamplingParams
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import few_pages
 
 REQUESTS = 48
 
@@ -19,16 +19,15 @@ def differing(model: str, pages: int, page: int, longest: int, output: int, dtyp
     fields = {
         "dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False,
         "max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": REQUESTS, "block_size": page,
+        "kv_cache_memory": 2**28, "decode_buckets": (), "prefill_buckets": (),
     }  # fmt: skip
     dice = np.random.default_rng(17)
     prompts = [dice.integers(3, 60, dice.integers(3, longest)).tolist() for _ in range(REQUESTS)]
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-    page_bytes = page * plan_engine(EngineConfig(model=model, dtype=dtype)).kv_bytes_per_token
-    with LLM(model, kv_cache_memory=2**28, **fields) as llm:
+    with LLM(model, **fields) as llm:
         alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
         assert llm.stats().num_preemptions == 0
-    with LLM(model, kv_cache_memory=(pages + 1) * page_bytes, **fields) as llm:
-        assert llm.info.num_pages <= pages
+    with few_pages(pages + 1), LLM(model, **fields) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()
     assert stats.num_preemptions >= 16 and stats.num_free_pages == stats.num_pages

@@ -10,12 +10,13 @@ from jaxllm import EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.start.plan import plan_engine
 from tests.reference.tiny import tiny_config, write_checkpoint
 from tests.serving.real_server import served
-from tests.test_invariance import LARGEST, MODELS, start, tokens
+from tests.sizes import few_pages
+from tests.test_invariance import MODELS, start, tokens
 from tests.weights.models import real_model
 
 TYPICAL = {"int8": 0.05, "fp8": 0.1}
 """How far half of the log-probabilities may be from those over float pages; a token may meet other experts."""
-PAGES = 14
+PAGES = 17
 """The five requests fill 28; the longest ten."""
 GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
@@ -32,7 +33,7 @@ def case(request, tmp_path_factory):
     directory = write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, tiny_config(request.param)["vocab_size"], n).tolist() for n in (3, 8, 9, 40, 63)]
-    with start(directory, **LARGEST) as llm:
+    with start(directory) as llm:
         outputs = llm.generate(prompts, SamplingParams(**GREEDY, prompt_logprobs=0), use_tqdm=False)
     return directory, prompts, [scores(output) for output in outputs]
 
@@ -42,7 +43,7 @@ def test_tokens_are_the_same_however_a_request_is_run(case, kind):
     """Alone, after a prefix hit, and together in small chunks over so few pages that some are preempted."""
     directory, prompts, over_floats = case
     scored, greedy = SamplingParams(**GREEDY, prompt_logprobs=0), SamplingParams(**GREEDY)
-    with start(directory, kv_cache_dtype=kind, **LARGEST) as llm:
+    with start(directory, kv_cache_dtype=kind) as llm:
         alone = [llm.generate([prompt], scored, use_tqdm=False)[0] for prompt in prompts]
         again = llm.generate(prompts, greedy, use_tqdm=False)
     found, expected = np.concatenate([scores(output) for output in alone]), np.concatenate(over_floats)
@@ -50,11 +51,7 @@ def test_tokens_are_the_same_however_a_request_is_run(case, kind):
     assert tokens(again) == tokens(alone)
     assert [output.num_cached_tokens for output in again] == [(len(p) - 1) // 8 * 8 for p in prompts]
 
-    plan = plan_engine(EngineConfig(model=str(directory), dtype="float32", kv_cache_dtype=kind))
-    memory = (PAGES + 1) * 8 * plan.kv_bytes_per_token
-    few = {"kv_cache_memory": memory, "max_num_batched_tokens": 17}
-    with start(directory, kv_cache_dtype=kind, **few, **LARGEST) as llm:
-        assert llm.info.num_pages <= PAGES
+    with few_pages(PAGES + 1), start(directory, kv_cache_dtype=kind) as llm:
         together = llm.generate(prompts, greedy, use_tqdm=False)
         assert llm.stats().num_preemptions > 0
     assert tokens(together) == tokens(alone)
@@ -65,7 +62,7 @@ def test_tokens_are_the_same_however_a_request_is_run(case, kind):
 def test_the_cpu_kernels_score_as_plain_xla_does(case, kind):
     """In bfloat16, which they serve: nearer to plain XLA over float pages than codes and that type round."""
     directory, prompts, over_floats = case
-    settings = {"dtype": "bfloat16", "kv_cache_dtype": kind, **LARGEST}
+    settings = {"dtype": "bfloat16", "kv_cache_dtype": kind}
     params = SamplingParams(**GREEDY, prompt_logprobs=0)
     with start(directory, **settings) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)

@@ -10,11 +10,8 @@ from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.engine.start.plan import plan_engine
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS
 
-FIELDS = {
-    "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128,
-    "max_num_seqs": 4, "kv_cache_memory": 2**22, "max_num_batched_tokens": 32,
-}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 

@@ -13,14 +13,11 @@ from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.engine.start.plan import plan_engine
 from tests.reference import load_golden
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
+from tests.sizes import FIELDS
 
 MODELS = ("lfm2", "lfm2_bias", "lfm2_moe", "qwen3_next", "qwen3_5", "mamba2", "falcon_h1")
 SLOW = ("lfm2_bias", "lfm2_moe", "qwen3_next")
 """Those whose states are another one's in other layers."""
-FIELDS = {
-    "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128,
-    "max_num_seqs": 8, "kv_cache_memory": 2**24, "max_num_batched_tokens": 64,
-}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.sampled import EVERY, KEPT
+from tests.kept import KEPT
+from tests.sampled import EVERY
 from tests.thorough import ELSEWHERE
 
 TESTS = Path(__file__).parent

@@ -1,14 +1,15 @@
 """What `make test` leaves to `make test-all`, so that it takes minutes.
 
-Whole tests are named here, and cases of tests in `tests.sampled`. Nothing is left out because it fails. The names are
-those of files under `tests/`, and of their tests.
+Whole tests are named here, and cases of tests in `tests.sampled` and `tests.kept`. Nothing is left out because it
+fails. The names are those of files under `tests/`, and of their tests.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.sampled import EVERY, KEPT
+from tests.kept import KEPT
+from tests.sampled import EVERY
 
 ELSEWHERE: dict[str, dict[str, str]] = {
     "chaos/test_chaos.py": {
@@ -84,6 +85,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "serving/test_stress.py": {
         "test_mixed_requests_leave_nothing_behind": "test_a_hundred_tiny_requests_go_right_and_leave_nothing",
     },
+    "test_adapted_bits.py": {
+        "test_a_cached_prefix_changes_no_bit": "tests/cpu_kernels/test_low_rank.py",
+        "test_neighbours_with_adapters_change_no_bit": "tests/cpu_kernels/test_low_rank.py",
+    },
     "test_adapters.py": {
         "test_adapters_of_other_families": "its tests of Llama, Qwen2 and Phi-3",
         "test_under_tensor_parallelism_adapters_add_the_same": "tests/models/test_tensor_parallel.py",
@@ -120,8 +125,15 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "test_mtp.py": {
         "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": "tests/test_drafts_on_states.py",
     },
+    "test_offload.py": {
+        "test_a_draft_models_pages_come_along": "the same test in tests/test_disaggregated.py",
+    },
     "test_quantized_pages.py": {
         "test_a_server_says_what_the_library_does": "its other tests",
+    },
+    "test_same_answer.py": {
+        "test_drafts_change_no_bit_of_layers_with_a_state": "the same test of MTP, in tests/test_mtp.py",
+        "test_norms_and_factors_in_other_places": "tests/cpu_kernels/test_same_bits.py",
     },
     "test_saved_start.py": {
         "test_a_process_beside_the_engine_compiles_what_nobody_waits_for": "its second start",
@@ -143,6 +155,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "test_two_processes.py": {
         "test_a_process_that_fails_ends_the_group_with_a_line[raise]": "its other faults",
+    },
+    "weights/test_gguf_file.py": {
+        "test_every_tensor_of_gemma3_is_finite_and_of_its_shape": "test_smollm2_reads_as_gguf_reads_it",
     },
 }
 """Tests, and cases of tests, that are left out, with what comes nearest to them of what is run: it may see less."""

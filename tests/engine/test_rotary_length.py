@@ -8,6 +8,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from tests.models.harness import Chunk, Harness
 from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.sizes import FIELDS
 
 NAME = "phi3_longrope_long"
 ORIGINAL = tiny_config(NAME)["original_max_position_embeddings"]
@@ -25,12 +26,8 @@ def oracle(checkpoint) -> Harness:
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
-    engine = LLM(
-        str(checkpoint), skip_tokenizer_init=True, dtype="float32", max_model_len=96, max_num_seqs=4,
-        max_num_batched_tokens=32, decode_buckets=(), prefill_buckets=(), block_size=8, compile_cache_dir=None,
-    )  # fmt: skip
-    yield engine
-    engine.shutdown()
+    with LLM(str(checkpoint), **FIELDS | {"max_model_len": 96}) as engine:
+        yield engine
 
 
 def greedy(oracle: Harness, prompt: list[int], count: int) -> list[int]:

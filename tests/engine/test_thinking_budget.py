@@ -149,7 +149,7 @@ class TestModelsOwnMarkers:
     @pytest.mark.parametrize("budget", [0, 1, 4])
     def test_the_budget_begins_behind_the_opening(self, llm, budget):
         start, end = llm.tokenizer.encode("<|im_start|><|im_end|>", add_special_tokens=False)
-        bias = {"logit_bias": {start: 30.0}, "presence_penalty": 2, "frequency_penalty": 2}
+        bias = {"logit_bias": {start: 50.0}, "presence_penalty": 2, "frequency_penalty": 2}
         free = run(llm, PROMPTS[0], params(**bias))
         assert free.token_ids[0] == start
         markers = ThinkingMarkers(open="<|im_start|>", close="<|im_end|>")

@@ -113,9 +113,9 @@ def test_errors_are_small_where_an_importance_matrix_says(dtype):
 def test_each_expert_has_an_importance_of_its_own():
     values = samples("normal")[:8].reshape(2, 4, 2048)
     importance = np.exp(np.random.default_rng(1).normal(0, 1.5, (2, 2048))).astype(np.float32)
-    together = encode(values, "Q4_K", importance)
+    together = encode(values, "Q6_K", importance)
     for expert in range(2):
-        np.testing.assert_array_equal(together[expert], encode(values[expert], "Q4_K", importance[expert]))
+        np.testing.assert_array_equal(together[expert], encode(values[expert], "Q6_K", importance[expert]))
 
 
 def test_inputs_that_were_never_used_are_not_lost():

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import LLM
 from tests.reference.tiny import write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm import LLM
 from tests.reference.tiny import tiny_prompt, tiny_weights, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 MODELS = ("llama_mha8", "lfm2")
 

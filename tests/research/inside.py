@@ -18,14 +18,9 @@ import numpy as np
 from jaxllm import LLM, SamplingParams, Steer
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.research.processors import PROCESSORS
+from tests.sizes import FIELDS
 
 MODELS = ("llama_mha8", "lfm2")
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
-}  # fmt: skip
-
-
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 

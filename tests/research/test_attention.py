@@ -11,7 +11,7 @@ import pytest
 from jaxllm import LLM, ConfigError, InvalidRequestError
 from tests.reference.inside import ATTENDED, ATTENDED_TOKENS, load_inside
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -88,8 +88,8 @@ def test_what_is_not_there_is_refused(gemma: LLM, tmp_path: Path) -> None:
         gemma.attention(prompt, 7)
     with pytest.raises(InvalidRequestError, match="prompt is empty"):
         gemma.attention([])
-    with pytest.raises(InvalidRequestError, match="prompt has 96 tokens"):
-        gemma.attention([1] * 96)
+    with pytest.raises(InvalidRequestError, match="prompt has 128 tokens"):
+        gemma.attention([1] * 128)
     with (
         LLM(write_checkpoint("lfm2", tmp_path / "lfm2"), **FIELDS) as llm,
         pytest.raises(InvalidRequestError, match=r"layers is \[0\]; .* those that have attention: 2$"),

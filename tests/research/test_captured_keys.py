@@ -12,7 +12,7 @@ import pytest
 from jaxllm import LLM, InvalidRequestError, SamplingParams
 from tests.reference.inside import ATTENDED, ATTENDED_TOKENS, load_inside
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 

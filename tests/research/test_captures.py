@@ -14,7 +14,7 @@ from jaxllm.requests.captures import POINTS, TRANSFORMER_LENS, Captures
 from tests.reference import load_golden
 from tests.reference.inside import HOOKED, POSITIONS, load_inside
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -144,7 +144,7 @@ def test_requests_of_one_batch_want_different_things(llama: LLM) -> None:
 
 def test_steps_without_captures_are_those_of_an_engine_that_knows_none(tmp_path: Path) -> None:
     """Nothing is planned for captures, and what they run is theirs alone."""
-    fields = FIELDS | {"enforce_eager": False, "decode_buckets": (), "prefill_buckets": ()}
+    fields = FIELDS | {"enforce_eager": False}
     prompt = tiny_prompt("llama_gqa")[:12]
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields) as llm:
         llm.generate(prompt, GREEDY, use_tqdm=False)
@@ -194,7 +194,11 @@ def test_in_a_process_of_its_own(tmp_path: Path, llama: LLM) -> None:
         ({"blocks.1.hook_mlp_out": 1}, "all", "names go into a list"),
         ({"residual": 1}, "first", "positions is 'first'; it must be 'all', 'prompt'"),
         ({"residual": 1}, [1.5], r"positions is \[1\.5\]"),
-        ({"residual": 1}, [-7], "positions has -7; of a prompt of 6 tokens, in a context of 96, they go from -6 to 95"),
+        (
+            {"residual": 1},
+            [-7],
+            "positions has -7; of a prompt of 6 tokens, in a context of 128, they go from -6 to 127",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused(llama: LLM, capture: Any, positions: Any, said: str) -> None:

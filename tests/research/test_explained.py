@@ -19,7 +19,7 @@ from jaxllm.models.caches import Paged
 from jaxllm.research.explained import StepExplanation, StepPart
 from jaxllm.research.step_bytes import _seen
 from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_decode_is_told_with_its_padding_bytes_and_floor(llm: LLM) -> None:
     generate(llm, [9, 12, 7], 4)
     step = llm.explain_step("decode", bandwidth=1e9)
     (part,) = [part for part in step.parts if part.name.startswith("decode")]
-    assert (part.name, part.real, part.padded, part.runs) == ("decode-4", 3, 4, 1)
+    assert (part.name, part.real, part.padded, part.runs) == ("decode-8", 3, 8, 1)
     assert sorted(step.sequences) == [RanSequence(1, 10), RanSequence(1, 12), RanSequence(1, 15)]
     assert not tiny_config("llama_gqa").get("tie_word_embeddings")
     assert part.weight_bytes == bytes_of(llm, layers=True, head=True, rows=3)
@@ -68,16 +68,16 @@ def test_a_prefill_is_told_executable_by_executable(llm: LLM) -> None:
     step = llm.explain_step(bandwidth=1e9)
     assert step.kind == "prefill" and sorted(step.sequences) == [RanSequence(9, 9), RanSequence(20, 20)]
     parts = {part.name: part for part in step.parts}
-    assert list(parts) == ["admit", "backbone-32", "head-2"]
+    assert list(parts) == ["admit", "backbone-32", "head-8"]
     assert parts["admit"].runs == 2 and parts["admit"].padded is None and parts["admit"].weight_bytes == 0
-    assert (parts["backbone-32"].real, parts["head-2"].real) == (29, 2)
+    assert (parts["backbone-32"].real, parts["head-8"].real) == (29, 2)
     assert parts["backbone-32"].weight_bytes == bytes_of(llm, layers=True, head=False, rows=29)
-    assert parts["head-2"].weight_bytes == bytes_of(llm, layers=False, head=True, rows=0)
+    assert parts["head-8"].weight_bytes == bytes_of(llm, layers=False, head=True, rows=0)
 
 
 def test_scores_of_a_prompt_are_among_what_ran(llm: LLM) -> None:
     generate(llm, [9], 1, prompt_logprobs=0)
-    assert [part.name for part in llm.explain_step().parts][:3] == ["admit", "backbone-16", "score_given-4"]
+    assert [part.name for part in llm.explain_step().parts][:3] == ["admit", "backbone-32", "score_given-8"]
 
 
 def test_the_last_step_of_each_kind_is_kept(llm: LLM) -> None:

@@ -15,9 +15,10 @@ import pytest
 from jaxllm import LLM, AsyncLLM, ConfigError, InvalidRequestError, SamplingParams, compat
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS, tokens_of
+from tests.research.inside import tokens_of
 from tests.research.processors import PROCESSORS, by_hand
 from tests.serving.mixed_requests import write_model
+from tests.sizes import FIELDS, few_pages
 
 COUNT = 9
 CHOICES: list[dict[str, dict[str, Any]]] = [
@@ -123,8 +124,7 @@ def test_a_request_that_was_preempted_goes_on_alike(tmp_path: Path, llama: LLM) 
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logits_processors=chosen) for chosen in CHOICES
     ]
     expected = tokens_of(llama, prompts, params)
-    few = FIELDS | {"kv_cache_memory": "128KiB"}
-    with LLM(write_checkpoint("llama_gqa", tmp_path), **few, logits_processors=PROCESSORS) as other:
+    with few_pages(17), LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS, logits_processors=PROCESSORS) as other:
         found = tokens_of(other, prompts, params)
         assert other.stats().num_preemptions > 0
     assert found == expected
@@ -150,7 +150,7 @@ def test_a_grammar_has_the_last_word(tmp_path: Path) -> None:
 
 
 def test_requests_without_run_what_they_run_in_an_engine_without(tmp_path: Path) -> None:
-    fields = FIELDS | {"enforce_eager": False, "decode_buckets": (), "prefill_buckets": ()}
+    fields = FIELDS | {"enforce_eager": False}
     prompt, sampled = tiny_prompt("llama_gqa")[:12], SamplingParams(max_tokens=3)
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields, logits_processors=PROCESSORS) as llm:
         llm.generate([prompt] * 2, [greedy(), sampled], use_tqdm=False)
@@ -159,14 +159,14 @@ def test_requests_without_run_what_they_run_in_an_engine_without(tmp_path: Path)
         assert not any(key.on_demand for key in executables._compiles)
         llm.generate(prompt, greedy(["fresh"]), use_tqdm=False)
         found = {str(key) for key in executables._compiles if key.on_demand}
-        assert found == {"process", "head-4-sampled+processed", "decode-4-sampled+processed"}
+        assert found == {"process", "head-8-sampled+processed", "decode-8-sampled+processed"}
         assert llm.stats().compiles_unforeseen == 0
 
 
 def test_another_engines_functions_are_not_taken_for_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Executables are kept between starts, but for those that have somebody's functions in them."""
     monkeypatch.setattr(compat, "compile_cache", lambda: tmp_path / "kept")
-    fields = FIELDS | {"enforce_eager": False, "decode_buckets": (), "prefill_buckets": ()}
+    fields = FIELDS | {"enforce_eager": False}
     path, prompt = write_checkpoint("llama_gqa", tmp_path / "model"), tiny_prompt("llama_gqa")[:6]
     found = []
     for wanted in (3, 8):

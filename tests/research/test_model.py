@@ -14,7 +14,7 @@ import pytest
 from jaxllm import LLM, ConfigError, EngineDeadError, InvalidRequestError, SamplingParams
 from tests.reference.inside import DIFFERENTIATED, LOSS_TOKENS, load_inside
 from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 
 @pytest.fixture(scope="module", params=DIFFERENTIATED)

@@ -20,7 +20,7 @@ from jaxllm.engine.messages import TokenDelta
 from tests.devices import over_devices
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_prompt, tiny_weights
 from tests.research import exchanged
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 pytestmark = pytest.mark.programs
 

@@ -13,7 +13,8 @@ from jaxllm.requests import patching
 from tests.reference import load_golden
 from tests.reference.inside import PATCHED_PLACES, STEERED, load_inside, patches
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS, GREEDY, tokens_of
+from tests.research.inside import GREEDY, tokens_of
+from tests.sizes import FIELDS, few_pages
 
 
 @pytest.fixture(scope="module", params=STEERED)
@@ -108,14 +109,14 @@ def test_a_request_that_was_preempted_is_patched_again(tmp_path: Path, llama: LL
     given = [{(1, 20): row, (0, 45): row} for row in rows]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = tokens_of(llama, prompts, params, patch=given)
-    with LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS | {"kv_cache_memory": "128KiB"}) as other:
+    with few_pages(17), LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS) as other:
         assert tokens_of(other, prompts, params, patch=given) == expected
         assert other.stats().num_preemptions > 0
 
 
 def test_requests_without_run_what_they_run_in_an_engine_without(tmp_path: Path) -> None:
     """Tokens after the last that is patched are decoded by the ordinary steps."""
-    fields = FIELDS | {"enforce_eager": False, "decode_buckets": (), "prefill_buckets": ()}
+    fields = FIELDS | {"enforce_eager": False}
     prompt = tiny_prompt("llama_gqa")[:12]
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields) as llm:
         llm.generate([prompt], GREEDY, use_tqdm=False, patch={(1, 3): np.zeros(llm.info.hidden_size)})
@@ -123,7 +124,7 @@ def test_requests_without_run_what_they_run_in_an_engine_without(tmp_path: Path)
         executables.wait()
         assert {str(key) for key in executables._compiles if key.on_demand} == {"backbone-32-patched4"}
         assert llm.stats().compiles_unforeseen == 0
-        assert llm.stats().scheduled_tokens["decode-4"] == 7
+        assert llm.stats().scheduled_tokens["decode-8"] == 7
 
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -140,7 +141,10 @@ ROW = np.ones(64)
     ("patch", "said"),
     [
         ({(3, 0): ROW}, "patch has layer 3; layers go from 0 to 2"),
-        ({(0, 96): ROW}, "patch has position 96; of a prompt of 3 tokens, in a context of 96, they go from -3 to 95"),
+        (
+            {(0, 128): ROW},
+            "patch has position 128; of a prompt of 3 tokens, in a context of 128, they go from -3 to 127",
+        ),
         ({(0, -4): ROW}, "patch has position -4"),
         ({(0, 1): ROW[1:]}, r"patch has \[63\] for \(0, 1\); it must be \[64\], and finite"),
         ({(0, 1): ROW * np.nan}, "and finite"),

@@ -14,7 +14,7 @@ from jaxllm.engine.device.readout import Stretch, together
 from jaxllm.research.scores import pairs
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 
 @pytest.fixture(scope="module", params=["llama_gqa", "lfm2"])

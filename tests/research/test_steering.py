@@ -12,7 +12,8 @@ from gguf import GGUFWriter
 from jaxllm import LLM, CheckpointError, InvalidRequestError, SamplingParams, Steer
 from tests.reference.inside import STEERED, STEERED_LAYER, STEERED_POSITIONS, load_inside, steering_vector
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.research.inside import FIELDS, GREEDY, tokens_of
+from tests.research.inside import GREEDY, tokens_of
+from tests.sizes import FIELDS
 
 
 @pytest.fixture(scope="module", params=STEERED)

@@ -21,6 +21,7 @@ from jaxllm.serving.app import API_ROUTERS
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.listener import bind
 from tests.serving.fake_engine import FakeEngine, app_of
+from tests.serving.kept_processes import keeping_processes
 
 PATIENCE = 30.0
 """Seconds on the clock for what takes less of the processor, on a machine that does other things as well."""
@@ -69,6 +70,12 @@ def routes_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "from_api_route", from_api_route)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_started_once() -> Iterator[None]:
+    with keeping_processes():
         yield
 
 

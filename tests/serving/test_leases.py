@@ -122,7 +122,7 @@ def test_a_stream_that_fails_gives_its_model_back(start: Callable[..., Running],
 
 
 def test_a_background_response_holds_its_model_longer_than_its_request(start: Callable[..., Running]) -> None:
-    server = start(FakeEngine(delay=0.01))
+    server = start(FakeEngine(delay=0.05))
     body = {"input": "Hi", "background": True}
     response = httpx.post(f"{server.url}/responses", json=body, timeout=20).json()
     seen = []

@@ -19,6 +19,7 @@ from jaxllm.weights import open_checkpoint, read_ahead
 from jaxllm.weights.read_ahead import reading_ahead
 from jaxllm.weights.source import resolve_model
 from tests.reference.tiny_gguf import write_gguf
+from tests.sizes import FIELDS
 from tests.weights.fake_hub import FakeHub
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
@@ -56,10 +57,7 @@ def refused(path: Path, message: str) -> None:
 
 
 def answer(model: Path) -> tuple[list[int], list[dict[int, float]]]:
-    with LLM(
-        str(model), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, max_num_seqs=1,
-        max_num_batched_tokens=32, kv_cache_memory="8MiB",
-    ) as llm:  # fmt: skip
+    with LLM(str(model), **FIELDS) as llm:
         completion = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0]
     assert completion.logprobs is not None
     return list(completion.token_ids), [{i: p.logprob for i, p in step.items()} for step in completion.logprobs]

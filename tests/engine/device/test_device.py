@@ -17,12 +17,7 @@ from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.keys import PLAIN, USES, VARIANTS, Key
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
-
-FIELDS = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8,
-    "decode_buckets": (), "prefill_buckets": (),
-}  # fmt: skip
+from tests.sizes import FIELDS
 
 Message = tuple[Key, tuple[Any, ...]]
 

@@ -9,13 +9,13 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.device.keys import Key
 from tests.reference.tiny import write_checkpoint
-from tests.research.inside import FIELDS
+from tests.sizes import FIELDS
 
 
 def test_one_with_a_mask_lets_requests_without_grammar_choose_any_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = FIELDS | {"enforce_eager": False, "decode_buckets": (), "prefill_buckets": ()}
+    fields = FIELDS | {"enforce_eager": False}
     params = SamplingParams(temperature=1, seed=1, max_tokens=1)
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields) as llm:
         expected = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids

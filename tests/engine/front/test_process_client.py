@@ -30,14 +30,11 @@ from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 from tests.engine.front import stand_in
 from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS as SIZES
 
 pytestmark = pytest.mark.programs
 
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "engine_process": True,
-    "decode_buckets": (), "prefill_buckets": (),
-}  # fmt: skip
+FIELDS: dict[str, Any] = SIZES | {"engine_process": True}
 PATIENCE = 60.0
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

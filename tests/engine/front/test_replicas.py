@@ -24,16 +24,13 @@ from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from tests.engine.front import stand_in
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
+from tests.sizes import FIELDS as SIZES
 
 pytestmark = pytest.mark.programs
 
 PATIENCE = 60.0
 NAME = "llama_gqa"
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "decode_buckets": (),
-    "prefill_buckets": (), "engine_process": True,
-}  # fmt: skip
+FIELDS: dict[str, Any] = SIZES | {"engine_process": True}
 
 
 def start(number: int, given_up: threading.Event) -> ProcessClient:
@@ -157,7 +154,7 @@ def test_two_real_engines_answer_as_one_on_cores_of_their_own(tmp_path: Path) ->
                 return list(await asyncio.gather(*(one() for _ in range(4))))
 
         assert asyncio.run(ask()) == [expected] * 4
-        assert engine.info.max_num_seqs == 8
+        assert engine.info.max_num_seqs == 2 * FIELDS["max_num_seqs"]
     finally:
         engine.shutdown()
 

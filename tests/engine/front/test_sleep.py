@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,14 +17,10 @@ from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
+from tests.sizes import FIELDS
 
 pytestmark = pytest.mark.programs
 
-FIELDS: dict[str, Any] = {
-    "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 4,
-    "max_num_batched_tokens": 32, "kv_cache_memory": "16MiB", "block_size": 8, "decode_buckets": (),
-    "prefill_buckets": (),
-}  # fmt: skip
 NAME = "llama_gqa"
 EIGHT_TOKENS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PATIENCE = 60.0

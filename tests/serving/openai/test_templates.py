@@ -63,7 +63,7 @@ class TestOwnTemplates:
         assert self.render(client, self.FINE).json()["prompt"] == "T:Hi"
 
     def test_loops_delay_nobody(self, listen: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 3.0)
+        monkeypatch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 1.5)
         url = listen(engine)
 
         async def run() -> tuple[int, list[int]]:

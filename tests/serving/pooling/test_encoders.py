@@ -44,7 +44,10 @@ def ids(text: str) -> list[int]:
 def served(path: Path) -> Iterator[TestClient]:
     """A server of the checkpoint, which gets a tokenizer."""
     write_tokenizer(path)
-    settings = dict(model=str(path), dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, engine_process=False)
+    settings = dict(
+        model=str(path), dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, prefill_buckets=(),
+        enforce_eager=True, engine_process=False,
+    )  # fmt: skip
     engine = AsyncLLM(**settings)
     try:
         with TestClient(app_of(ServeConfig(**settings), engine), base_url="http://localhost") as client:

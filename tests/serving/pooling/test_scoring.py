@@ -17,6 +17,7 @@ from jaxllm.requests.tasks import ModelTasks
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 from tests.serving.fake_engine import BOS, CONTEXT, HEAD, HIDDEN, ByteTokenizer, FakeEngine, app_of
+from tests.sizes import FIELDS
 
 ONE_CLASS = ModelTasks(labels=("relevant",), activation="sigmoid")
 THREE_CLASSES = ModelTasks(labels=("glad", "sad", "angry"))
@@ -332,10 +333,7 @@ def test_classify(make_client: Any, activation: str, use_activation: bool) -> No
 def test_a_real_classifier_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     golden = load_golden(name)
     labels = ["glad", "sad", "angry"] if name == "qwen3_classifier" else ["LABEL_0", "LABEL_1"]
-    settings = dict(
-        model=str(write_checkpoint(name, tmp_path)), dtype="float32", skip_tokenizer_init=True, max_num_seqs=2,
-        max_num_batched_tokens=16, kv_cache_memory="4MiB", engine_process=False,
-    )  # fmt: skip
+    settings = FIELDS | {"model": str(write_checkpoint(name, tmp_path)), "max_model_len": None, "engine_process": False}
     ids = golden.prompt_token_ids
     engine = AsyncLLM(**settings)
     try:

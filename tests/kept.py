@@ -1,0 +1,280 @@
+"""Tests of few dear cases, of which `make test` runs those named here; `make test-all` runs all of them.
+
+As in `tests.sampled`, the cases of a test are of one kind, and nothing is left out because it fails.
+"""
+
+from __future__ import annotations
+
+KEPT: dict[str, dict[str, tuple[str, ...]]] = {
+    "cli/convert/test_conversion.py": {
+        "test_packed_weights_are_saved_as_they_are": ("llama:gptq_128", "mixtral:mxfp4"),
+    },
+    "cli/convert/test_merging.py": {
+        "test_the_merged_model_says_what_peft_says": ("plain", "tied_head"),
+    },
+    "engine/device/test_compiled_step.py": {
+        "test_donated_pages_are_not_copied": ("bfloat16-decode", "bfloat16-sampled", "bfloat16-backbone"),
+    },
+    "engine/device/test_device.py": {
+        "test_a_device_that_is_sent_the_same_messages_holds_the_same": ("more0-kinds0",),
+    },
+    "engine/front/test_sleep.py": {
+        "test_at_level_1_the_files_of_the_weights_are_not_read_again": ("1",),
+        "test_it_answers_the_same_after_a_sleep": ("1-1",),
+        "test_weights_of_another_plan_are_refused_and_then_forgotten": ("1",),
+    },
+    "engine/test_thinking_budget.py": {
+        "TestModelsOwnMarkers::test_a_marker_that_has_begun_is_finished": ("four steps a dispatch",),
+        "TestModelsOwnMarkers::test_an_answer_without_reasoning_is_left_alone": ("four steps a dispatch",),
+        "TestModelsOwnMarkers::test_an_earlier_end_is_the_end": ("four steps a dispatch",),
+        "TestModelsOwnMarkers::test_the_budget_begins_behind_the_opening": (
+            "four steps a dispatch-0",
+            "four steps a dispatch-1",
+            "four steps a dispatch-4",
+        ),
+        "test_a_forced_tokens_log_probability_is_the_models_own": ("four steps a dispatch",),
+        "test_a_grammar_begins_behind_the_forced_marker": ("four steps a dispatch",),
+        "test_a_grammar_that_covers_the_reasoning": ("four steps a dispatch",),
+        "test_an_unbudgeted_step_is_the_same_executable_as_before": ("four steps a dispatch",),
+        "test_batch_mates_stay_what_they_are_and_a_recompute_keeps_its_place": ("four steps a dispatch",),
+        "test_cached_prefixes_change_nothing": ("four steps a dispatch",),
+        "test_markers_must_be_known": ("four steps a dispatch",),
+        "test_penalties_and_biases_go_with_it": ("four steps a dispatch",),
+        "test_stop_strings_see_the_marker": ("four steps a dispatch",),
+        "test_the_marker_comes_when_the_budget_is_spent": (
+            "four steps a dispatch-0-one token",
+            "drafts-0-several tokens",
+        ),
+        "test_what_cannot_be_forced_fails_alone": ("four steps a dispatch",),
+    },
+    "models/test_cpu_kernels.py": {
+        "test_float32_says_what_transformers_says": (
+            "llama_gqa",
+            "gemma3_small",
+            "ernie4_5_moe",
+            "gpt_neox",
+            "qwen3_5",
+        ),
+        "test_weights_in_tiles_are_the_references": ("q4_0",),
+    },
+    "models/test_gpu_kernels.py": {
+        "test_float32_says_what_transformers_says": ("qwen3_moe",),
+        "test_what_kernels_do_not_do_is_not_left_to_them": ("olmo2",),
+    },
+    "models/test_mla.py": {
+        "test_outputs_are_the_definition_s": ("q_lora-reference",),
+    },
+    "models/test_mtp.py": {
+        "test_what_the_head_reads_is_as_defined": ("qwen3_5",),
+    },
+    "models/test_packed.py": {
+        "test_a_packed_gguf_gives_the_logits_of_its_expansion": ("llama_gqa", "qwen2_moe"),
+    },
+    "models/test_parity.py": {
+        "test_a_prompt_in_one_chunk": (
+            "llama_gqa",
+            "llama_dynamic_rope_past",
+            "llama4",
+            "phi",
+            "qwen2_window",
+            "qwen3_5_moe",
+            "gemma2",
+            "gemma4",
+            "deepseek_v2_lite",
+            "lfm2_moe",
+            "exaone4",
+            "hunyuan_moe",
+            "granite4",
+            "mpt_clipped",
+        ),
+        "test_a_prompt_in_ragged_chunks": (
+            "llama_gqa-(7, 9, 16, 33, 48, 63)",
+            "llama_dynamic_rope_past-(7, 9, 16, 33, 48, 63)",
+            "llama4-(7, 9, 16, 33, 48, 63)",
+            "phi-(7, 9, 16, 33, 48, 63)",
+            "qwen2_window-(7, 9, 16, 33, 48, 63)",
+            "qwen3_5_moe-(7, 9, 16, 33, 48, 63)",
+            "gemma2-(7, 9, 16, 33, 48, 63)",
+            "gemma4-(7, 9, 16, 33, 48, 63)",
+            "deepseek_v2_lite-(7, 9, 16, 33, 48, 63)",
+            "lfm2_moe-(7, 9, 16, 33, 48, 63)",
+            "exaone4-(7, 9, 16, 33, 48, 63)",
+            "hunyuan_moe-(7, 9, 16, 33, 48, 63)",
+            "granite4-(7, 9, 16, 33, 48, 63)",
+            "mpt_clipped-(7, 9, 16, 33, 48, 63)",
+        ),
+        "test_greedy_decoding_after_the_prompt": ("llama_gqa", "qwen3_5_moe", "lfm2_moe"),
+        "test_prompts_beside_each_other_at_different_places": (
+            "llama_gqa",
+            "llama_dynamic_rope_past",
+            "llama4",
+            "phi",
+            "qwen2_window",
+            "qwen3_5_moe",
+            "gemma2",
+            "gemma4",
+            "deepseek_v2_lite",
+            "lfm2_moe",
+            "exaone4",
+            "hunyuan_moe",
+            "granite4",
+            "mpt_clipped",
+        ),
+        "test_token_by_token": (
+            "llama_gqa",
+            "ministral3_text",
+            "phi3_longrope_short",
+            "qwen3_embedding",
+            "qwen3_moe_unnormalised",
+            "qwen3_5_moe",
+            "stablelm_qkv_bias",
+            "gemma3_softcap",
+            "deepseek_v3",
+            "glm4_no_bias",
+            "lfm2_moe",
+            "cohere2",
+            "starcoder2",
+            "nemotron_h",
+            "gpt_neox_in_turn",
+        ),
+    },
+    "models/test_quantized_checkpoints.py": {
+        "test_a_packed_checkpoint_gives_the_logits_of_its_numbers": (
+            "llama:gptq_sorted",
+            "llama:compressed_w8a16",
+            "llama:bitsandbytes_int8",
+            "mixtral:gptq_sorted_each",
+        ),
+    },
+    "models/test_tensor_parallel.py": {
+        "test_logits_are_the_goldens": ("layouts",),
+        "test_quantized_weights_are_the_same_on_any_number_of_devices": ("one of each",),
+    },
+    "pallas_kernels/gpu/test_attention.py": {
+        "test_heads_are_normed_and_rotated_on_the_way": ("64-True-64-normed",),
+        "test_matches_oracle": (
+            "decode",
+            "mixed, slopes, window, softcap, sinks",
+            "prefill, D=256, multi-query",
+            "latent, decode, 512 and 64",
+        ),
+    },
+    "pallas_kernels/gpu/test_packed.py": {
+        "test_codes_are_exact_in_16_bits": ("Q6_K-bfloat16", "MXFP4-bfloat16"),
+        "test_every_way_to_cut_it_gives_the_same": (
+            "Q5_K-Tiling(warps=2, tiles=3, step=256, stages=3, programs=1024, least=512, ahead=False, scaled=False)",
+        ),
+        "test_experts": ("Q4_0-24-2",),
+        "test_few_rows": ("Q4_0", "8 bits"),
+        "test_many_rows": ("8 bits, symmetric-40",),
+    },
+    "quantization/test_encoders.py": {
+        "test_errors_are_small_where_an_importance_matrix_says": ("Q6_K", "Q5_1"),
+        "test_k_quants_are_as_good_as_llama_cpps": ("normal-Q2_K", "normal-Q5_K"),
+        "test_others_are_no_worse_than_ggufs": ("normal-Q4_0", "normal-Q5_1"),
+    },
+    "research/test_captured_keys.py": {
+        "test_they_are_what_attention_shows": ("gemma3_small",),
+    },
+    "research/test_captures.py": {
+        "test_completions_are_captured_beside_requests_that_are_not": ("llama_gqa",),
+        "test_only_the_positions_that_are_asked_for": ("llama_gqa-last", "lfm2-positions2"),
+        "test_the_stream_is_the_sum_of_what_is_added_to_it": ("falcon_h1",),
+    },
+    "research/test_logits_processors.py": {
+        "test_tokens_are_those_that_numpy_chooses": ("llama_gqa",),
+    },
+    "research/test_model.py": {
+        "test_the_derivative_is_what_torch_finds": ("llama_gqa", "lfm2_moe"),
+    },
+    "research/test_patching.py": {
+        "test_a_patched_request_is_as_transformers_has_it": ("llama_gqa-prompt", "llama_gqa-generated"),
+        "test_patched_and_plain_requests_share_a_batch": ("llama_gqa",),
+        "test_several_tokens_a_step_and_drafts": ("lfm2",),
+    },
+    "research/test_steering.py": {
+        "test_a_steered_request_is_as_transformers_has_it": ("lfm2-all", "lfm2-part"),
+        "test_several_tokens_a_step_and_drafts": ("lfm2",),
+    },
+    "serving/pooling/test_scoring.py": {
+        "test_a_real_classifier_answers_as_transformers_does": ("qwen3_classifier",),
+    },
+    "serving/test_engine_process.py": {
+        "test_a_signal_ends_a_server_whose_engine_reads_nothing": ("15",),
+    },
+    "test_adapters.py": {
+        "test_an_adapter_gives_what_the_merged_model_gives": ("llama_gqa",),
+        "test_an_adapter_that_cannot_be_used_fails_its_request_alone": ("llama_gqa-rank", "llama_gqa-nowhere"),
+        "test_more_adapters_than_places_take_turns": ("llama_gqa",),
+        "test_prompts_are_scored_with_adapters": ("llama_gqa",),
+        "test_requests_with_other_adapters_and_without_share_steps": ("llama_gqa",),
+        "test_several_adapters_add_up_each_with_its_scale": ("llama_gqa",),
+    },
+    "test_cpu_kernels.py": {
+        "test_a_greedy_token_is_the_same_with_and_without_scores": ("smollm2-135m",),
+        "test_prompts_are_as_likely_as_transformers_finds_them": ("smollm2-135m",),
+    },
+    "test_draft_models.py": {
+        "test_a_draft_model_runs_prompts_beside_the_model": ("llama_gqa-llama_gqa",),
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("llama_gqa-llama_gqa",),
+    },
+    "test_drafts.py": {
+        "test_a_text_that_repeats_itself_takes_fewer_steps": ("llama_gqa",),
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("llama_gqa",),
+        "test_requests_that_wait_for_others_to_end_do_not_keep_these_from_trying_ahead": ("llama_gqa",),
+        "test_the_end_of_the_context_is_reached_and_not_passed": ("llama_gqa",),
+        "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": ("llama_gqa",),
+    },
+    "test_drafts_on_states.py": {
+        "test_an_answer_goes_on_from_the_state_that_drafts_have_left": ("lfm2",),
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("lfm2",),
+        "test_choices_of_a_prompt_go_on_from_one_state": ("lfm2",),
+    },
+    "test_examples.py": {
+        "test_what_the_examples_ask_is_known_by_a_margin": ("auto",),
+    },
+    "test_goldens.py": {
+        "test_greedy_tokens": ("smollm2-135m",),
+        "test_prompt_logprobs": ("smollm2-135m",),
+        "test_text_is_tokenized_as_the_reference_tokenizes_it": ("smollm2-135m",),
+    },
+    "test_invariance.py": {
+        "test_after_a_prefix_hit": ("gemma3_linear_rope",),
+        "test_after_preemption": ("gemma3_linear_rope",),
+        "test_choices_of_one_prompt_differ_and_repeat": ("gemma3_linear_rope",),
+        "test_chunked_at_every_boundary": ("gemma3_linear_rope-17",),
+        "test_in_a_batch_of_unlike_requests": ("gemma3_linear_rope",),
+        "test_several_tokens_a_dispatch": ("gemma3_linear_rope",),
+    },
+    "test_llm.py": {
+        "test_whole_vocabularies_of_generated_tokens": ("way0-fields0",),
+    },
+    "test_mtp.py": {
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("qwen3_5",),
+        "test_drafts_are_those_of_the_definition": ("qwen3_5-differently0",),
+    },
+    "test_offload.py": {
+        "test_a_prompt_is_found_again_in_host_memory": ("deepseek_v3",),
+        "test_in_other_engines": ("{'kv_cache_dtype': 'int8'}",),
+    },
+    "test_quantized_pages.py": {
+        "test_the_cpu_kernels_score_as_plain_xla_does": ("llama_gqa-fp8", "deepseek_v3-int8"),
+        "test_tokens_are_the_same_however_a_request_is_run": ("llama_gqa-int8",),
+    },
+    "test_same_answer.py": {
+        "test_layers_with_a_state": ("lfm2",),
+    },
+    "test_states.py": {
+        "test_a_prefix_hit_continues_as_transformers_does": ("lfm2", "falcon_h1"),
+        "test_every_beginning_of_a_prompt_gives_the_token_that_transformers_gives": ("lfm2", "falcon_h1"),
+        "test_many_together_give_what_each_gives_alone": ("lfm2-decode_steps",),
+        "test_of_a_chats_first_turn_hardly_anything_is_computed_again": ("lfm2",),
+    },
+    "test_two_processes.py": {
+        "test_a_process_that_fails_ends_the_group_with_a_line": ("kill",),
+    },
+    "text/test_llama_cpp_tokens.py": {
+        "test_tokens_are_those_of_llama_cpp": ("smollm2-135m",),
+    },
+}
+"""Of the cases of a test, those that are run."""
