@@ -169,31 +169,41 @@ class EngineCore:
         """Dispatch the next step, then read the one before it.
 
         A step in which a grammar or a thinking budget has a say is dispatched in two halves: the tokens of the step
-        before it settle the masks of its second half, and are read while its first half runs.
+        before it settle the masks of its second half, and are read while its first half runs. One that tries drafts
+        under a grammar is whole, and the step before it is read first: its tokens settle the drafts too.
         """
         began = time.thread_time()
         deltas = self._start_prepared()
+        if self._pending is not None and self._scheduler.awaits_text(admitting=self._paused is None):
+            deltas += self._read_pending(None)
         if not self._has_requests:
             self._save_pages()
         batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
         if batch.admitted:
             self.on_begin([request.request_id for request in batch.admitted])
-        handle = self._runner.dispatch(batch) if batch.chunks else None
+        fill = None if self._grammars is None else self._grammars.fill
+        handle = self._runner.dispatch(batch, fill) if batch.chunks else None
         if handle is not None:
             self._counting.step(batch)
-        previous, self._pending = self._pending, handle
-        self._read_version, self._pending_version = self._pending_version, self.weight_version
-        if previous is not None:
-            waited = previous.wait()
-            self._counting.so_far.step_device_wait_seconds += waited
-            self._counting.note(previous.ran, waited)
-            deltas += self._read(previous)
-            self._counting.so_far.num_steps += 1
+        deltas += self._read_pending(handle)
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
         self._counting.so_far.step_host_seconds += time.thread_time() - began
         if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
+        return deltas
+
+    def _read_pending(self, handle: Handle | None) -> list[TokenDelta]:
+        """Read the step under way, if there is one, and put `handle` in its place."""
+        previous, self._pending = self._pending, handle
+        self._read_version, self._pending_version = self._pending_version, self.weight_version
+        if previous is None:
+            return []
+        waited = previous.wait()
+        self._counting.so_far.step_device_wait_seconds += waited
+        self._counting.note(previous.ran, waited)
+        deltas = self._read(previous)
+        self._counting.so_far.num_steps += 1
         return deltas
 
     @property
@@ -358,7 +368,8 @@ class EngineCore:
     def _settle(self, result: Result) -> None:
         """Drafts that the device refused were never tokens; those that it took are."""
         if result.num_reserved:
-            self._scheduler.settle(result.request, result.num_reserved, len(result.tokens) - 1)
+            tried = result.num_drafted > 0 or result.request.constraint is None
+            self._scheduler.settle(result.request, result.num_reserved, len(result.tokens) - 1, tried=tried)
         if result.num_drafted:
             self._counting.drafts(result)
 

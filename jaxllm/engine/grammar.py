@@ -6,6 +6,7 @@ They fill their masks together, on threads, while the device runs the step that 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -116,6 +117,20 @@ class Constraint:
                 f"the token that ended the reasoning begins the answer with {text!r}, which the constraint does not "
                 "allow; another seed may go another way"
             )
+
+    def after(self, token: int) -> Constraint | None:
+        """The place that `token` would lead to, while this one stays; None where the grammar does not allow the token,
+        or nothing can follow it.
+        """
+        tried = copy.copy(self)
+        tried.matcher = self.matcher.deep_copy()
+        tried.opening = None if self.opening is None else self.opening.deep_copy()
+        tried._opened, tried._after = [search.copy() for search in self._opened], self._after.copy()
+        try:
+            tried.accept(token)
+        except GrammarError:
+            return None
+        return None if tried.complete else tried
 
     def forced(self) -> list[int]:
         """Tokens that must follow: there is no choice, so they need no sampling."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from tokenizers import Tokenizer
 
 from jaxllm.requests.thinking_markers import ThinkingMarkers
@@ -19,6 +21,10 @@ class MarkerSearch:
         self._tail: list[int] = []
         self.behind = ""
         """What the token that completed the text has behind it."""
+
+    def copy(self) -> MarkerSearch:
+        """Another search that goes on from here."""
+        return copy.copy(self)
 
     def add(self, token: int) -> bool:
         """Whether this token completes the text."""

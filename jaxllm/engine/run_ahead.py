@@ -12,7 +12,9 @@ from jaxllm.models.config import LengthRule
 
 
 class RunAhead:
-    """A step can give more than one token where all requests decode and the host has no say in what the tokens are."""
+    """A step can give more than one token where all requests decode. Where the host has a say in what the tokens are it
+    can only try drafts, of which the host knows each.
+    """
 
     def __init__(
         self,
@@ -41,13 +43,27 @@ class RunAhead:
         longest = max(r.max_total - r.num_total for r in running)
         steps = min(self.decode_steps, self.pool.page_size, longest)  # a sequence gains one page at most
         fits = all(r.num_total + steps <= self.max_model_len and not self.outgrown(r, steps) for r in running)
-        return steps if fits and self._all_decode(running, steps, steps) else 1
+        free = all(r.constraint is None for r in running)
+        return steps if fits and free and self._all_decode(running, steps, steps) else 1
 
     def most_drafts(self, requests: Sequence[Request]) -> int:
-        """How many tokens a step may try ahead with each of these requests."""
+        """How many tokens a step may try ahead with each of these requests.
+
+        Steps with masks are compiled neither for requests that are steered nor for those with logits processors.
+        """
         running, most = _unfilled(requests), self.drafts.with_running(len(requests))
         wanted = any(self._depth(r, most) for r in running)
+        masked = any(r.constraint is not None for r in running)
+        if masked and any(r.steering is not None or r.params.processes_logits for r in running):
+            return 0
         return most if wanted and self._all_decode(running, 1, 1 + most) else 0
+
+    def awaits_text(self, requests: Sequence[Request]) -> bool:
+        """Whether tokens may be tried ahead with these requests once the host has read what is in flight of them: it
+        makes the drafts of those with a grammar itself.
+        """
+        unread = any(r.constraint is not None and r.num_inflight for r in requests)
+        return unread and self.most_drafts(requests) > 0
 
     def further(self, request: Request, batch: Batch) -> int:
         """How many tokens this step may run of the request behind those that are known now."""
@@ -77,12 +93,11 @@ class RunAhead:
     def _all_decode(self, running: Sequence[Request], certain: int, most: int) -> bool:
         """Whether one step can give each of these requests `certain` tokens, and up to `most` of them.
 
-        It can where all decode, the host has no say in what the tokens are, and there are pages for the most of them.
+        It can where all decode, no thinking budget settles what the tokens are, and there are pages for the most.
         """
         missing = sum(self.pool.pages_for(r.num_computed + most) - len(r.pages) for r in running)
         return missing <= self.pool.num_free and all(
             r.num_total - r.num_computed == 1
-            and r.constraint is None
             and (r.thinking is None or r.num_inflight + certain <= r.thinking.left)
             and not r.reads_hidden
             and not r.is_to_be_patched

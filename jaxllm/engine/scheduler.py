@@ -105,9 +105,8 @@ class Scheduler:
         if self.states is not None:
             self.states.begin_step()
         favoured = self._make_way() if admitting else None
-        # Those who wait come first: nothing is tried ahead then.
-        admits = admitting and self.waiting and self._free_slots
-        most_drafts = 0 if admits else self.ahead.most_drafts(self.running)
+        tries = not self._admits(admitting) and not self.ahead.awaits_text(self.running)
+        most_drafts = self.ahead.most_drafts(self.running) if tries else 0
         batch = Batch(most_drafts=most_drafts, unsettled=any(r.num_unsettled for r in self.running))
         batch.num_steps = 1 if batch.drafts or self.waiting else self.ahead.num_steps(self.running)
         preemptions = self.stats.preemptions
@@ -136,12 +135,24 @@ class Scheduler:
         batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)
         return batch
 
-    def settle(self, request: Request, num_drafted: int, num_taken: int) -> None:
-        """Of the tokens that a step tried ahead with a request, the device has taken the first `num_taken`."""
+    def awaits_text(self, *, admitting: bool = True) -> bool:
+        """Whether the next step can try drafts if the step under way is read before it is scheduled, and not else."""
+        return not self._admits(admitting) and self.ahead.awaits_text(self.running)
+
+    def _admits(self, admitting: bool) -> bool:
+        """Whether a request may begin. Those who wait come first: nothing is tried ahead then."""
+        return bool(admitting and self.waiting and self._free_slots)
+
+    def settle(self, request: Request, num_drafted: int, num_taken: int, *, tried: bool = True) -> None:
+        """Of the tokens that a step tried ahead with a request, the device has taken the first `num_taken`.
+
+        Where it had none to try after all, `tried` says whether that counts as a try that brought nothing.
+        """
         request.num_inflight -= num_drafted - num_taken
         request.num_unsettled -= num_drafted
         assert request.draft_record is not None, "nothing was tried ahead"
-        request.draft_record.settle(num_taken)
+        if tried:
+            request.draft_record.settle(num_taken)
         if request.status is not Status.RUNNING:
             return
         request.num_computed -= num_drafted - num_taken

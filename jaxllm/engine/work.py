@@ -80,6 +80,11 @@ class Batch:
         return self.most_drafts > 0 or self.unsettled
 
     @property
+    def verifies(self) -> bool:
+        """One executable tries the drafts. With masks it needs to know which drafts there are: nothing is unsettled."""
+        return self.decode_only and (self.drafts if not self.masked else self.most_drafts > 0)
+
+    @property
     def decode_only(self) -> bool:
         """Every chunk is one token that samples and is not patched, and nothing else is read from its hidden states:
         one executable does it all.

@@ -109,7 +109,7 @@ class SimulatedRunner:
     def close(self) -> None:
         pass
 
-    def dispatch(self, batch: Batch) -> SimulatedHandle:
+    def dispatch(self, batch: Batch, fill: object = None) -> SimulatedHandle:
         """Every chunk is written before anything is read, as in a layer."""
         self.batches.append(batch)
         self._adapters |= {place: rows for rows, place in batch.entering}
@@ -134,7 +134,7 @@ class SimulatedRunner:
         handle = SimulatedHandle(
             contexts=contexts, positions=positions, num_steps=batch.num_steps, stride=batch.num_steps
         )
-        if batch.drafts and batch.decode_only and not batch.masked:
+        if batch.verifies:
             self._verify(handle, rows, [chunk.num_sampled - 1 for chunk in batch.chunks])
         elif batch.masked:
             handle.waiting = rows
@@ -167,7 +167,7 @@ class SimulatedRunner:
         """
         if self._states is None:
             return
-        verifies = batch.drafts and batch.decode_only and not batch.masked
+        verifies = batch.verifies
         for chunk, begin in zip(batch.chunks, begins, strict=True):
             request, end = chunk.request, self._position[chunk.request.slot]
             after = self._read(request, end)

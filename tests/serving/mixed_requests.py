@@ -55,8 +55,9 @@ WORDS = ("one", "two", "three", "tokens", "the engine's pages", "世界", "🤖"
 Body = dict[str, Any]
 
 
-def write_model(directory: Path, **fields: Any) -> Path:
-    """A random Llama of 512 tokens that were learnt from this repository's documentation, with a chat template.
+def write_model(directory: Path, name: str = "llama_gqa", **fields: Any) -> Path:
+    """A random model, by default a Llama, of 512 tokens that were learnt from this repository's documentation, with a
+    chat template.
 
     `fields` are of its config.json.
     """
@@ -70,13 +71,13 @@ def write_model(directory: Path, **fields: Any) -> Path:
     )
     backend.train([str(path) for path in sorted((ROOT / "docs").glob("*.md"))], trainer)
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    config = tiny_config("llama_gqa")
+    config = tiny_config(name)
     there = config["vocab_size"]
     shapes = {
-        name: tuple(VOCAB_SIZE if size == there else size for size in shape)
-        for name, shape in load_golden("llama_gqa").tensor_shapes.items()
+        tensor: tuple(VOCAB_SIZE if size == there else size for size in shape)
+        for tensor, shape in load_golden(name).tensor_shapes.items()
     }
-    save_checkpoint(config | {"vocab_size": VOCAB_SIZE} | fields, draw_weights("llama_gqa", shapes), directory)
+    save_checkpoint(config | {"vocab_size": VOCAB_SIZE} | fields, draw_weights(name, shapes), directory)
     backend.save(str(directory / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))

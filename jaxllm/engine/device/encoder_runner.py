@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxllm.engine.device.drafts.guesses import FillMasks
 from jaxllm.engine.device.handle import Handle
 from jaxllm.engine.device.packing import encode_packing
 from jaxllm.engine.device.runner import Runner
@@ -17,8 +18,8 @@ class EncoderRunner(Runner):
     def prepare(self, request: Request) -> None:
         """Nothing is kept of a request, so nothing is laid out."""
 
-    def dispatch(self, batch: Batch) -> Handle:
-        """Enqueue the step for `batch` without waiting for anything."""
+    def dispatch(self, batch: Batch, fill: FillMasks | None = None) -> Handle:
+        """Enqueue the step for `batch` without waiting for anything. Nothing is sampled, so there are no masks."""
         self._begin()
         key = self._device.covering("encode", batch.num_tokens)
         packing = encode_packing(key.size, self._sizes.max_num_seqs)

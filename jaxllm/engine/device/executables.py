@@ -17,6 +17,7 @@ from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.keys import (
     ADAPTED,
     MASKED,
+    MASKED_ADAPTED,
     PLAIN,
     PROCESSED,
     SAMPLED,
@@ -158,11 +159,14 @@ class Executables:
             rest += [Key(decode, n, variant) for decode in decodes for n in b.decode]
             rest += [Key("head", n, variant) for n in b.head]
         rest += [Key("head", n, MASKED) for n in b.head]
+        guesses = [Key("verify", n, MASKED) for n in b.decode] if b.drafts else []
         if b.adapted:
             any_request += self.adapted_keys()
+            guesses += [Key("verify", key.size, MASKED_ADAPTED) for key in guesses]
             for variant in (ADAPTED, SAMPLED_ADAPTED):
                 rest += [Key(decode, n, variant) for decode in decodes for n in b.decode]
             rest += [Key("backbone", n, ADAPTED) for n in b.prefill]
+        rest += guesses
         copies: tuple[Kind, ...] = ("read_pages", "write_pages")
         any_request += [Key(kind, n) for kind in copies for n in b.pages]
         rows = self.most_rows

@@ -89,10 +89,11 @@ MASKED = Variant(sampled=True, masked=True)
 PROCESSED = Variant(sampled=True, processed=True)
 ADAPTED = Variant(adapted=True)
 SAMPLED_ADAPTED = Variant(sampled=True, adapted=True)
+MASKED_ADAPTED = Variant(sampled=True, masked=True, adapted=True)
 
 VARIANTS: dict[Kind, tuple[Variant, ...]] = {
     "decode": (PLAIN, SAMPLED, ADAPTED, SAMPLED_ADAPTED),
-    "verify": (PLAIN, SAMPLED, ADAPTED, SAMPLED_ADAPTED),
+    "verify": (PLAIN, SAMPLED, MASKED, ADAPTED, SAMPLED_ADAPTED, MASKED_ADAPTED),
     "backbone": (PLAIN, ADAPTED),
     "encode": (PLAIN,),
     "head": (PLAIN, SAMPLED, MASKED),

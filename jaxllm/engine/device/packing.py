@@ -96,14 +96,22 @@ def decode_packing(rows: int, has_states: bool = False) -> Packing:
 
 
 @cache
-def verify_packing(rows: int, has_states: bool = False) -> Packing:
+def verify_packing(rows: int, has_states: bool = False, num_drafts: int = 0, mask_words: int = 0) -> Packing:
     """`rows` sequences of one token each, as `decode_packing`, and how many drafted tokens each may try behind it.
 
     `new_pages` are as `backbone_packing` has them: only the device knows which page a sequence's next token lies in,
     and after how many tokens a state is kept.
+
+    Where `mask_words` is given the host makes the drafts of some sequences, `num_given` of up to `num_drafts`, and each
+    place of each sequence has a mask: of the token after its last one, and after each draft.
     """
     states = dict.fromkeys(("state_read", "state_kept"), (rows,)) if has_states else {}
-    return Packing(num_decodes=(), tokens=(rows,), slot=(rows,), most_drafts=(rows,), new_pages=(rows, 3), **states)
+    given: dict[str, tuple[int, ...]] = {}
+    if mask_words:
+        given = {"num_given": (rows,), "drafts": (rows, num_drafts), "mask": (rows, num_drafts + 1, mask_words)}
+    return Packing(
+        num_decodes=(), tokens=(rows,), slot=(rows,), most_drafts=(rows,), new_pages=(rows, 3), **states, **given
+    )
 
 
 @cache

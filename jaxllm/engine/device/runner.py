@@ -14,10 +14,11 @@ from jaxllm.engine.device.admission import adapter_scales, admission, history, s
 from jaxllm.engine.device.buckets import COPIED_PAGES
 from jaxllm.engine.device.choice import Sampled
 from jaxllm.engine.device.device import Device
+from jaxllm.engine.device.drafts.guesses import FillMasks, Guesses
 from jaxllm.engine.device.drafts.remembered import RememberedTexts
 from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, LeavingPages, SampledRow
-from jaxllm.engine.device.keys import MASKED, Key, Variant
+from jaxllm.engine.device.keys import MASKED, MASKED_ADAPTED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
 from jaxllm.engine.device.page_blocks import PageBlocks
 from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, step_patches
@@ -56,6 +57,7 @@ class Runner:
         self._known_pages = [0] * sizes.max_num_seqs
         """How many of its sequence's pages each slot has been told."""
         self._remembered = RememberedTexts(sizes.remembered)
+        self._guesses = None if sizes.drafts is None else Guesses(sizes.drafts, self._remembered)
         self._processors = processors or Processors()
         self._steered: set[int] = set()
         """Slots that have been told something to be steered by."""
@@ -76,6 +78,8 @@ class Runner:
         size = self._device.most_rows
         if request.params.structured_outputs is not None or request.params.max_thinking_tokens is not None:
             keys.append(Key("head", size, replace(MASKED, processed=request.params.processes_logits)))
+        if request.params.structured_outputs is not None and self._guesses is not None:
+            keys.append(Key("verify", size, MASKED_ADAPTED if self._sizes.adapters is not None else MASKED))
         if request.params.prompt_logprobs is not None:
             keys.append(scoring_key(request, size))
         if request.params.wants_vocabulary:
@@ -138,8 +142,12 @@ class Runner:
         """Compile nothing more. Any thread may call this."""
         self._device.close()
 
-    def dispatch(self, batch: Batch) -> Handle:
-        """Enqueue the step for `batch` without waiting for anything."""
+    def dispatch(self, batch: Batch, fill: FillMasks | None = None) -> Handle:
+        """Enqueue the step for `batch` without waiting for anything.
+
+        `fill` is asked for the masks of drafts that grammars have a say in; those of other steps come with
+        `sample_waiting`.
+        """
         self._begin()
         leaving = self.read_pages(batch.leaving)
         self._write_pages(batch.returning)
@@ -147,10 +155,10 @@ class Runner:
             self._device.run(Key("adapt"), np.int32(place), *rows)
         for request in batch.admitted:
             self._admit(request)
-        if not batch.decode_only or batch.masked:
-            handle = self._prefill(batch)
+        if batch.verifies:
+            handle = self._verify(batch, fill)
         else:
-            handle = self._verify(batch) if batch.drafts else self._decode(batch)
+            handle = self._decode(batch) if batch.decode_only and not batch.masked else self._prefill(batch)
         handle.leaving = leaving
         return self._end(handle, batch)
 
@@ -225,11 +233,12 @@ class Runner:
         sampled = self._device.run(key, ints)
         return Handle(rows, sampled, num_steps=batch.num_steps, stride=self._sizes.decode_steps)
 
-    def _verify(self, batch: Batch) -> Handle:
+    def _verify(self, batch: Batch, fill: FillMasks | None) -> Handle:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
-        key = self._device.covering("verify", count, _variant(rows, batch))
-        packing = verify_packing(key.size, self._sizes.has_states)
+        key = self._device.covering("verify", count, _variant(rows, batch, batch.masked))
+        words = mask_words(self.vocab_size) if key.variant.masked else 0
+        packing = verify_packing(key.size, self._sizes.has_states, self._sizes.num_drafts(key.size), words)
         ints = np.zeros(packing.size, np.int32)
         x = packing.views(ints)
         x["num_decodes"][...] = count
@@ -237,6 +246,11 @@ class Runner:
         x["slot"][:] = self._slot_rows(rows, key.size)
         reserved = [chunk.num_sampled - 1 for chunk in batch.chunks]
         x["most_drafts"][:count] = reserved
+        if batch.masked:
+            assert fill is not None and self._guesses is not None, "whoever has grammars fills masks"
+            self._guesses.fill([row.request for row in rows], x, fill)
+        elif key.variant.masked:  # the one without masks is still being compiled
+            x["mask"][:] = ALL
         self._pack_new_pages(x["new_pages"], batch)
         _pack_states(x, batch.chunks)
         self._count(key, count, chunks=batch.chunks)

@@ -2,8 +2,8 @@
 
 A decode-only step is one of them, `decode`. A step with prefill in it is `backbone`, which leaves the hidden states in
 a buffer of fixed size, and then `head` for the rows that sample; so there are as many shapes as decode, prefill and
-head buckets together, not their product. Decode and head come in variants; a mask, which a grammar fills while the
-backbone runs, is the head's alone.
+head buckets together, not their product. Decode and head come in variants; a mask, which a grammar fills, is an input
+of the head, or of a `verify` that tries drafts.
 
 Every one of them returns a tuple: what it changed of the device's own, as `Key.uses` says, then its output, if any.
 """
@@ -199,8 +199,10 @@ class StepFunctions:
 
     def verify(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, ints) -> (caches, slots, Sampled)`: a token for each row, and right drafts."""
-        packing = verify_packing(rows, self._sizes.has_states)
-        rules: dict[str, Any] = {"variant": variant, "page_size": self._sizes.page_size}
+        sizes = self._sizes
+        words = mask_words(sizes.vocab_size) if variant.masked else 0
+        packing = verify_packing(rows, sizes.has_states, sizes.num_drafts(rows), words)
+        rules: dict[str, Any] = {"variant": variant, "page_size": sizes.page_size}
 
         def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
             drafter = self._drafter(weights, rows)

@@ -15,6 +15,8 @@ class RememberedTexts:
     def __init__(self, size: int):
         self._size = size
         self._place = 0
+        self.tokens = np.zeros(size, np.int32)
+        """The same ring on the host, as `Slots.remembered` has it."""
 
     def add(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """What the device is told of a text, as vectors of `recall_packing`; of a longer one the end is kept."""
@@ -28,5 +30,6 @@ class RememberedTexts:
             x = packing.views(ints)
             x["place"][...], x["count"][...] = self._place, len(part)
             x["tokens"][: len(part)] = part
+            self.tokens[(self._place + np.arange(len(part))) % self._size] = part
             self._place = (self._place + len(part)) % self._size
             yield ints

@@ -42,8 +42,9 @@ def verify(
 ) -> tuple[Any, Slots, Sampled]:
     """One token of each sequence and as many drafted ones as are right: caches, slots, and what was sampled.
 
-    `x` is as `verify_packing` lays it out, `S` sequences. What is sampled has `drafter.num_tokens + 1` rows for each of
-    them in turn, of which `settled.taken + 1` count. Where no sequence has a draft the step is a plain decode.
+    `x` is as `verify_packing` lays it out, `S` sequences; for a masked variant it has drafts and masks that the host
+    made. What is sampled has `drafter.num_tokens + 1` rows for each sequence in turn, of which `settled.taken + 1`
+    count. Where no sequence has a draft the step is a plain decode.
     """
     slot, live = x["slot"], jnp.arange(x["slot"].shape[0]) < x["num_decodes"]
     nobody = slots.position.shape[0] - 1
@@ -56,6 +57,10 @@ def verify(
     slots = slots._replace(page_table=table, history=history)
     caches, slots, drafts, count = drafter.propose(caches, slots, asked, variant)
     drafted = jnp.minimum(count, most)
+    if variant.masked:
+        given = jnp.where(live, x["num_given"], 0)
+        drafts = jnp.where(given[:, None] > 0, x["drafts"], drafts)
+        drafted = jnp.where(given > 0, given, drafted)
     ahead = jnp.arange(drafter.num_tokens)
     tried = ahead < drafted[:, None]
     places = jnp.where(tried, slot[:, None], nobody), jnp.where(tried, position[:, None] + 1 + ahead, 0)
@@ -71,7 +76,12 @@ def verify(
         tokens, meta, slots = mixed_batch(fields, slots, variant.adapted)
         hidden, caches = forward(model(), tokens, caches, replace(meta, tentative=True))
         owner = jnp.append(slot, nobody)[meta.seq_ids]
-        slots, sampled = choose(model(), hidden, {"slot": owner, "position": meta.positions}, slots, variant, process)
+        asked = {"slot": owner, "position": meta.positions}
+        if variant.masked:
+            seq = jnp.minimum(meta.seq_ids, slot.shape[0] - 1)
+            place = jnp.minimum(jnp.arange(count) - start[seq], drafter.num_tokens)
+            asked |= {"mask": x["mask"][seq, place]}
+        slots, sampled = choose(model(), hidden, asked, slots, variant, process)
         rows = jnp.minimum(start[:-1, None] + jnp.arange(drafter.num_tokens + 1), count - 1)
         right = tried & (sampled.tokens[rows[:, :-1]] == drafts)
         taken = jnp.cumprod(right, axis=1).sum(axis=1)
@@ -92,7 +102,8 @@ def verify(
         hidden, caches = forward(model(), tokens, caches, meta)
         if drafter.follows_decodes:
             caches, slots = drafter.follow(Ran(tokens, hidden, meta), caches, before, slots)
-        slots, sampled = choose(model(), hidden, {"slot": slot, "position": meta.positions}, slots, variant, process)
+        asked = {"slot": slot, "position": meta.positions} | ({"mask": x["mask"][:, 0]} if variant.masked else {})
+        slots, sampled = choose(model(), hidden, asked, slots, variant, process)
         rows = jnp.repeat(jnp.arange(slot.shape[0]), drafter.num_tokens + 1)
         return caches, slots, _rows(sampled, rows), jnp.zeros_like(drafted)
 
