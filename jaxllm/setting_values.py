@@ -71,6 +71,15 @@ def format_bytes(count: int) -> str:
     return f"{value:.4g} TiB"
 
 
+def parse_replicas(value: Any) -> Any:
+    """'3' -> 3; 'auto' and null stay."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if value in (None, "auto") or (type(value) is int and value >= 1):
+        return value
+    raise ValueError("it must be a whole number from 1 on, or auto")
+
+
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -86,6 +95,7 @@ def parse_seconds(value: Any) -> Any:
         raise ValueError("it must be a time, such as 30d, 12h, 90m or a number of seconds") from None
 
 
+Replicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 

@@ -81,5 +81,5 @@ def test_both_front_doors_agree(llm: LLM, directory: Path) -> None:
 
 
 def test_no_room(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="max_tokens is 60 and the prompt has 10 tokens"):
-        llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=60))
+    with pytest.raises(InvalidRequestError, match="max_tokens is 120 and the prompt has 10 tokens"):
+        llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=120))
