@@ -204,4 +204,4 @@ def test_the_event_loop_goes_on_meanwhile(pool: AskedProcesses) -> None:
             await asyncio.gather(*(pool.ask_from_loop(b"reverse ab", seconds=PLENTY) for _ in range(4))) == [b"ba"] * 4
         )
 
-    asyncio.run(asyncio.wait_for(run(), PLENTY))
+    asyncio.run(asyncio.wait_for(run(), 5 * PLENTY))
