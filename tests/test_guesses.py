@@ -22,12 +22,10 @@ from jaxllm.serving.parsing.formats import TOOL_FORMATS
 from jaxllm.serving.parsing.grammar import tool_constraint
 from jaxllm.serving.parsing.output_format import OutputFormats
 from tests.serving.mixed_requests import write_model
-from tests.test_drafts import FIELDS as FIELDS_OF_DRAFTS
+from tests.sizes import FIELDS as SIZES
 from tests.test_drafts import NGRAMS, assert_equal, told
 
-FIELDS: dict[str, Any] = FIELDS_OF_DRAFTS | {
-    "decode_buckets": (8,), "prefill_buckets": (64,), "skip_tokenizer_init": False,
-}  # fmt: skip
+FIELDS = SIZES | {"skip_tokenizer_init": False}
 MODELS = ("llama_gqa", "lfm2")
 """Pages alone, and states beside them."""
 SCHEMA = {

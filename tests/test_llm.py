@@ -335,7 +335,7 @@ def test_a_process_that_cannot_start_says_why(directory):
 
 
 def test_a_step_that_fails_is_said_and_the_engine_can_be_started_again(directory):
-    def catch_fire(batch):
+    def catch_fire(*arguments):
         raise RuntimeError("the device caught fire")
 
     with LLM(directory, **FIELDS) as llm:
