@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.folders import user_folder
 from jaxllm.logs import LogFormat
-from jaxllm.setting_values import Bytes, Object, Replicas, Seconds, SettingsGroup, SomeOf, parse_prefix
+from jaxllm.setting_values import Bytes, NumReplicas, Object, Seconds, SettingsGroup, SomeOf, parse_prefix
 
 DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
@@ -161,7 +161,7 @@ class ServerConfig(SettingsGroup):
 
     ray: bool = False
     """Run whole servers of the model as replicas on Ray Serve, with Ray's proxy at host and port: docs/replicas.md."""
-    num_replicas: Replicas = None
+    num_replicas: NumReplicas = None
     """How many servers run side by side on Ray (default 1); auto: as many as there are requests for."""
     prefix_affinity: bool = False
     """Send a prompt to the replica on Ray that has had the same beginning, by Ray's PrefixCacheAffinityRouter."""

@@ -95,7 +95,7 @@ def parse_seconds(value: Any) -> Any:
         raise ValueError("it must be a time, such as 30d, 12h, 90m or a number of seconds") from None
 
 
-Replicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
+NumReplicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
