@@ -1,4 +1,6 @@
-"""Sockets that several threads use: connections are taken as they come, and what waits at one can be interrupted."""
+"""Sockets that several threads use: connections are taken as they come, and what waits at one can be interrupted.
+Also ports for those that are yet to be opened.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,13 @@ def accept_each(listener: socket.socket, most: int, name: str, serve: Callable[[
             connection.close()
             continue
         threading.Thread(target=run, args=(connection, source[0]), name=name, daemon=True).start()
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """One that nobody listens on at this moment; an empty address is all of them."""
+    with socket.create_server((address, 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
 
 
 def interrupt(waited_at: socket.socket) -> None:

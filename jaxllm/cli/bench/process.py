@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from jaxllm import own_process
 from jaxllm.cli.settings import names_setting
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
+from jaxllm.sharding.sockets import free_port
 
 _STOP_SECONDS = 20
 _PENDING = "jaxllm:compiles_pending"
@@ -57,7 +57,7 @@ def failure(process: subprocess.Popen[bytes], log: Path) -> ConfigError:
 @contextmanager
 def server(config: EngineConfig, timeout: float) -> Iterator[str]:
     """Run `jaxllm serve` on a free port and yield its URL once it is ready and has nothing left to compile."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with child(["serve", "--host", "127.0.0.1", "--port", str(port)], config, subprocess.DEVNULL) as (process, log):
         deadline = time.monotonic() + timeout
@@ -83,9 +83,3 @@ def _compiled(url: str) -> bool:
     metrics = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text)
     pending = [sample.value for metric in metrics if metric.name == _PENDING for sample in metric.samples]
     return bool(pending) and not any(pending)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ from jaxllm.engine.start.leave import leave
 from jaxllm.errors import EngineDeadError, JaxLLMError, one_line
 from jaxllm.logs import LogSettings
 from jaxllm.own_process import PipedProcess
+from jaxllm.sharding.sockets import free_port
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def start_followers(config: EngineConfig, name: str, on_failure: Callable[[str, 
     count = config.tensor_parallel_size
     group = {
         "multi_process": False, "num_processes": count, "cluster": "off", "cluster_secret": secrets.token_urlsafe(32),
-        "coordinator_address": f"127.0.0.1:{_free_port()}",
+        "coordinator_address": f"127.0.0.1:{free_port()}",
     }  # fmt: skip
 
     def place(number: int) -> EngineConfig:
@@ -115,9 +115,3 @@ def _listen(process: PipedProcess, number: int, on_failure: Callable[[str, str],
         process.wait(END_SECONDS)
         problem = NotJoined(EngineDeadError.__name__, f"process {number} is gone (exit code {process.exit_code})")
     on_failure(problem.kind, problem.message)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port

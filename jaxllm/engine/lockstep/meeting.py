@@ -29,7 +29,7 @@ from jaxllm.progress import tell
 from jaxllm.sharding.clusters import split_address
 from jaxllm.sharding.machine_name import machine_name
 from jaxllm.sharding.secret import admit, group_secret, introduce
-from jaxllm.sharding.sockets import accept_each, interrupt
+from jaxllm.sharding.sockets import accept_each, free_port, interrupt
 from jaxllm.sharding.wire import Wire, WireError
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class _Meeting:
         members = [self._members[number] for number in range(1, self._count)]
         machines = [machine, *(member.machine for member in members)]
         host = f"[{self._host}]" if ":" in self._host else self._host
-        address = f"{host}:{_free_port()}"
+        address = f"{host}:{free_port('')}"
         for number, member in enumerate(members, 1):
             place = machines[:number].count(member.machine)
             with suppress(OSError):  # it has gone meanwhile, as the Leader is about to find out
@@ -201,8 +201,3 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason(error)
         raise ConfigError(f"coordinator_address is {host}:{port}, where process 0 cannot listen: {why}") from None
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as taken:
-        return taken.getsockname()[1]
