@@ -6,7 +6,7 @@ while the next ones are loaded, and expands codes in registers to small integers
 With a few rows the memory is the limit: a group's products are summed by tensor cores and multiplied by its scale
 afterwards, in float32, which is one operation for each row where scaling weights would be one for each weight, and
 rounds nothing. With many rows the tensor cores are the limit: weights are scaled first. The parts of long rows are
-walked side by side, and their sums joined by one more kernel.
+walked side by side, and what they give is added up by the kernel that reads it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ LOADED = 128 * 64
 """Numbers of rows that a step may have if several of them are to fit into the shared memory of any GPU."""
 
 MOST_PARTS = 8
-"""Of rows of inputs: what they give is read again by the kernel that adds them up, a program for each row of it."""
+"""That a row's inputs are walked in: the kernel that adds up what they give reads all of it in one program."""
 
 GateActivation = Callable[[jax.Array], jax.Array]
-
 
 FEW = Tiling(step=128)
 MANY = Tiling(warps=4, step=64, stages=3, programs=1, ahead=False, scaled=True)
@@ -103,7 +102,7 @@ def _multiply(
     activation: GateActivation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
 ) -> Float[Array, "P T o"]:  # fmt: skip
     """What each part of the inputs gives: float32, or of `dtype` where there is only one."""
-    outputs, inputs = matrix.shape[-2:]
+    x, (outputs, inputs) = x.astype(matrix.dtype), matrix.shape[-2:]
     if tiling is None:
         tiling = _few(matrix, tile_rows, activation is not None) if tile_rows <= FEW_ROWS else _many(matrix)
     if activation is not None:
@@ -122,7 +121,7 @@ def _multiply(
         parts = max(1, min(tiling.programs // (blocks * row_tiles), most))
     given = arrays_by_name(matrix) | ({} if lists is None else {"tiles": lists.tiles, "rows": lists.rows})
     if matrix.format.has_shift and not tiling.scaled:
-        given["sums"] = _group_sums(x.astype(matrix.dtype), matrix.format.group)
+        given["sums"] = _group_sums(x, matrix.format.group)
     return pl.pallas_call(
         functools.partial(
             _kernel,
@@ -143,7 +142,7 @@ def _multiply(
         interpret=interpret,
         compiler_params=triton_compiler_params(tiling.warps, tiling.stages),
         name="packed_matmul",
-    )(x.astype(matrix.dtype), *given.values())
+    )(x, *given.values())
 
 
 def _group_sums(x: Float[Array, "T i"], group: int) -> Float[Array, "g T"]:

@@ -38,16 +38,14 @@ def linear(
     A library rounds its sums to `dtype` itself; to convert them afterwards would be one more kernel. For somebody who
     adds later, a product that a kernel makes by parts of the inputs stays `Unsummed`.
     """
-    matrices = weight.kernel_matrices
+    matrices, late = weight.kernel_matrices, isinstance(residual, Later)
+    residual = None if isinstance(residual, Later) else residual
     if matrices is None:
-        return reference_linear(x, weight, norm, None if isinstance(residual, Later) else residual, dtype)
+        return reference_linear(x, weight, norm, residual, dtype)
     x = x if norm is None else norm(x)
-    if isinstance(residual, Later):
-        if len(matrices) == 1:
-            return _late_product(x, matrices[0], dtype, interpret)
-        residual = None
     given = dtype if residual is None else residual.dtype
-    out = _joined([_product(x, matrix, given, interpret) for matrix in matrices])
+    late = late and len(matrices) == 1
+    out = _joined([_product(x, matrix, given, interpret, late=late) for matrix in matrices])
     return out if residual is None else (residual + out).astype(dtype)
 
 
@@ -72,14 +70,16 @@ def add_norm(
 
 
 def _product(
-    x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool
-) -> jax.Array:
+    x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool, *, late: bool
+) -> Late:
+    """With `late` it may be `Unsummed`."""
     if isinstance(matrix, OrderedMatrix):
-        return _product(matrix.arranged(x), matrix.matrix, dtype, interpret)
+        return _product(matrix.arranged(x), matrix.matrix, dtype, interpret, late=late)
     if isinstance(matrix, PackedMatrix):
         from jaxllm.pallas_kernels.gpu import packed
 
-        return packed.matmul(x, matrix, dtype=dtype, interpret=interpret)
+        multiply = packed.late_matmul if late else packed.matmul
+        return multiply(x, matrix, dtype=dtype, interpret=interpret)
     if matrix.rounds:
         from jaxllm.pallas_kernels.gpu import int8
 
@@ -103,17 +103,5 @@ def _product(
     return (out if matrix.scale is None else out * matrix.scale[:, 0]).astype(dtype)
 
 
-def _late_product(
-    x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool
-) -> Late:
-    if isinstance(matrix, OrderedMatrix):
-        return _late_product(matrix.arranged(x), matrix.matrix, dtype, interpret)
-    if isinstance(matrix, PackedMatrix):
-        from jaxllm.pallas_kernels.gpu import packed
-
-        return packed.late_matmul(x, matrix, dtype=dtype, interpret=interpret)
-    return _product(x, matrix, dtype, interpret)
-
-
-def _joined(parts: list[jax.Array]) -> jax.Array:
+def _joined(parts: list[Late]) -> Late:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
