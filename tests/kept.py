@@ -5,6 +5,24 @@ As in `tests.sampled`, the cases of a test are of one kind, and nothing is left 
 
 from __future__ import annotations
 
+FAMILIES = (
+    "llama_gqa",
+    "llama_dynamic_rope_past",
+    "llama4",
+    "phi",
+    "qwen2_window",
+    "qwen3_5_moe",
+    "gemma2",
+    "gemma4",
+    "deepseek_v2_lite",
+    "lfm2_moe",
+    "exaone4",
+    "hunyuan_moe",
+    "granite4",
+    "mpt_clipped",
+)
+"""Whose logits are compared with those of transformers by whole prompts; others are by single tokens."""
+
 KEPT: dict[str, dict[str, tuple[str, ...]]] = {
     "cli/convert/test_conversion.py": {
         "test_packed_weights_are_saved_as_they_are": ("llama:gptq_128", "mixtral:mxfp4"),
@@ -71,55 +89,10 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_packed_gguf_gives_the_logits_of_its_expansion": ("llama_gqa", "qwen2_moe"),
     },
     "models/test_parity.py": {
-        "test_a_prompt_in_one_chunk": (
-            "llama_gqa",
-            "llama_dynamic_rope_past",
-            "llama4",
-            "phi",
-            "qwen2_window",
-            "qwen3_5_moe",
-            "gemma2",
-            "gemma4",
-            "deepseek_v2_lite",
-            "lfm2_moe",
-            "exaone4",
-            "hunyuan_moe",
-            "granite4",
-            "mpt_clipped",
-        ),
-        "test_a_prompt_in_ragged_chunks": (
-            "llama_gqa-(7, 9, 16, 33, 48, 63)",
-            "llama_dynamic_rope_past-(7, 9, 16, 33, 48, 63)",
-            "llama4-(7, 9, 16, 33, 48, 63)",
-            "phi-(7, 9, 16, 33, 48, 63)",
-            "qwen2_window-(7, 9, 16, 33, 48, 63)",
-            "qwen3_5_moe-(7, 9, 16, 33, 48, 63)",
-            "gemma2-(7, 9, 16, 33, 48, 63)",
-            "gemma4-(7, 9, 16, 33, 48, 63)",
-            "deepseek_v2_lite-(7, 9, 16, 33, 48, 63)",
-            "lfm2_moe-(7, 9, 16, 33, 48, 63)",
-            "exaone4-(7, 9, 16, 33, 48, 63)",
-            "hunyuan_moe-(7, 9, 16, 33, 48, 63)",
-            "granite4-(7, 9, 16, 33, 48, 63)",
-            "mpt_clipped-(7, 9, 16, 33, 48, 63)",
-        ),
+        "test_a_prompt_in_one_chunk": FAMILIES,
+        "test_a_prompt_in_ragged_chunks": tuple(f"{name}-(7, 9, 16, 33, 48, 63)" for name in FAMILIES),
         "test_greedy_decoding_after_the_prompt": ("llama_gqa", "qwen3_5_moe", "lfm2_moe"),
-        "test_prompts_beside_each_other_at_different_places": (
-            "llama_gqa",
-            "llama_dynamic_rope_past",
-            "llama4",
-            "phi",
-            "qwen2_window",
-            "qwen3_5_moe",
-            "gemma2",
-            "gemma4",
-            "deepseek_v2_lite",
-            "lfm2_moe",
-            "exaone4",
-            "hunyuan_moe",
-            "granite4",
-            "mpt_clipped",
-        ),
+        "test_prompts_beside_each_other_at_different_places": FAMILIES,
         "test_token_by_token": (
             "llama_gqa",
             "ministral3_text",
@@ -165,7 +138,7 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
             "Q5_K-Tiling(warps=2, tiles=3, step=256, stages=3, programs=1024, least=512, ahead=False, scaled=False)",
         ),
         "test_experts": ("Q4_0-24-2",),
-        "test_few_rows": ("Q4_0", "8 bits"),
+        "test_few_rows": ("Q4_0", "Q4_K", "8 bits"),
         "test_many_rows": ("8 bits, symmetric-40",),
     },
     "quantization/test_encoders.py": {
