@@ -12,8 +12,8 @@ from jaxllm.models.config import LengthRule
 
 
 class RunAhead:
-    """A step can give more than one token where all requests decode. Where the host has a say in what the tokens are it
-    can only try drafts, of which the host knows each.
+    """How many tokens a step can give each request: more than one where all requests decode. Where the host has a say
+    in what the tokens are, they can only be drafts, which the host makes itself.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class Scheduler:
         return batch
 
     def awaits_text(self, *, admitting: bool = True) -> bool:
-        """Whether the next step can try drafts if the step under way is read before it is scheduled, and not else."""
+        """Whether the next step could try drafts if the step under way were read before it is scheduled."""
         return not self._admits(admitting) and self.ahead.awaits_text(self.running)
 
     def _admits(self, admitting: bool) -> bool:
