@@ -41,13 +41,13 @@ def requests_of(count: int, seed: int) -> tuple[list[list[int]], list[SamplingPa
 
 
 def test_answers_are_those_without_drafts_whatever_a_request_asks_for(plain, drafting):
-    prompts, params = requests_of(16, 7)
+    prompts, params = requests_of(8, 7)
     expected = told(plain.generate(prompts, params, use_tqdm=False))
     before = drafting.stats()
     for _ in range(2):  # the second time a prompt goes on from a state that was kept
         assert_equal(told(drafting.generate(prompts, params, use_tqdm=False)), expected)
-    alone = [told(drafting.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts[:6], params, strict=False)]
-    assert_equal(alone, expected[:6])
+    alone = [told(drafting.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts[:3], params, strict=False)]
+    assert_equal(alone, expected[:3])
     stats = drafting.stats()
     assert stats.prefix_cache_hits > before.prefix_cache_hits
     taken, tried = sum(stats.accepted_by_position), stats.num_draft_tokens

@@ -11,18 +11,16 @@ from jaxllm import LLM, SamplingParams
 from tests.reference.tiny import write_checkpoint
 from tests.sizes import few_pages
 
-REQUESTS = 48
 
-
-def differing(model: str, pages: int, page: int, longest: int, output: int, dtype: str = "float32") -> list[int]:
-    """Which of 48 requests give other tokens together, over so few pages, than each gives alone."""
+def differing(model: str, requests: int, pages: int, longest: int, output: int) -> list[int]:
+    """Which requests give other tokens together, over so few pages, than each gives alone."""
     fields = {
-        "dtype": dtype, "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False,
-        "max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": REQUESTS, "block_size": page,
+        "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "enable_prefix_caching": False,
+        "max_model_len": 128, "max_num_batched_tokens": 256, "max_num_seqs": requests, "block_size": 8,
         "kv_cache_memory": 2**28, "decode_buckets": (), "prefill_buckets": (),
     }  # fmt: skip
     dice = np.random.default_rng(17)
-    prompts = [dice.integers(3, 60, dice.integers(3, longest)).tolist() for _ in range(REQUESTS)]
+    prompts = [dice.integers(3, 60, dice.integers(3, longest)).tolist() for _ in range(requests)]
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     with LLM(model, **fields) as llm:
         alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
@@ -36,10 +34,10 @@ def differing(model: str, pages: int, page: int, longest: int, output: int, dtyp
 
 
 def test_a_storm_changes_no_token(tmp_path: Path) -> None:
-    assert differing(str(write_checkpoint("llama_gqa", tmp_path)), pages=48, page=8, longest=9, output=28) == []
+    assert differing(str(write_checkpoint("llama_gqa", tmp_path)), requests=24, pages=24, longest=9, output=28) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_storm_over_181_pages_changes_no_token_of_a_real_model() -> None:
-    assert differing("smollm2-135m", pages=181, page=8, longest=40, output=32) == []
+    assert differing("smollm2-135m", requests=48, pages=181, longest=40, output=32) == []

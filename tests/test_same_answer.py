@@ -17,6 +17,7 @@ import pytest
 from jaxllm import LLM, SamplingParams, cpu_kernels
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.work import Batch
+from tests.real_models import first_layers
 from tests.reference import load_golden
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, tiny_weights, write_checkpoint
 
@@ -162,7 +163,14 @@ REAL = ("smollm2-135m", "gemma3-270m")
 """Grouped heads; and one head of keys for four of queries, sliding windows, and a vocabulary of 262,144."""
 
 
-@pytest.mark.parametrize("model", [REAL[0], pytest.param(REAL[1], marks=pytest.mark.slow)])
+def test_a_few_requests_of_the_first_layers_of_a_real_model(tmp_path, monkeypatch):
+    model = first_layers(REAL[0], 4, tmp_path)
+    for case in start_case(model, requests_of(len(EDGES), vocab=20_000), skip_tokenizer_init=True):
+        check_schedules(case, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", REAL)
 def test_a_few_requests_of_a_real_model(model, monkeypatch):
     for case in start_case(model, requests_of(len(EDGES), vocab=20_000)):
         check_schedules(case, monkeypatch)
