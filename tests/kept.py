@@ -7,10 +7,7 @@ from __future__ import annotations
 
 FAMILIES = (
     "llama_gqa",
-    "llama_dynamic_rope_past",
     "llama4",
-    "phi",
-    "qwen2_window",
     "qwen3_5_moe",
     "gemma2",
     "gemma4",
@@ -19,7 +16,6 @@ FAMILIES = (
     "exaone4",
     "hunyuan_moe",
     "granite4",
-    "mpt_clipped",
 )
 """Whose logits are compared with those of transformers by whole prompts; others are by single tokens."""
 
@@ -156,7 +152,7 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_tokens_are_those_that_numpy_chooses": ("llama_gqa",),
     },
     "research/test_model.py": {
-        "test_the_derivative_is_what_torch_finds": ("llama_gqa", "lfm2_moe"),
+        "test_the_derivative_is_what_torch_finds": ("lfm2_moe",),
     },
     "research/test_patching.py": {
         "test_a_patched_request_is_as_transformers_has_it": ("llama_gqa-prompt", "llama_gqa-generated"),
@@ -247,6 +243,7 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_tokens_are_the_same_however_a_request_is_run": ("llama_gqa-int8",),
     },
     "test_same_answer.py": {
+        "test_drafts_change_no_bit_of_layers_with_a_state": ("lfm2",),
         "test_layers_with_a_state": ("lfm2",),
     },
     "test_states.py": {

@@ -119,10 +119,14 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "test_gpu_benchmark.py": {
         "test_steps_are_measured_and_kept_with_stand_ins_for_what_is_missing": "its other tests",
     },
+    "test_guesses.py": {
+        "test_a_model_drafts_for_some_and_the_text_for_those_with_a_grammar": "tests/test_draft_models.py",
+    },
     "test_jax_settings.py": {
         "test_a_program_that_has_told_jax_otherwise_gets_the_same_tokens": "its other tests",
     },
     "test_mtp.py": {
+        "test_at_the_default_dtype_too_no_bit_of_an_answer_changes": "tests/test_same_answer.py, by n-grams",
         "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": "tests/test_drafts_on_states.py",
     },
     "test_offload.py": {
@@ -132,7 +136,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_a_server_says_what_the_library_does": "its other tests",
     },
     "test_same_answer.py": {
-        "test_drafts_change_no_bit_of_layers_with_a_state": "the same test of MTP, in tests/test_mtp.py",
         "test_norms_and_factors_in_other_places": "tests/cpu_kernels/test_same_bits.py",
     },
     "test_saved_start.py": {
