@@ -20,6 +20,8 @@ import psutil
 _UNLIMITED = 2**60
 """Version 1 writes a number near 2**63 where there is no limit."""
 _ROOT = Path("/")
+_M_ARENA_MAX = -8
+"""Of malloc.h: how many heaps there may be."""
 
 
 class Memory(NamedTuple):
@@ -166,6 +168,15 @@ def _number(file: Path) -> int | None:
 def _statistics(file: Path) -> dict[str, int]:
     rows = (line.split() for line in _text(file).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
+
+
+def share_one_heap() -> None:
+    """Have all threads of this process allocate in one heap: glibc gives each of them its own, and what one leaves free
+    in its heap the others do not use. A server that loads one model after the other would grow by that.
+    """
+    choose = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if choose is not None:
+        choose(_M_ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:
