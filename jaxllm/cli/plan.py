@@ -36,7 +36,7 @@ def plan(
 
     stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)
     known = None if gpu is None else known_gpu(gpu)
-    platform = None if known is None else known.platform(config.tensor_parallel_size)
+    platform = None if known is None else known.platform(config.num_devices)
     sizes = plan_engine(config, platform).as_dict()
     bandwidth = stated or (measure_bandwidth() if known is None else known.bandwidth)
     schemes = compare_schemes(config, bandwidth, platform)

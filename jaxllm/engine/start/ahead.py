@@ -52,6 +52,11 @@ def compile_ahead(
             f"{setting}: executables are made ahead for one process; several "
             "keep theirs in compile_cache_dir by their first start"
         )
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {config.pipeline_parallel_size}: executables are made ahead for one stage; "
+            "several keep theirs in compile_cache_dir by their first start"
+        )
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_model(config, path)
     mesh = build_mesh(config.tensor_parallel_size)
