@@ -220,7 +220,8 @@ class EngineConfig(SettingsGroup):
             value = getattr(self, name)
             if value is not None and value is not False and value != accepted:
                 shown = f"is {value}" if isinstance(value, int) else "is set"
-                raise ValueError(f"{name} {shown}, {stated}: stages do not go with it yet; accepted is {accepted}")
+                rule = "leave it out" if accepted is None else f"accepted is {accepted}"
+                raise ValueError(f"{name} {shown}, {stated}: stages do not go with it yet; {rule}")
         return self
 
     @model_validator(mode="after")

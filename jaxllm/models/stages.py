@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from jaxllm.models.caches import CacheSpec, Shared
 from jaxllm.models.options import Stage
@@ -51,5 +52,4 @@ def share_layers(costs: Sequence[int], head: int, cuts: Sequence[int], count: in
     for begin_of in reversed(begins):
         bounds.insert(0, begin_of[bounds[0]])
     bounds.insert(0, 0)
-    pairs = zip(bounds, bounds[1:], strict=False)
-    return tuple(Stage(index, count, begin, end) for index, (begin, end) in enumerate(pairs))
+    return tuple(Stage(index, count, begin, end) for index, (begin, end) in enumerate(pairwise(bounds)))

@@ -161,7 +161,8 @@ class EnginePlan(Limits):
 
     def _encoder_summary(self) -> str:
         return (
-            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {self._devices}, an encoder\n"
+            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {self._devices}, "
+            "an encoder\n"
             f"memory{' of each device' if self.tensor_parallel_size > 1 else ''}: "
             f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), no KV cache, "
             f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)\n"
@@ -271,11 +272,11 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             offloads=config.kv_offload_memory is not None,
         )
     )
+    one_step = encodes or len(models) > 1
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        decode_steps=config.decode_steps
-        or (NATIVE_DECODE_STEPS if kernels.native and not encodes and len(models) == 1 else 1),
+        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native and not one_step else 1),
         max_model_len=caches.max_model_len,
         page_size=page,
         num_pages=caches.num_pages,
