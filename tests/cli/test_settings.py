@@ -61,7 +61,7 @@ SAMPLES: dict[str, Any] = {
     "kv_cache_dtype": "fp8", "max_num_waiting": 9, "decode_steps": 2, "cpu_kernels": "off",
     "speculative_config": {"num_speculative_tokens": 2, "prompt_lookup_max": 4},
     "enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_cpu_loras": 5, "lora_modules": "sql=/a,poems=/b",
-    "tensor_parallel_size": 2, "multi_process": True, "data_parallel_size": 2, "enable_expert_parallel": True,
+    "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "multi_process": True, "data_parallel_size": 2, "enable_expert_parallel": True,
     "block_size": 32,
     "num_processes": 2, "process_id": 1, "coordinator_address": "10.0.0.1:8476", "cluster": "lws",
     "cluster_secret": "s",

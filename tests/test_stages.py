@@ -1,0 +1,126 @@
+"""A model whose layers are in stages, on devices of their own, says what it says on one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm import LLM, ConfigError
+from jaxllm.config import EngineConfig, make_config
+from jaxllm.models.caches import Paged, Shared
+from jaxllm.models.stages import places_to_part, share_layers
+from tests.devices import over_devices
+from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS
+from tests.stages_over_devices import LAYOUTS
+
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = over_devices(4, "tests.stages_over_devices", tmp_path_factory.mktemp("stages") / "told.npz")
+    return json.loads(str(found["told"]))
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_stages_say_what_one_device_says(told: dict[str, Any], name: str, layout: tuple[int, int]) -> None:
+    """Of requests of every kind, some of which are preempted, and then again, when their prompts are cached."""
+    expected, found = dict(told[f"{name} 1 1"]), dict(told[f"{name} {layout[0]} {layout[1]}"])
+    for numbers in ("logprobs", "prompt_logprobs", "vectors"):
+        for one, other in zip(expected.pop(numbers), found.pop(numbers), strict=True):
+            np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-5)
+    assert found == expected
+    assert found["preemptions"] > 0 and found["cached"] > 0 and found["left"] == 0
+    assert len({tuple(tokens) for tokens in found["tokens"]}) == len(found["tokens"])
+
+
+def test_a_stage_is_told_what_was_sampled_when_it_runs_it_and_not_before(told: dict[str, Any]) -> None:
+    """So it runs one half of the requests while the other stage runs the other half."""
+    decodes = [step for step in told["order"] if step.split()[1] in ("decode_layers", "decode", "took")]
+    steady = ["0 took", "0 decode_layers", "1 decode"] * 2
+    assert decodes[-len(steady) :] == steady and decodes.count("0 decode_layers") == decodes.count("1 decode") == 22
+    first = decodes.index("0 took")
+    assert decodes[:first] == ["0 decode_layers", "1 decode"] * 2
+
+
+@pytest.mark.parametrize(
+    ("costs", "head", "count", "ends"),
+    [
+        ([1] * 6, 2, 2, [4, 6]),
+        ([1] * 6, 0, 3, [2, 4, 6]),
+        ([5, 1, 1, 1], 0, 2, [1, 4]),
+        ([1, 1], 100, 2, [1, 2]),
+    ],
+)
+def test_layers_are_shared_out_by_what_they_cost(costs: list[int], head: int, count: int, ends: list[int]) -> None:
+    stages = share_layers(costs, head, range(1, len(costs)), count)
+    assert [stage.end for stage in stages] == ends
+    assert [stage.begin for stage in stages] == [0, *ends[:-1]]
+    assert (stages[0].first, stages[0].last, stages[-1].last) == (True, False, True)
+
+
+def test_a_layer_stays_with_the_one_whose_cache_it_reads() -> None:
+    page = Paged(1, (8, 8))
+    assert places_to_part([page, page, page, None, Shared(2)]) == [1, 2]
+    assert [stage.end for stage in share_layers([1] * 5, 0, [1, 2], 2)] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"speculative_config": {"num_speculative_tokens": 2}}, "speculative_config is set"),
+        ({"enable_lora": True}, "enable_lora is True.*accepted is False"),
+        ({"decode_steps": 2}, "decode_steps is 2.*accepted is 1"),
+        ({"kv_offload_memory": "1MiB"}, "kv_offload_memory is 1048576.*leave it out"),
+        ({"num_processes": 2}, "num_processes is 2.*accepted is 1"),
+        ({"multi_process": True, "tensor_parallel_size": 2}, "multi_process is True.*accepted is False"),
+        ({"executables": "/e"}, "executables is set"),
+    ],
+    ids=str,
+)
+def test_what_stages_do_not_go_with_is_refused_in_a_line(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}") as refused:
+        make_config(EngineConfig, pipeline_parallel_size=2, **fields)
+    assert "pipeline_parallel_size is 2" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "said"),
+    [
+        ("gemma4", 2, "every layer of this model has inputs of its own"),
+        ("llama_gqa", 4, "the 3 layers of this model are parted into 3 stages at most; accepted are 1 to 3"),
+        ("bert", 2, "this model is an encoder"),
+    ],
+)
+def test_a_model_that_cannot_be_parted_is_refused(tmp_path: Path, name: str, count: int, said: str) -> None:
+    from jaxllm.engine.start.plan import plan_engine
+
+    model = write_checkpoint(name, tmp_path)
+    with pytest.raises(ConfigError, match=f"^pipeline_parallel_size is {count}, and {said}"):
+        plan_engine(EngineConfig(model=str(model), pipeline_parallel_size=count, skip_tokenizer_init=True))
+
+
+def test_too_few_devices_are_said_at_the_start(tmp_path: Path) -> None:
+    model = write_checkpoint("llama_gqa", tmp_path)
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel_size 2, but this machine has 1 cpu.*JAX_NUM_CPU_DEVICES=2"
+    ):
+        LLM(str(model), **FIELDS, pipeline_parallel_size=2)
+
+
+def test_a_plan_shows_what_each_stage_holds(tmp_path: Path) -> None:
+    from jaxllm.engine.start.plan import plan_engine
+
+    model = str(write_checkpoint("llama_gqa", tmp_path))
+    fields: dict[str, Any] = {**FIELDS, "model": model}
+    whole, parted = (plan_engine(EngineConfig(**fields, pipeline_parallel_size=count)) for count in (1, 2))
+    assert [stage.layers for stage in parted.stages] == ["0 to 1", "2 to 2"]
+    assert parted.weight_bytes == max(stage.weight_bytes for stage in parted.stages) < whole.weight_bytes
+    assert sum(stage.weight_bytes for stage in parted.stages) == whole.weight_bytes
+    assert [stage.kv_bytes_per_token * 3 for stage in parted.stages] == [whole.kv_bytes_per_token * n for n in (2, 1)]
+    assert "on 2 stages (layers 0 to 1, 2 to 2) of 1 cpu device," in parted.summary()
