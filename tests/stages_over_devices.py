@@ -43,7 +43,7 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     """More prompts than there are slots, of ragged lengths, some in several chunks, and requests of every kind."""
     dice = np.random.default_rng(3)
     prompts = [dice.integers(3, 140, count).tolist() for count in (1, 7, 40, 16, 71, 9, 33, 8, 12)]
-    prompts.append(prompts[2][:32] + [5, 6])
+    prompts.append([*prompts[2][:32], 5, 6])
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1},
