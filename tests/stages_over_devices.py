@@ -79,7 +79,7 @@ def told(llm: LLM) -> dict[str, Any]:
         "cached": sum(output.num_cached_tokens for output in again),
         "logprobs": scored,
         "prompt_logprobs": prompt_scores,
-        "vectors": [np.asarray(vector.outputs.data).tolist() for vector in vectors],
+        "vectors": [np.asarray(vector.values).tolist() for vector in vectors],
         "preemptions": stats.num_preemptions,
         "left": stats.num_pages - stats.num_free_pages,
     }

@@ -28,7 +28,7 @@ class EarlierStage(NamedTuple):
     mesh: Mesh
 
 
-@dataclass
+@dataclass(eq=False)
 class Untold:
     """Tokens that the last stage has sampled, or will have, and that the first one has not been told."""
 
@@ -88,11 +88,13 @@ class StagedDevice(Device):
 
     def _through_earlier(self, key: Key, ints: np.ndarray) -> jax.Array:
         """The hidden states that the last stage takes, on its devices once they are there."""
-        layers, handed = layers_of(key), ()
+        layers = layers_of(key)
         assert layers is not None, "every stage has layers"
+        vectors: tuple[Any, ...] = (ints,)
         for stage, arrival in zip(self._earlier, self._arrivals[1:], strict=True):
-            handed = (jax.device_put(stage.device.run(layers, ints, *handed), arrival),)
-        return handed[0]
+            vectors = (ints, jax.device_put(stage.device.run(layers, *vectors), arrival))
+        handed: jax.Array = vectors[-1]
+        return handed
 
     def _tell_first(self, slots: np.ndarray) -> None:
         """Tell the first stage what was sampled for any of these slots, which it is about to run."""
@@ -126,8 +128,9 @@ class StagedDevice(Device):
 
     def compile(self, key: Key) -> None:
         layers = layers_of(key)
-        for stage in self._earlier if layers is not None else ():
-            stage.device.compile(layers)
+        if layers is not None:
+            for stage in self._earlier:
+                stage.device.compile(layers)
         super().compile(key)
 
     def give_up(self) -> tuple[jax.Array, ...]:

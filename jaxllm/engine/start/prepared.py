@@ -59,13 +59,14 @@ def made_by(earlier: Sequence[PreparedStage]) -> Callable[[Key], bool]:
 
 def new_device(prepared: Prepared, weights: Sequence[Weights], leader: Leader | None) -> Device:
     """What runs the engine's steps, with nothing in its caches; `weights` are of each stage."""
-    *earlier, last = [
-        (stage, own, stage.functions.state.new()) for stage, own in zip(prepared.stages, weights, strict=True)
-    ]
-    stage, own, state = last
-    if earlier:
-        before = [EarlierStage(Device(one.executables, *rest), one.mesh) for one, *rest in earlier]
-        return StagedDevice(stage.executables, own, state, stage.mesh, before, stage.blueprint.sizes)
+    last = prepared.last
+    parts = last.executables, weights[-1], last.functions.state.new()
     if leader is not None:
-        return LeadingDevice(leader, stage.executables, own, state)
-    return Device(stage.executables, own, state)
+        return LeadingDevice(leader, *parts)
+    if len(prepared.stages) == 1:
+        return Device(*parts)
+    before = [
+        EarlierStage(Device(stage.executables, own, stage.functions.state.new()), stage.mesh)
+        for stage, own in zip(prepared.stages[:-1], weights[:-1], strict=True)
+    ]
+    return StagedDevice(*parts, last.mesh, before, last.blueprint.sizes)

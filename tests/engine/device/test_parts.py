@@ -71,4 +71,3 @@ def test_each_result_finds_its_row_of_the_log_probabilities_of_all_parts() -> No
     found = whole.logprobs()
     assert found is not None
     assert [int(found.chosen[whole.results()[i].row]) for i in (0, 1, 3, 4)] == [5, 6, 8, 9]
-    assert len(whole.arrays()) == 3 + 2 * 4
