@@ -91,7 +91,7 @@ def told(model: Path, every_kind: bool, stages: int = 1, tp: int = 1) -> dict[st
 
 
 def order_of_stages(model: Path) -> list[tuple[str, list[int]]]:
-    """What the first of two stages is sent while four requests decode: kinds of steps, and the slots that each is of."""
+    """What the first of two stages is sent while four requests decode: kinds of steps, and the slots of each."""
     sent: list[tuple[str, list[int]]] = []
     run, nobody = Device.run, SIZES["max_num_seqs"]
 
