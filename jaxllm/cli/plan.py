@@ -71,6 +71,8 @@ def readable(name: str, value: Any) -> str:
         return format_bytes(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
+        return "\n".join(", ".join(readable(name, item).splitlines()) for item in value)
     if isinstance(value, list | tuple):
         return ", ".join(readable("", item) for item in value) or "–"
     if isinstance(value, dict):
