@@ -14,10 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import LLM, PoolingParams, SamplingParams
+from jaxllm import LLM, PoolingParams, SamplingParams, Steer
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.packing import decode_packing
+from jaxllm.errors import JaxLLMError
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from tests.sizes import FIELDS, few_pages
 
@@ -108,12 +109,31 @@ def order_of_stages(model: Path) -> list[tuple[str, list[int]]]:
     return sent
 
 
+def refusals(model: Path) -> dict[str, str]:
+    """What an engine says to those who would look inside its model, or exchange it."""
+    asked: dict[str, Any] = {
+        "capture": lambda llm: llm.capture([[3, 4]], {"residual": 1}, use_tqdm=False),
+        "steer": lambda llm: llm.generate([[3, 4]], steer=Steer(0, np.ones(64)), use_tqdm=False),
+        "patch": lambda llm: llm.generate([[3, 4]], patch={(0, 0): np.ones(64)}, use_tqdm=False),
+        "params": lambda llm: llm.params,
+        "update_weights": lambda llm: llm.update_weights(str(model)),
+    }
+    said = {}
+    with LLM(str(model), **SIZES, pipeline_parallel_size=2) as llm:
+        for name, ask in asked.items():
+            with pytest.raises(JaxLLMError) as refused:
+                ask(llm)
+            said[name] = str(refused.value)
+    return said
+
+
 def main(out: str, models: str) -> None:
     found: dict[str, Any] = {}
     for name, layouts in LAYOUTS.items():
         for layout in layouts:
             found[f"{name} {layout}"] = told(Path(models) / name, (name, layout) == EVERY_KIND, *layout)
     found["order"] = order_of_stages(Path(models) / "llama_gqa")
+    found["refused"] = refusals(Path(models) / "llama_gqa")
     np.savez(out, devices=len(jax.devices()), told=json.dumps(found))
 
 

@@ -68,6 +68,12 @@ def test_a_stage_is_told_what_was_sampled_when_it_runs_it_and_not_before(of_stag
     assert halves == [a, b] * 6
 
 
+def test_who_would_look_inside_is_told_that_the_model_is_in_parts(of_stages: dict[str, Any]) -> None:
+    for name, said in of_stages["refused"].items():
+        assert "pipeline_parallel_size" in said and "must be 1" in said and "\n" not in said, name
+    assert len(of_stages["refused"]) == 5
+
+
 @pytest.mark.parametrize(
     ("costs", "head", "count", "ends"),
     [
