@@ -91,7 +91,7 @@ def told(model: Path, every_kind: bool, stages: int = 1, tp: int = 1) -> dict[st
     }
 
 
-def order_of_stages(model: Path) -> list[tuple[str, list[int]]]:
+def order_of_stages(llm: LLM) -> list[tuple[str, list[int]]]:
     """What the first of two stages is sent while four requests decode: kinds of steps, and the slots of each."""
     sent: list[tuple[str, list[int]]] = []
     run, nobody = Device.run, SIZES["max_num_seqs"]
@@ -103,27 +103,26 @@ def order_of_stages(model: Path) -> list[tuple[str, list[int]]]:
         return run(device, key, *vectors)
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(str(model), **SIZES, pipeline_parallel_size=2) as llm, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "run", noted)
         llm.generate([[3, 4]] * 4, params, use_tqdm=False)
     return sent
 
 
-def refusals(model: Path) -> dict[str, str]:
+def refusals(llm: LLM) -> dict[str, str]:
     """What an engine says to those who would look inside its model, or exchange it."""
     asked: dict[str, Any] = {
-        "capture": lambda llm: llm.capture([[3, 4]], {"residual": 1}, use_tqdm=False),
-        "steer": lambda llm: llm.generate([[3, 4]], steer=Steer(0, np.ones(64)), use_tqdm=False),
-        "patch": lambda llm: llm.generate([[3, 4]], patch={(0, 0): np.ones(64)}, use_tqdm=False),
-        "params": lambda llm: llm.params,
-        "update_weights": lambda llm: llm.update_weights(str(model)),
+        "capture": lambda: llm.capture([[3, 4]], {"residual": 1}, use_tqdm=False),
+        "steer": lambda: llm.generate([[3, 4]], steer=Steer(0, np.ones(64)), use_tqdm=False),
+        "patch": lambda: llm.generate([[3, 4]], patch={(0, 0): np.ones(64)}, use_tqdm=False),
+        "params": lambda: llm.params,
+        "update_weights": lambda: llm.update_weights(llm.info.model_name),
     }
     said = {}
-    with LLM(str(model), **SIZES, pipeline_parallel_size=2) as llm:
-        for name, ask in asked.items():
-            with pytest.raises(JaxLLMError) as refused:
-                ask(llm)
-            said[name] = str(refused.value)
+    for name, ask in asked.items():
+        with pytest.raises(JaxLLMError) as refused:
+            ask()
+        said[name] = str(refused.value)
     return said
 
 
@@ -132,8 +131,8 @@ def main(out: str, models: str) -> None:
     for name, layouts in LAYOUTS.items():
         for layout in layouts:
             found[f"{name} {layout}"] = told(Path(models) / name, (name, layout) == EVERY_KIND, *layout)
-    found["order"] = order_of_stages(Path(models) / "llama_gqa")
-    found["refused"] = refusals(Path(models) / "llama_gqa")
+    with LLM(str(Path(models) / "llama_gqa"), **SIZES, pipeline_parallel_size=2) as llm:
+        found |= {"order": order_of_stages(llm), "refused": refusals(llm)}
     np.savez(out, devices=len(jax.devices()), told=json.dumps(found))
 
 
