@@ -38,7 +38,7 @@ ADAPTER_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
 WITHOUT_STAGES: dict[str, Any] = {
     "speculative_config": None, "enable_lora": False, "decode_steps": 1, "kv_offload_memory": None,
-    "multi_process": False, "num_processes": 1, "executables": None,
+    "multi_process": False, "num_processes": 1,
 }  # fmt: skip
 """What the layers of a model cannot be parted into stages with, and the value that it must have."""
 

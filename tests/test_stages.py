@@ -11,6 +11,8 @@ import pytest
 
 from jaxllm import LLM, ConfigError
 from jaxllm.config import EngineConfig, make_config
+from jaxllm.engine.device.keys import SAMPLED, Key
+from jaxllm.engine.device.stage_keys import keys_of
 from jaxllm.models.caches import Paged, Shared
 from jaxllm.models.stages import places_to_part, share_layers
 from tests.devices import over_devices
@@ -96,6 +98,22 @@ def test_a_layer_stays_with_the_one_whose_cache_it_reads() -> None:
     assert [stage.end for stage in share_layers([1] * 5, 0, [1, 2], 2)] == [2, 5]
 
 
+def test_each_stage_has_its_part_of_every_step() -> None:
+    first, middle, last = share_layers([1] * 3, 0, [1, 2], 3)
+    steps = [
+        Key("decode", 8),
+        Key("decode", 8, SAMPLED),
+        Key("head", 4),
+        Key("backbone", 32),
+        Key("admit"),
+        Key("pool"),
+    ]
+    layers = [Key("decode_layers", 8), Key("backbone_layers", 32), Key("admit")]
+    assert keys_of(last, steps) == keys_of(None, steps) == steps
+    assert keys_of(middle, steps) == layers
+    assert {*keys_of(first, steps)} == {*layers, Key("took", 8), Key("took", 4)}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -105,7 +123,6 @@ def test_a_layer_stays_with_the_one_whose_cache_it_reads() -> None:
         ({"kv_offload_memory": "1MiB"}, "kv_offload_memory is 1048576.*leave it out"),
         ({"num_processes": 2}, "num_processes is 2.*accepted is 1"),
         ({"multi_process": True, "tensor_parallel_size": 2}, "multi_process is True.*accepted is False"),
-        ({"executables": "/e"}, "executables is set"),
     ],
     ids=str,
 )
