@@ -36,6 +36,13 @@ CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
 ADAPTER_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
 
+WITHOUT_STAGES: dict[str, Any] = {
+    "speculative_config": None, "enable_lora": False, "decode_steps": 1, "kv_offload_memory": None,
+    "multi_process": False, "num_processes": 1,
+}  # fmt: skip
+"""What the layers of a model cannot be parted into stages with, and the value that it must have."""
+
+
 class EngineConfig(SettingsGroup):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
@@ -123,6 +130,8 @@ class EngineConfig(SettingsGroup):
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many devices share each layer."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """How many stages the layers are parted into, each on devices of its own: see docs/scale.md."""
     multi_process: bool = False
     """Give each of these devices a process of its own, on one machine; by default one process has all of them."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -203,6 +212,19 @@ class EngineConfig(SettingsGroup):
         return self
 
     @model_validator(mode="after")
+    def _stages_go_with_the_rest(self) -> Self:
+        if self.pipeline_parallel_size == 1:
+            return self
+        stated = f"and pipeline_parallel_size is {self.pipeline_parallel_size}"
+        for name, accepted in WITHOUT_STAGES.items():
+            value = getattr(self, name)
+            if value is not None and value is not False and value != accepted:
+                shown = f"is {value}" if isinstance(value, int) else "is set"
+                rule = "leave it out" if accepted is None else f"accepted is {accepted}"
+                raise ValueError(f"{name} {shown}, {stated}: stages do not go with it yet; {rule}")
+        return self
+
+    @model_validator(mode="after")
     def _pages_can_travel(self) -> Self:
         if self.kv_transfer_config is None:
             return self
@@ -217,6 +239,11 @@ class EngineConfig(SettingsGroup):
                 f"{self.data_parallel_size}: one engine listens at a port; accepted are kv_consumer, or 1"
             )
         return self
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices an engine has."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def in_group(self) -> bool:

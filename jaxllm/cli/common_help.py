@@ -19,7 +19,8 @@ HELP_ALL = "--help-all"
 
 COMMON = frozenset({
     "model", "revision", "dtype", "max_model_len", "isq", "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory",
-    "kv_cache_dtype", "tensor_parallel_size", "data_parallel_size", "speculative_config", "seed",
+    "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "speculative_config",
+    "seed",
     "host", "port", "api_key", "api_key_file", "served_model_name", "chat_template", "tool_call_parser",
     "reasoning_parser",
     "models", "model_directory", "max_loaded_models", "model_memory", "mcp_config", "data_dir", "log_level",

@@ -43,6 +43,6 @@ def compile(
             made = compile_ahead(config, output, on_key=show)
         except OSError as error:
             raise ConfigError(f"--output is {str(output)!r}: {reason(error)}") from None
-    files = list(made.glob("*.executable"))
+    files = [file for folder in made for file in folder.glob("*.executable")]
     size = format_bytes(sum(file.stat().st_size for file in files))
-    print(f"{len(files)} executables, {size}, in {made}; start with --executables {output}")
+    print(f"{len(files)} executables, {size}, in {', '.join(map(str, made))}; start with --executables {output}")

@@ -36,7 +36,7 @@ def plan(
 
     stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)
     known = None if gpu is None else known_gpu(gpu)
-    platform = None if known is None else known.platform(config.tensor_parallel_size)
+    platform = None if known is None else known.platform(config.num_devices)
     sizes = plan_engine(config, platform).as_dict()
     bandwidth = stated or (measure_bandwidth() if known is None else known.bandwidth)
     schemes = compare_schemes(config, bandwidth, platform)
@@ -71,6 +71,8 @@ def readable(name: str, value: Any) -> str:
         return format_bytes(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
+        return "\n".join(", ".join(readable(name, item).splitlines()) for item in value)
     if isinstance(value, list | tuple):
         return ", ".join(readable("", item) for item in value) or "–"
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 RENAMED: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
     "-q": "--quantization",
     "-ep": "--enable-expert-parallel",
@@ -39,7 +40,6 @@ ALWAYS_SO: Mapping[str, str] = {
 """Switches, and what is so without them."""
 
 _CODE = "it would run code that came with a model or from a file"
-_ONE_WAY = "the devices of a model share each layer; see --tensor-parallel-size"
 _STARTED = "mpirun, Slurm or Kubernetes start the processes: see docs/scale.md and --coordinator-address"
 _EXECUTOR = "see --multi-process for a process for each GPU of a machine, docs/scale.md for several machines, and --ray"
 _NO_MEDIA = "models are served for text only"
@@ -65,8 +65,6 @@ REFUSED: Mapping[str, str] = {
     "--cuda-graph-sizes": _COMPILED,
     "--compilation-config": _COMPILED,
     "-O": _COMPILED,
-    "--pipeline-parallel-size": _ONE_WAY,
-    "-pp": _ONE_WAY,
     "--distributed-executor-backend": _EXECUTOR,
     "--master-addr": _STARTED,
     "--master-port": _STARTED,

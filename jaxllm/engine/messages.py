@@ -216,6 +216,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """With these in its config another engine has as many pages and states, whatever memory is free then."""
     hidden_size: int = 0
     num_layers: int = 0
+    num_stages: int = 1
+    """Into how many parts its layers are divided, each on devices of its own."""
     kv_heads: tuple[tuple[int, int] | None, ...] = ()
     """Of each layer with keys and values of its own: how many heads they have, and their size."""
     num_parameters: int = 0

@@ -30,9 +30,9 @@ from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.layers.ssd import StateSpaceDual
 from jaxllm.models.layers.steering import LayerSteering, step_steering
 from jaxllm.models.layers.taps import LayerTaps, recorder, summed, summing, tap, tapped, tapping
-from jaxllm.models.options import BuildOptions
+from jaxllm.models.options import BuildOptions, Stage
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata
+from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, summed_late
 
 Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual
 LATENT_NORM_EPS = 1e-6
@@ -45,13 +45,20 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         check_parallel(config, options.tp, options.expert_parallel)
         vocab, size = config.vocab_size, config.hidden_size
+        stage = options.stage or Stage(0, 1, 0, config.num_layers)
         self.config = config
         self.kernels = options.kernels
-        self.embed = VocabEmbedding(vocab, size, options)
-        self.embedding_norm = _norm(config, options) if config.embedding_norm else None
-        self.layers = nnx.List([DecoderLayer(config, i, options) for i in range(config.num_layers)])
+        self.stage = stage
+        embeds = stage.first or (stage.last and config.tie_word_embeddings)
+        self.embed: VocabEmbedding = VocabEmbedding(vocab, size, options) if embeds else _elsewhere()
+        self.embedding_norm = _norm(config, options) if config.embedding_norm and stage.first else None
+        self.layers: Any = nnx.List(
+            [DecoderLayer(config, i, options) if i in stage.layers else _elsewhere() for i in range(config.num_layers)]
+        )
         self.positions = (
-            param((config.max_position_embeddings, size), options.dtype) if config.learned_positions else None
+            param((config.max_position_embeddings, size), options.dtype)
+            if config.learned_positions and stage.first
+            else None
         )
         self.per_layer = (
             PerLayerInputs(config.per_layer, size, config.num_layers, config.norm_eps, options)
@@ -60,9 +67,11 @@ class Decoder(nnx.Module):
         )
         self.adapter_ranks = adapter_numbers(options.adapters)
         self.adapter_gains = adapter_numbers(options.adapters)
-        self.norm = _norm(config, options)
-        self.head = (
-            None if config.tie_word_embeddings else VocabEmbedding(config.num_outputs, size, options, config.head_bias)
+        self.norm: RMSNorm | LayerNorm = _norm(config, options) if stage.last else _elsewhere()
+        self.head: VocabEmbedding | None = (
+            None
+            if config.tie_word_embeddings or not stage.last
+            else VocabEmbedding(config.num_outputs, size, options, config.head_bias)
         )
 
     def __call__(
@@ -74,27 +83,23 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
         """The last hidden states of `tokens`, and each layer's cache with what it keeps of them in.
 
-        `embeddings` take the place of the rows of the table.
+        `embeddings` take the place of the rows of the table. A stage of the model takes there what the stage before it
+        gave, and gives what its last layer does.
         """
-        config = self.config
+        config, stage = self.config, self.stage
         if self.adapter_ranks is not None and self.adapter_gains is not None:
             meta = replace(meta, adapter_ranks=self.adapter_ranks[...], adapter_gains=self.adapter_gains[...])
-        x = self.embed(tokens) if embeddings is None else embeddings
-        if config.embedding_scale != 1.0:
-            x = (x * config.embedding_scale).astype(x.dtype)
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
+        x = self._begun(tokens, meta, embeddings) if stage.first else embeddings
+        assert x is not None, "a stage goes on from what the one before it gave"
         angles: dict[Any, Angles | None] = {None: None}
         angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
-        if self.positions is not None:
-            x = x + self.positions[...][meta.positions]
         x = without_padding(x, meta, self.kernels)
         with adapting(meta):
             given = None if self.per_layer is None else self.per_layer(tokens, x)
         specs, written, late = config.caches, list(caches), None
         taps, steering, patches = recorder(), step_steering(), step_patches()
-        for index, layer in enumerate(self.layers):
-            graph, weights = nnx.split(layer)
+        for index in stage.layers:
+            graph, weights = nnx.split(self.layers[index])
             spec = specs[index]
             owner = spec.layer if isinstance(spec, Shared) else index
             with jax.named_scope(f"layer_{index}"):
@@ -107,12 +112,25 @@ class Decoder(nnx.Module):
                 )  # fmt: skip
             if taps is not None:
                 taps.buffer = taken
+        if not stage.last:
+            return x if late is None else x + summed_late(late).astype(x.dtype), tuple(written)
         if self.kernels.add_norm is not None and late is not None:
             return self.kernels.add_norm(x, late, self.norm.traced)[1], tuple(written)
         hidden = self.norm(x)
         if taps is not None:
             taps.last(hidden)
         return hidden, tuple(written)
+
+    def _begun(
+        self, tokens: Int[Array, "T"], meta: StepMetadata, embeddings: Float[Array, "T E"] | None
+    ) -> Float[Array, "T E"]:
+        """What the first layer takes."""
+        x = self.embed(tokens) if embeddings is None else embeddings
+        if self.config.embedding_scale != 1.0:
+            x = (x * self.config.embedding_scale).astype(x.dtype)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        return x if self.positions is None else x + self.positions[...][meta.positions]
 
     def most_likely(self, hidden: Float[Array, "R E"]) -> Int[Array, "R"] | None:
         """The token with the highest score of each row, where the kernels find it without the scores.
@@ -128,6 +146,14 @@ class Decoder(nnx.Module):
             logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class Elsewhere(nnx.Module):
+    """Stands for a layer or a table that another stage has, so that those of this one keep their names."""
+
+
+def _elsewhere() -> Any:
+    return Elsewhere()
 
 
 def without_padding(x: Float[Array, "T E"], meta: StepMetadata, kernels: Kernels) -> Float[Array, "T E"]:

@@ -19,6 +19,37 @@ class AdapterSizes:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Layers `begin … end - 1` of a model, which devices of their own run: stage `index` of `count`, from 0 on.
+
+    The first one has the embedding too, and the last one the last norm and the head.
+    """
+
+    index: int
+    count: int
+    begin: int
+    end: int
+
+    @property
+    def first(self) -> bool:
+        """Whether it takes tokens, and not the states that another has come to."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether what it gives is the model's."""
+        return self.index == self.count - 1
+
+    @property
+    def layers(self) -> range:
+        """The numbers of its layers."""
+        return range(self.begin, self.end)
+
+    def __str__(self) -> str:
+        return f"stage {self.index} of {self.count}, layers {self.begin} to {self.end - 1}"
+
+
+@dataclass(frozen=True)
 class BuildOptions:
     """What every layer is told when it is made.
 
@@ -28,6 +59,7 @@ class BuildOptions:
         kernels: what runs the products and attention.
         expert_parallel: each device has whole experts, not a part of each.
         adapters: products add what adapters give, of which the model has tables; without, it knows of none.
+        stage: the part of the model that is built; None is all of it.
     """
 
     dtype: Any = jnp.bfloat16
@@ -35,3 +67,4 @@ class BuildOptions:
     kernels: Kernels = REFERENCE
     expert_parallel: bool = False
     adapters: AdapterSizes | None = None
+    stage: Stage | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from jaxllm.engine.front.drive import drive
-from jaxllm.engine.front.limits import check_capture, check_request
+from jaxllm.engine.front.limits import check_capture, check_request, refuse_in_stages
 from jaxllm.engine.front.sequences import Prompt, failure, prompt_ids, prompt_list
 from jaxllm.engine.front.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
@@ -315,6 +315,8 @@ class Inside:
         info = self._streams.client.info
         if steers and info.tasks.encodes:
             raise InvalidRequestError("this model is an encoder; only decoders are steered", "steer")
+        if steers:
+            refuse_in_stages(info, "steer")
         return read_steering(
             steers, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
         )
@@ -323,6 +325,8 @@ class Inside:
         info = self._streams.client.info
         if patch and info.tasks.encodes:
             raise InvalidRequestError("this model is an encoder; only decoders are patched", "patch")
+        if patch:
+            refuse_in_stages(info, "patch")
         return read_patch(
             patch, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
         )
@@ -366,5 +370,6 @@ def _unembed(states: np.ndarray, normed: bool, core: EngineCore) -> np.ndarray:
 
 
 def _live(core: EngineCore) -> LiveModel:
-    assert core.model is not None, "whoever builds an engine gives its core the model"
+    if core.model is None:
+        raise ConfigError("pipeline_parallel_size is more than 1: it must be 1 to look at the model as a whole")
     return core.model

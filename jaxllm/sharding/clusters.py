@@ -131,6 +131,11 @@ def _check(config: EngineConfig, place: Mapping[str, object]) -> None:
     if number >= count:
         raise ConfigError(f"process_id is {number}, but num_processes is {count}: accepted is 0 to {count - 1}")
     split_address(str(place["coordinator_address"]))
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {config.pipeline_parallel_size}, and {count} processes share the model: stages "
+            "are for one process yet; set cluster to off where each process is to have an engine of its own"
+        )
     if config.tensor_parallel_size % count:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, and {count} processes share the model: accepted "

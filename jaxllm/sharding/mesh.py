@@ -28,18 +28,22 @@ def build_mesh(tensor_parallel_size: int) -> Mesh:
     Raises:
         ConfigError: there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
     """
-    devices = _evenly(find_devices(), tensor_parallel_size)
-    if tensor_parallel_size > len(devices):
-        hint = (
-            f" (set JAX_NUM_CPU_DEVICES={tensor_parallel_size} for virtual ones)"
-            if devices[0].platform == "cpu"
-            else ""
-        )
+    return build_meshes(tensor_parallel_size, 1)[0]
+
+
+def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> list[Mesh]:
+    """One such mesh for each stage, over the next devices each. Raises as `build_mesh`."""
+    tp, count = tensor_parallel_size, tensor_parallel_size * pipeline_parallel_size
+    devices = _evenly(find_devices(), count)
+    if count > len(devices):
+        hint = f" (set JAX_NUM_CPU_DEVICES={count} for virtual ones)" if devices[0].platform == "cpu" else ""
+        stages = f" and pipeline_parallel_size {pipeline_parallel_size}" if pipeline_parallel_size > 1 else ""
         raise ConfigError(
-            f"tensor_parallel_size is {tensor_parallel_size}, but this machine has {len(devices)} "
-            f"{devices[0].platform} device(s){hint}"
+            f"tensor_parallel_size is {tp}{stages}, but this machine has {len(devices)} {devices[0].platform} "
+            f"device(s){hint}"
         )
-    return compat.make_mesh((1, tensor_parallel_size), (DATA, TENSOR), devices=devices[:tensor_parallel_size])
+    starts = range(0, count, tp)
+    return [compat.make_mesh((1, tp), (DATA, TENSOR), devices=devices[start : start + tp]) for start in starts]
 
 
 def _evenly(devices: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:

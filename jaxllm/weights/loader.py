@@ -101,6 +101,7 @@ def load_parameters(
     mesh: Mesh,
     *,
     ignored: Iterable[str] = (),
+    every: Sequence[ParamSpec] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Value, ...]:
     """Read every parameter of `specs` in order and place its arrays on `mesh`.
@@ -108,13 +109,14 @@ def load_parameters(
     Args:
         names: where each parameter comes from.
         ignored: patterns of tensors that the model knowingly leaves unread.
+        every: the model's parameters, where `specs` are some of them: their tensors are used too, elsewhere.
         on_progress: called with (parameters done, parameters in all).
 
     Raises:
         CheckpointError: a tensor is missing, has the wrong shape, or is stored and not used; the message names it.
     """
     values = []
-    for spec, value in zip(specs, read_parameters(checkpoint, specs, names, ignored), strict=True):
+    for spec, value in zip(specs, read_parameters(checkpoint, specs, names, ignored, every), strict=True):
         values.append(_put(spec, value, mesh))
         if on_progress:
             on_progress(len(values), len(specs))
@@ -122,10 +124,14 @@ def load_parameters(
 
 
 def read_parameters(
-    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str] = ()
+    checkpoint: Checkpoint,
+    specs: Sequence[ParamSpec],
+    names: NameMap,
+    ignored: Iterable[str] = (),
+    every: Sequence[ParamSpec] = (),
 ) -> Iterator[Value]:
     """Every parameter of `specs` in order, in host memory, a few of them read ahead. Raises as `load_parameters`."""
-    chosen = _choose_sources(checkpoint, specs, names, ignored)
+    chosen = _choose_sources(checkpoint, specs, names, ignored, every)
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="load") as pool:
         ahead = iter(zip(specs, chosen, strict=True))
         pending = deque(pool.submit(_assemble, checkpoint, *pair) for pair in islice(ahead, READ_AHEAD))
@@ -146,8 +152,13 @@ def read_rows(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> np.nda
     return np.concatenate([np.asarray(tensor.expand(), np.float32) for tensor in tensors], axis)
 
 
-def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple[Value, ...]:
-    """Random weights of the right shapes, drawn on the devices; vectors are ones, so that norms stay norms."""
+def dummy_parameters(
+    specs: Sequence[ParamSpec], mesh: Mesh, seed: int, every: Sequence[ParamSpec] | None = None
+) -> tuple[Value, ...]:
+    """Random weights of the right shapes, drawn on the devices; vectors are ones, so that norms stay norms.
+
+    `every` are the model's parameters, where `specs` are some of them, which get what they would get among all.
+    """
 
     @functools.cache
     def drawing(shape: tuple[int, ...], dtype: np.dtype, axes: Axes) -> Callable[[jax.Array], jax.Array]:
@@ -167,8 +178,10 @@ def dummy_parameters(specs: Sequence[ParamSpec], mesh: Mesh, seed: int) -> tuple
         drawn = [rng.standard_normal((*shape[:axis], n, *shape[axis + 1 :]), np.float32) for n in rows]
         return _pack(spec, [Stored(array * shape[-1] ** -0.5, "F32", array.shape) for array in drawn])
 
-    values = []
-    for spec, key in zip(specs, jax.random.split(jax.random.key(seed), len(specs)), strict=True):
+    values, named = [], every or specs
+    keys = dict(zip((spec.path for spec in named), jax.random.split(jax.random.key(seed), len(named)), strict=True))
+    for spec in specs:
+        key = keys[spec.path]
         if all(isinstance(kind, DenseKind) for kind in spec.kinds):
             drawn = [drawing(leaf.shape, leaf.dtype, axes)(key) for leaf, axes in spec.leaves()]
             values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), drawn))
@@ -239,11 +252,16 @@ def _read(checkpoint: Checkpoint, source: Source) -> Stored:
 
 
 def _choose_sources(
-    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str]
+    checkpoint: Checkpoint,
+    specs: Sequence[ParamSpec],
+    names: NameMap,
+    ignored: Iterable[str],
+    every: Sequence[ParamSpec],
 ) -> list[Sources]:
     """The tensors that each parameter is read from. Raises CheckpointError for one missing, or stored and unused."""
     chosen = [find_sources(checkpoint, spec, names) for spec in specs]
-    used = {name for sources in chosen for source in sources for name in source.tensors}
+    elsewhere = [find_sources(checkpoint, spec, names) for spec in every]
+    used = {name for sources in (*chosen, *elsewhere) for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []
     for name in checkpoint.tensors:
         if name in used:

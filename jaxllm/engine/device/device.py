@@ -30,6 +30,8 @@ class Device:
         self._parts: dict[str, Any] = {"weights": weights, **state._asdict()}
         self.most_rows = executables.most_rows
         """Rows of the largest head, and of the one bucket that scores prompt tokens."""
+        self.num_parts = 1
+        """Into how many parts a step is best divided, so that all devices have something to do."""
         self.recent: deque[Key] = deque(maxlen=MOST_RECENT)
         """What has run lately, for whoever clears it first."""
 
@@ -97,9 +99,13 @@ class Device:
 
     def keep_weights(self, file: BinaryIO) -> None:
         """Leave the weights in a file; all else that is on the devices is given up first, and no step runs again."""
-        weights = self._parts["weights"]
+        keep(file, self.give_up())
+
+    def give_up(self) -> tuple[jax.Array, ...]:
+        """Part with everything, and return the weights."""
+        weights = self.weights
         self._parts.clear()
-        keep(file, weights)
+        return weights
 
     @property
     def compiles(self) -> Compiles:

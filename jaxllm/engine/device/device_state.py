@@ -25,7 +25,7 @@ class DeviceState(NamedTuple):
     """What each layer keeps of earlier tokens, in pages or by slot."""
     slots: Slots
     hidden: Any
-    """[max_num_batched_tokens, E]: the backbone's last output."""
+    """[max_num_batched_tokens, E]: the backbone's last output; of no rows in a stage that hands its own on."""
     adapters: tuple[Any, ...] = ()
     """Tables of the adapters that are on the devices, in the model's order."""
 
@@ -45,7 +45,8 @@ class StateShapes:
         self._processing_width = processing_width
         self._mesh = mesh
         self._sizes = sizes
-        self._hidden_dtype = hidden_dtype
+        self.hidden_dtype = hidden_dtype
+        """Of the states that the head takes, and that one stage hands on to the next."""
         self._tables = tables
 
     def abstract(self) -> DeviceState:
@@ -57,7 +58,8 @@ class StateShapes:
         )
         slots = Slots(*(self.replicated(a.shape, a.dtype) for a in shapes))
         adapters = tuple(self.sharded(t.shape, t.dtype, t.axes) for t in self._tables)
-        return DeviceState(caches, slots, self.hidden(s.max_num_batched_tokens), adapters)
+        hidden = s.max_num_batched_tokens if s.stage is None or s.stage.last else 0
+        return DeviceState(caches, slots, self.hidden(hidden), adapters)
 
     def on_demand(self) -> dict[str, Any]:
         """What is there once some request needs it, a row for each slot: what steers requests, and which logits
@@ -91,7 +93,7 @@ class StateShapes:
 
     def hidden(self, *rows: int) -> Any:
         """Hidden states, so many."""
-        return self.replicated((*rows, self._sizes.hidden_size), self._hidden_dtype)
+        return self.replicated((*rows, self._sizes.hidden_size), self.hidden_dtype)
 
     def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         """int32 numbers that every device has all of."""

@@ -28,8 +28,10 @@ from jaxllm.engine.device.keys import (
     variants,
 )
 from jaxllm.engine.device.saved import SavedExecutables
+from jaxllm.engine.device.stage_keys import keys_of
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.jobs import Job, Jobs
+from jaxllm.models.options import Stage
 from jaxllm.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -86,12 +88,15 @@ class Executables:
         helper: CompilingProcess | None = None,
         elsewhere: Callable[[Key], bool] = lambda key: True,
         on_made: Callable[[Key], None] = lambda key: None,
+        stage: Stage | None = None,
     ):
-        """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed.
+        """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed. A `stage` has what
+        it runs of each step.
 
         What `saved` has is loaded, and what is compiled is saved in it. A `helper` compiles what nobody waits for. An
         executable is ready once it is ready `elsewhere` too; `on_made` is called with each that has been made here.
         """
+        self._stage = stage
         self._elsewhere = elsewhere
         self._on_made = on_made
         self._saved = saved
@@ -142,8 +147,7 @@ class Executables:
         """
         b, decodes = self._buckets, self._decodes
         if b.encodes:
-            every = [Key("encode", n) for n in b.prefill]
-            return list(dict.fromkeys([*self.covering_keys(), *every]))
+            return list(dict.fromkeys([*self.covering_keys(), *(Key("encode", n) for n in b.prefill)]))
         lone = [
             *(Key(decode, b.decode[0]) for decode in decodes),
             Key("backbone", smallest_covering(b.prefill, min(64, b.prefill[-1]))),
@@ -172,7 +176,7 @@ class Executables:
         rows = self.most_rows
         scoring = [Key(kind, rows) for kind in ("score", "score_given", "score_all")]
         last = [*scoring, Key("pool"), Key("token_logits", rows)]
-        return list(dict.fromkeys([*self.covering_keys(), *lone, *any_request, *rest, *last]))
+        return [*dict.fromkeys([*self.covering_keys(), *keys_of(self._stage, [*lone, *any_request, *rest, *last])])]
 
     def covering_keys(self) -> list[Key]:
         """The largest bucket of each phase: with these, any greedy request can run."""
@@ -187,7 +191,9 @@ class Executables:
             *(Key(decode, b.decode[-1]) for decode in self._decodes),
             Key("admit"),
         ]
-        return [*keys, Key("remember"), *([Key("recall")] if b.recalls else [])] if b.drafts else keys
+        if b.drafts:
+            keys += [Key("remember"), *([Key("recall")] if b.recalls else [])]
+        return keys_of(self._stage, keys)
 
     def adapted_keys(self) -> list[Key]:
         """With these, any request with adapters can run."""
@@ -324,10 +330,13 @@ class Executables:
             self._load_helped(name)
         self._helped_all.set()
 
-    def _ready(self, key: Key) -> bool:
+    def has(self, key: Key) -> bool:
+        """Whether an executable has been made here."""
         job = self._compiles.get(key)
-        made = job is not None and job.done() and not job.cancelled() and job.exception() is None
-        return made and self._elsewhere(key)
+        return job is not None and job.done() and not job.cancelled() and job.exception() is None
+
+    def _ready(self, key: Key) -> bool:
+        return self.has(key) and self._elsewhere(key)
 
     def _submit(self, key: Key, *, urgent: bool) -> Job[Compiled]:
         self._compiles[key] = self._jobs.submit(partial(self._compile, key), urgent=urgent)

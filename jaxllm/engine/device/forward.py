@@ -11,9 +11,17 @@ from jaxllm.pallas_kernels import StepMetadata
 
 
 def forward(
-    model: Decoder | Steered, tokens: jax.Array, caches: tuple[Cache, ...], meta: StepMetadata, first: int = 0
+    model: Decoder | Steered,
+    tokens: jax.Array,
+    caches: tuple[Cache, ...],
+    meta: StepMetadata,
+    first: int = 0,
+    handed: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """The model's hidden states, and all caches: its own begin with the `first`, and the others stay as they are."""
+    """The model's hidden states, and all caches: its own begin with the `first`, and the others stay as they are.
+
+    `handed` is what the stage before has given, where the model is a later one.
+    """
     end = first + len(model.config.caches)
-    hidden, kept = model(tokens, caches[first:end], meta)
+    hidden, kept = model(tokens, caches[first:end], meta, *handed)
     return hidden, (*caches[:first], *kept, *caches[end:])

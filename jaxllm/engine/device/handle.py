@@ -121,6 +121,8 @@ class Handle:
     reserved: list[int] = field(default_factory=list)
     ran: RanStep | None = None
     leaving: list[LeavingPages] = field(default_factory=list)
+    further: list[Handle] = field(default_factory=list)
+    """Other parts of the step, of which there is nothing to know but what they have sampled."""
 
     def wait(self) -> float:
         """Block until the step's results are on the host; returns the seconds it took."""
@@ -132,7 +134,8 @@ class Handle:
     def arrays(self) -> list[jax.Array]:
         """Everything the step hands to the host; pages that leave are waited for elsewhere."""
         parts = (self.scores, self.pooled, self.vocabularies, self.recorded)
-        return jax.tree.leaves((self.sampled, [part.result for several in parts for part in several]))
+        sampled = [part.sampled for part in (self, *self.further)]
+        return jax.tree.leaves((sampled, [part.result for several in parts for part in several]))
 
     def withdraw(self, request: Request) -> int:
         """Don't sample for `request`; returns how many rows of it waited."""
@@ -142,7 +145,15 @@ class Handle:
         return withdrawn
 
     def results(self) -> list[Result]:
-        """What was sampled, request by request."""
+        """What was sampled, request by request; rows are those of `logprobs`."""
+        found, before = [], 0
+        for part in (self, *self.further):
+            found += [result._replace(row=result.row + before) for result in part._own_results()]
+            if part.sampled is not None and part.sampled.logprobs is not None:
+                before += len(part.sampled.tokens)
+        return found
+
+    def _own_results(self) -> list[Result]:
         if self.sampled is None:
             return []
         tokens = np.asarray(self.sampled.tokens).tolist()
@@ -171,9 +182,9 @@ class Handle:
 
     def logprobs(self) -> Logprobs | None:
         """The sampled tokens' log-probabilities as NumPy arrays, where the step computed any."""
-        if self.sampled is None or self.sampled.logprobs is None:
-            return None
-        return on_host(self.sampled.logprobs)
+        parts = [part.sampled.logprobs for part in (self, *self.further) if part.sampled is not None]
+        found = [on_host(logprobs) for logprobs in parts if logprobs is not None]
+        return Logprobs(*map(np.concatenate, zip(*found, strict=True))) if found else None  # type: ignore[arg-type]
 
 
 def on_host(logprobs: Logprobs) -> Logprobs:

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "decode", "verify", "backbone", "head", "score", "score_given", "score_all", "pool", "token_logits", "unembed",
     "admit", "adjust", "remember", "recall", "encode", "adapt", "steer", "process", "read_pages", "write_pages",
+    "decode_layers", "backbone_layers", "took",
 ]  # fmt: skip
-"""The methods of StepFunctions."""
+"""The methods of StepFunctions. The last three are of the stages before a model's last."""
 
 
 class Uses(NamedTuple):
@@ -46,6 +47,9 @@ USES: dict[Kind, Uses] = {
     "process": Uses(("processing",), ("processing",), output=False),
     "read_pages": Uses(("caches",)),
     "write_pages": Uses(("caches",), ("caches",), output=False),
+    "decode_layers": Uses(("weights", "caches", "slots"), ("caches", "slots")),
+    "backbone_layers": Uses(("weights", "caches", "slots"), ("caches", "slots")),
+    "took": Uses(("slots",), ("slots",), output=False),
 }
 
 

@@ -21,6 +21,7 @@ from jaxllm.engine.device.handle import Handle, LeavingPages, SampledRow
 from jaxllm.engine.device.keys import MASKED, MASKED_ADAPTED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
 from jaxllm.engine.device.page_blocks import PageBlocks
+from jaxllm.engine.device.parts import joined, parts_of
 from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, step_patches
 from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.ran_step import RanExecutable, RanStep
@@ -65,8 +66,8 @@ class Runner:
         """Slots that have been told of logits processors."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
-        self._counted: dict[Key, RanExecutable] = {}
-        """Of the step that is being dispatched."""
+        self._counted: dict[Key, list[RanExecutable]] = {}
+        """Of the step that is being dispatched, in order: its parts may run the same one."""
 
     def prepare(self, request: Request) -> None:
         """Lay out what the request's slot will be told. What raises here concerns nobody else."""
@@ -155,12 +156,14 @@ class Runner:
             self._device.run(Key("adapt"), np.int32(place), *rows)
         for request in batch.admitted:
             self._admit(request)
-        if batch.verifies:
-            handle = self._verify(batch, fill)
-        else:
-            handle = self._decode(batch) if batch.decode_only and not batch.masked else self._prefill(batch)
+        handle = joined([self._dispatch(part, fill) for part in parts_of(batch, self._device.num_parts)])
         handle.leaving = leaving
         return self._end(handle, batch)
+
+    def _dispatch(self, batch: Batch, fill: FillMasks | None) -> Handle:
+        if batch.verifies:
+            return self._verify(batch, fill)
+        return self._decode(batch) if batch.decode_only and not batch.masked else self._prefill(batch)
 
     def _begin(self) -> None:
         self._device.recent.clear()
@@ -173,7 +176,8 @@ class Runner:
 
     def _executed(self) -> list[RanExecutable]:
         """What the step has run so far, in order."""
-        return [self._counted.get(key, RanExecutable(key)) for key in self._device.recent]
+        counted = {key: iter(several) for key, several in self._counted.items()}
+        return [next(counted.get(key, iter(())), RanExecutable(key)) for key in self._device.recent]
 
     def read_pages(self, pages: list[tuple[int, Digest]]) -> list[LeavingPages]:
         """Copy pages to the host without waiting for it."""
@@ -395,7 +399,7 @@ class Runner:
     def _count(self, key: Key, used: int, times: int = 1, chunks: Sequence[Chunk] = ()) -> None:
         """`chunks` share the padding among them, by their tokens."""
         name, padding = f"{key.kind}-{key.size}", (key.size - used) * times
-        self._counted[key] = RanExecutable(key, used, times)
+        self._counted.setdefault(key, []).append(RanExecutable(key, used, times))
         self.scheduled_tokens[name] = self.scheduled_tokens.get(name, 0) + used * times
         self.padded_tokens[name] = self.padded_tokens.get(name, 0) + padding
         if padding:

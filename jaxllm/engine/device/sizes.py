@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, Paged, PerSlot, parts_of
-from jaxllm.models.options import AdapterSizes
+from jaxllm.models.options import AdapterSizes, Stage
 from jaxllm.requests.captures import TAPPED
 
 
@@ -49,6 +50,11 @@ Drafts = NgramDrafts | ModelDrafts | MTPDrafts
 def with_rows(drafts: Drafts, rows: int) -> Drafts:
     """Those of a step that is padded to `rows` sequences."""
     return replace(drafts, num_tokens=dict(drafts.by_rows).get(rows, drafts.num_tokens))
+
+
+def held_caches(caches: Sequence[CacheSpec], stage: Stage | None) -> tuple[CacheSpec, ...]:
+    """What each layer keeps on the devices of a stage: nothing, where another stage has it."""
+    return tuple(spec if stage is None or index in stage.layers else None for index, spec in enumerate(caches))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +114,8 @@ class StepSizes(Limits):
     """Numbers of a token that the largest activation has which a layer may give."""
     draft_caches: tuple[CacheSpec, ...] = ()
     """What each layer of a draft model keeps, in pages beside those of the model."""
+    stage: Stage | None = None
+    """The layers that run on these devices; None is all of them. What a step is sent is the same for all stages."""
 
     @property
     def pages_per_seq(self) -> int:
@@ -138,14 +146,14 @@ class StepSizes(Limits):
     @property
     def buffers(self) -> tuple[tuple[Buffer, ...], ...]:
         """Those of each layer, over all devices; a draft model's come last."""
-        specs = (*self.caches, *self.draft_caches)
+        specs = (*held_caches(self.caches, self.stage), *self.draft_caches)
         return tuple(self.cache_layout.buffers(spec, self.num_pages, self.num_states) for spec in specs)
 
     @property
     def is_paged(self) -> tuple[bool, ...]:
         """Of each buffer, layer after layer, whether it has a row for each page; others have one for each state."""
         layout = self.cache_layout
-        parts = parts_of((*self.caches, *self.draft_caches))
+        parts = parts_of((*held_caches(self.caches, self.stage), *self.draft_caches))
         return tuple(isinstance(part, Paged) for part in parts for _ in layout.buffers(part, 1, 1))
 
     @property

@@ -118,6 +118,11 @@ def remember(slots: Slots, slot: Int[Array, ""], history: Int[Array, "L"]) -> Sl
     return _put(slots, slot, history=history)
 
 
+def took(slots: Slots, slot: Int[Array, "R"], tokens: Int[Array, "R"]) -> Slots:
+    """The next token of each slot, which another stage has sampled."""
+    return slots._replace(history=slots.history.at[slot, slots.position[slot]].set(tokens))
+
+
 def recall(slots: Slots, ints: Int[Array, "n"]) -> Slots:
     """A part of a text takes the place of the oldest that is remembered; `ints` as `recall_packing` lays them out."""
     x, size = recall_packing().unpack(ints), slots.remembered.shape[0]

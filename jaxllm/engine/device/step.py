@@ -5,6 +5,9 @@ a buffer of fixed size, and then `head` for the rows that sample; so there are a
 head buckets together, not their product. Decode and head come in variants; a mask, which a grammar fills, is an input
 of the head, or of a `verify` that tries drafts.
 
+Where a model is parted into stages, those before the last have `decode_layers` and `backbone_layers`, which hand the
+hidden states on; what a stage is handed is the last thing that such a step is sent.
+
 Every one of them returns a tuple: what it changed of the device's own, as `Key.uses` says, then its output, if any.
 """
 
@@ -32,6 +35,7 @@ from jaxllm.engine.device.forward import forward
 from jaxllm.engine.device.keys import PLAIN, USES, Key, Kind, Variant
 from jaxllm.engine.device.packing import (
     SETTING_FLOATS,
+    Packing,
     admit_packing,
     backbone_packing,
     decode_packing,
@@ -46,7 +50,7 @@ from jaxllm.engine.device.packing import (
 from jaxllm.engine.device.processing import ProcessLogits, Processors
 from jaxllm.engine.device.sampler import token_logprobs
 from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember
+from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember, took
 from jaxllm.engine.device.step_weights import StepWeights, WeightPacking, with_parts
 from jaxllm.engine.masks import mask_words
 from jaxllm.engine.orders import NewWeights
@@ -148,6 +152,9 @@ class StepFunctions:
             "encode": self.encode,
             "read_pages": self.read_pages,
             "write_pages": self.write_pages,
+            "decode_layers": self.decode_layers,
+            "backbone_layers": self.backbone_layers,
+            "took": self.took,
         }
         unsized: dict[str, Callable[..., Any]] = {
             "pool": self.pool,
@@ -169,19 +176,19 @@ class StepFunctions:
         packing = decode_packing(rows, self._sizes.has_states)
         page_size, most = self._sizes.page_size, self._sizes.decode_steps
 
-        def one(weights: Any, caches: Any, slots: Slots, x: Fields) -> Any:
+        def one(weights: Any, caches: Any, slots: Slots, x: Fields, *handed: jax.Array) -> Any:
             model, drafter, before = self._model(weights), self._drafter(weights), slots
             tokens, meta, slots = decode_batch(x, slots, page_size, variant.adapted)
-            hidden, caches = forward(model, tokens, caches, meta)
+            hidden, caches = forward(model, tokens, caches, meta, handed=handed)
             if drafter is not None and drafter.follows_decodes:
                 caches, slots = drafter.follow(Ran(tokens, hidden, meta), caches, before, slots)
             slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, variant, self._process(weights))
             return caches, slots, out
 
-        def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array) -> Any:
+        def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array, *handed: jax.Array) -> Any:
             x = packing.unpack(ints)
             if most == 1:
-                return one(weights, caches, slots, x)
+                return one(weights, caches, slots, x, *handed)
             further = x | {name: jnp.full_like(x[name], value) for name, value in _AFTER_FIRST.items() if name in x}
 
             def body(index: jax.Array, carry: Any) -> Any:
@@ -195,7 +202,7 @@ class StepFunctions:
             caches, slots, sampled = lax.fori_loop(0, x["num_steps"], body, (caches, slots, nothing))
             return caches, slots, jax.tree.map(lambda a: a.reshape(rows * most, *a.shape[2:]), sampled)
 
-        return self._build(Key("decode", rows, variant), step, self.state.ints(packing.size))
+        return self._build(Key("decode", rows, variant), step, self.state.ints(packing.size), *self._handed(rows))
 
     def verify(self, rows: int, variant: Variant) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, caches, slots, ints) -> (caches, slots, Sampled)`: a token for each row, and right drafts."""
@@ -222,25 +229,58 @@ class StepFunctions:
         taps, recorder = sizes.taps if count else (), partial(Recorder, count=count, width=sizes.widest_activation)
         limits = sizes.max_num_seqs, sizes.page_size, sizes.has_states
         packing = backbone_packing(tokens, *limits, taps, variant.patched)
-        sent = [self.state.ints(packing.size)]
-        if variant.patched:
+        sent, patched = [self.state.ints(packing.size), *self._handed(tokens)], variant.patched > 0
+        if patched:
             sent.append(self.state.replicated((variant.patched, sizes.hidden_size), jnp.float32))
 
         def step(
-            weights: Any, caches: Any, slots: Slots, buffer: jax.Array, ints: jax.Array, *values: jax.Array
+            weights: Any, caches: Any, slots: Slots, buffer: jax.Array, ints: jax.Array, *others: jax.Array
         ) -> Any:
             before, drafter = slots, self._drafter(weights)
             x = packing.unpack(ints)
             ids, meta, slots = mixed_batch(x, slots, variant.adapted)
-            patches = StepPatches(x["patch_layers"], x["patch_rows"], *values) if values else None
+            patches = StepPatches(x["patch_layers"], x["patch_rows"], *others) if patched else None
+            handed = () if patched else others
             with patching(patches), recording(recorder(x["taps"]) if count else None) as records:
-                hidden, caches = forward(self._model(weights), ids, caches, meta)
+                hidden, caches = forward(self._model(weights), ids, caches, meta, handed=handed)
             if drafter is not None:
                 caches, slots = drafter.follow(Ran(ids, hidden, meta), caches, before, slots)
             taken = () if records is None else (records.taken,)
             return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)), *taken
 
         return self._build(Key("backbone", tokens, variant), step, *sent)
+
+    def decode_layers(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, caches, slots, ints) -> (caches, slots, [S, E])`: a decode up to the end of this stage."""
+        packing = decode_packing(rows, self._sizes.has_states)
+        return self._layers(
+            Key("decode_layers", rows), packing, lambda x, slots: decode_batch(x, slots, self._sizes.page_size)
+        )
+
+    def backbone_layers(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(weights, caches, slots, ints) -> (caches, slots, [T, E])`: a backbone up to the end of this stage."""
+        sizes = self._sizes
+        packing = backbone_packing(tokens, sizes.max_num_seqs, sizes.page_size, sizes.has_states)
+        return self._layers(Key("backbone_layers", tokens), packing, mixed_batch)
+
+    def _layers(
+        self, key: Key, packing: Packing, batch: Callable[..., Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        def step(weights: Any, caches: Any, slots: Slots, ints: jax.Array, *handed: jax.Array) -> Any:
+            tokens, meta, slots = batch(packing.unpack(ints), slots)
+            hidden, caches = forward(self._model(weights), tokens, caches, meta, handed=handed)
+            return caches, slots, hidden.astype(self.state.hidden_dtype)
+
+        return self._build(key, step, self.state.ints(packing.size), *self._handed(key.size))
+
+    def _handed(self, rows: int) -> list[Any]:
+        """What the stage before hands on to this one, if there is one before."""
+        stage = self._sizes.stage
+        return [] if stage is None or stage.first else [self.state.hidden(rows)]
+
+    def took(self, rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(slots, slot, tokens) -> (slots,)`: what the last stage has sampled, for the first one to run next."""
+        return self._build(Key("took", rows), lambda *x: (took(*x),), self.state.ints(rows), self.state.ints(rows))
 
     def encode(self, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(weights, hidden, ints) -> (hidden,)`: `tokens` tokens of whole texts through an encoder."""

@@ -278,7 +278,7 @@ def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: Surro
     file = None if around.kept_in is None else open(around.kept_in, "r+b")  # noqa: SIM115  until the process ends
     try:
         if around.share is not None:
-            around.share.take(config.tensor_parallel_size)
+            around.share.take(config.num_devices)
         if config.multi_process:
             from jaxllm.engine.front.local_group import start_followers
 

@@ -65,6 +65,14 @@ def check_request(
         check_bad_words(tokenizer.backend, params.bad_words)
 
 
+def refuse_in_stages(info: EngineInfo, name: str) -> None:
+    """Raises InvalidRequestError where layers are on devices of their own, which only pass tokens on."""
+    if info.num_stages > 1:
+        raise InvalidRequestError(
+            f"{name} is set, and this engine's pipeline_parallel_size is {info.num_stages}; it must be 1 for that", name
+        )
+
+
 MOST_CAPTURED_BYTES = 2**30
 """What a step may give of activations, as float32."""
 
@@ -77,6 +85,7 @@ def check_capture(info: EngineInfo, ids: Sequence[int], capture: CaptureParams) 
     """
     if info.tasks.encodes:
         raise InvalidRequestError("this model is an encoder; activations are given of decoders only", "capture")
+    refuse_in_stages(info, "capture")
     most = max(1, MOST_CAPTURED_BYTES // (4 * info.max_num_batched_tokens * info.layer_shapes.widest))
     if len(capture.taps) > most:
         raise InvalidRequestError(

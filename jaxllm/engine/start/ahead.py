@@ -21,7 +21,7 @@ from jaxllm.engine.start.plan import make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.sharding.clusters import settled
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights.source import resolve_model
 
 IDLE_PRIORITY = 19
@@ -35,11 +35,11 @@ def compile_ahead(
     expected: str | None = None,
     on_key: Callable[[Iterable[Key], Key], None] = lambda keys, key: None,
     on_saved: Callable[[Key], None] = lambda key: None,
-) -> Path:
-    """Compile every step that an engine of this config plans, and save them in a folder of `output`, which is returned.
+) -> list[Path]:
+    """Compile every step that an engine of this config plans, and save them in a folder of `output` for each stage.
 
-    What is there already stays. `on_key` is told of all steps and of the one whose turn it is, `on_saved` of each that
-    is there. `expected` is the name that the folder must have.
+    Returns those folders. What is there already stays. `on_key` is told of all steps of a stage and of the one whose
+    turn it is, `on_saved` of each that is there. `expected` is the name that the folder must have.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: as the engine's start would.
@@ -54,24 +54,28 @@ def compile_ahead(
         )
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_model(config, path)
-    mesh = build_mesh(config.tensor_parallel_size)
-    blueprint = make_blueprint(config, checkpoint, Platform.of(mesh.devices.flat[0]))
+    meshes = build_meshes(config.tensor_parallel_size, config.pipeline_parallel_size)
+    whole = make_blueprint(config, checkpoint, Platform.of(meshes[0].devices.flat[0]))
     checkpoint.close()
     output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    saved = SavedExecutables(output, step_manifest(blueprint, mesh), mesh.devices.flatten().tolist())
-    if expected not in (None, saved.name):
-        raise ValueError(f"the executables would be {saved.name}, and {expected} are wanted")
-    functions = step_functions(blueprint, mesh)
-    keys = Executables(functions, blueprint.plan.buckets, eager=True).plan()
-    for key in keys:
-        on_key(keys, key)
-        if not saved.has(key):
-            function, arguments = functions.step(key)
-            compile_step(function.lower(*arguments), key, functions.platform, saved)  # type: ignore[attr-defined]
-        if not saved.has(key):
-            raise OSError(f"{key} could not be saved in {output}")
-        on_saved(key)
-    return output / saved.name
+    folders = []
+    for blueprint, mesh in zip(whole.stages or (whole,), meshes, strict=True):
+        saved = SavedExecutables(output, step_manifest(blueprint, mesh), mesh.devices.flatten().tolist())
+        if expected not in (None, saved.name):
+            raise ValueError(f"the executables would be {saved.name}, and {expected} are wanted")
+        functions = step_functions(blueprint, mesh)
+        stage = blueprint.options.stage
+        keys = Executables(functions, blueprint.plan.buckets, eager=True, stage=stage).plan()
+        for key in keys:
+            on_key(keys, key)
+            if not saved.has(key):
+                function, arguments = functions.step(key)
+                compile_step(function.lower(*arguments), key, functions.platform, saved)  # type: ignore[attr-defined]
+            if not saved.has(key):
+                raise OSError(f"{key} could not be saved in {output}")
+            on_saved(key)
+        folders.append(output / saved.name)
+    return folders
 
 
 def main(config: str, output: str, expected: str) -> None:

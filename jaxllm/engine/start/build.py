@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import msgspec
@@ -22,23 +22,21 @@ from jaxllm.engine.adapters.reading import AdapterReader
 from jaxllm.engine.adapters.store import AdapterStore
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.device.compiling_process import CompilingProcess
-from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.encoder_runner import EncoderRunner
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.kept_weights import Kept
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.saved import SavedExecutables
-from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.encoder_scheduler import EncoderScheduler
 from jaxllm.engine.lockstep.follower import Follower
 from jaxllm.engine.lockstep.leader import Leader
-from jaxllm.engine.lockstep.leading_device import LeadingDevice
 from jaxllm.engine.lockstep.meeting import Group
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group
 from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.draft import check_draft_vocabulary, load_draft
 from jaxllm.engine.start.foresight import foresee
 from jaxllm.engine.start.host_memory import check_host_memory
@@ -49,6 +47,7 @@ from jaxllm.engine.start.offload import check_offload, page_tiers
 from jaxllm.engine.start.options import draft_depth, wants_cpu_kernels
 from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform, prepare_backend
+from jaxllm.engine.start.prepared import Prepared, PreparedStage, Weights, made_by, new_device
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.engine.state_cache import StateCache
@@ -63,10 +62,10 @@ from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.requests.sampling import SamplingDefaults
 from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.devices import check_free_memory, no_room
-from jaxllm.sharding.mesh import build_mesh, local_device
+from jaxllm.sharding.mesh import build_meshes, local_device
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.loader import dummy_parameters, load_parameters
+from jaxllm.weights.loader import ParamSpec, dummy_parameters, load_parameters
 from jaxllm.weights.read_ahead import reading_ahead
 from jaxllm.weights.source import resolve_model
 
@@ -75,18 +74,6 @@ logger = logging.getLogger(__name__)
 LAYERS_WORTH_A_PROCESS = 8
 KEPT_ADAPTERS = 4
 """Adapters kept in host memory for each place on the devices, where nothing is said."""
-
-
-class Prepared(NamedTuple):
-    """An engine whose steps are being compiled, and whose weights are not loaded yet."""
-
-    config: EngineConfig
-    checkpoint: Checkpoint
-    mesh: Mesh
-    blueprint: Blueprint
-    functions: StepFunctions
-    executables: Executables
-    clock: Clock
 
 
 @compat.under_own_settings
@@ -130,9 +117,9 @@ def build_core(
             clock.lap("the other processes")
         leader = None if group is None else group.leader
         with _telling_the_others(leader):
-            stage = plan_and_compile(config, checkpoint, group, clock, processors)
-            with closing_at_failure(stage):
-                return _assemble(stage, tokenizer, kept, leader)
+            prepared = plan_and_compile(config, checkpoint, group, clock, processors)
+            with closing_at_failure(prepared):
+                return _assemble(prepared, tokenizer, kept, leader)
 
 
 @contextmanager
@@ -168,12 +155,12 @@ def plan_and_compile(
     processors: Sequence[LogitsProcessor] = (),
 ) -> Prepared:
     """Choose all sizes, in a group together with the other processes, and begin to compile."""
-    here = config.tensor_parallel_size // (1 if group is None else group.count)
+    here = config.num_devices // (1 if group is None else group.count)
     check_free_memory(here, config.gpu_memory_utilization)
     prepare_backend(config.gpu_memory_utilization)
     tell("Looking at the devices and the kernels")
-    mesh = build_mesh(config.tensor_parallel_size)
-    platform = Platform.of(local_device(mesh))
+    meshes = build_meshes(config.tensor_parallel_size, config.pipeline_parallel_size)
+    platform = Platform.of(local_device(meshes[0]))
     if group is not None:
         platform = agree_on_memory(group, platform)
     if wants_cpu_kernels(config, platform):
@@ -181,7 +168,7 @@ def plan_and_compile(
         clock.lap("C++ kernels")
     blueprint = make_blueprint(config, checkpoint, platform)
     if platform.memory is not None:
-        logger.info(device_line(mesh, platform.memory, blueprint.plan.planned_bytes))
+        logger.info(device_line(meshes, platform.memory, blueprint.plan.planned_bytes))
     for line in machine.limits():
         logger.info(line)
     check_host_memory(blueprint.plan, platform)
@@ -190,60 +177,78 @@ def plan_and_compile(
         logger.info(line)
     for note in blueprint.plan.notes:
         logger.warning(note)
-    functions = step_functions(blueprint, mesh, processors)
-    saved = saved_executables(config, blueprint, mesh)
-    options: dict[str, Any] = {"eager": config.enforce_eager, "saved": saved}
-    match None if group is None else group.hold:
-        case None:
-            options |= {"helper": _helper(config, blueprint, saved)}
-        case Leader() as leader:
-            options |= {"elsewhere": leader.has}
-        case Follower() as follower:
-            options |= {"on_made": follower.have}
-    executables = Executables(functions, blueprint.plan.buckets, **options)
+    stages: list[PreparedStage] = []
+    for own, mesh in zip(blueprint.stages or (blueprint,), meshes, strict=True):
+        is_last = len(stages) == len(meshes) - 1
+        saved = saved_executables(config, own, mesh)
+        options: dict[str, Any] = {"eager": config.enforce_eager, "saved": saved, "stage": own.options.stage}
+        match None if group is None else group.hold:
+            case None if len(meshes) > 1:
+                options |= {"elsewhere": made_by(stages)} if is_last else {}
+            case None:
+                options |= {"helper": _helper(config, own, saved)}
+            case Leader() as leader:
+                options |= {"elsewhere": leader.has}
+            case Follower() as follower:
+                options |= {"on_made": follower.have}
+        functions = step_functions(own, mesh, processors if is_last else ())
+        executables = Executables(functions, own.plan.buckets, **options)
+        stages = [*stages, PreparedStage(own, mesh, functions, executables)]
     if group is not None:
-        agree_on_plan(group, step_manifest(blueprint, mesh))
+        agree_on_plan(group, step_manifest(blueprint, meshes[0]))
     clock.lap("plan")
-    executables.begin()
-    return Prepared(config, checkpoint, mesh, blueprint, functions, executables, clock)
+    for stage in stages:
+        stage.executables.begin()
+    return Prepared(config, checkpoint, blueprint, stages, clock)
 
 
 @contextmanager
-def closing_at_failure(stage: Prepared) -> Iterator[None]:
+def closing_at_failure(prepared: Prepared) -> Iterator[None]:
     """What goes on beside a start ends with it; says what was planned where a device refuses memory."""
     try:
         yield
     except BaseException as error:
-        stage.executables.close()
+        for stage in prepared.stages:
+            stage.executables.close()
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            planned = stage.blueprint.plan.planned_bytes
-            raise ConfigError(no_room(planned, stage.config.gpu_memory_utilization)) from error
+            planned = prepared.blueprint.plan.planned_bytes
+            raise ConfigError(no_room(planned, prepared.config.gpu_memory_utilization)) from error
         raise
 
 
-def load_weights(stage: Prepared, kept: Kept | None = None) -> tuple[jax.Array, ...]:
-    """The weights on the devices, as steps take them."""
-    config, functions = stage.config, stage.functions
+def load_weights(prepared: Prepared, kept: Kept | None = None) -> list[Weights]:
+    """The weights of each stage on its devices, as steps take them."""
+    config, blueprint = prepared.config, prepared.blueprint
+    functions = [stage.functions for stage in prepared.stages]
     if kept is not None and kept.is_there:
         tell(f"Taking the weights of {config.model} out of memory")
-        weights = kept.take(functions.packed_weights)
+        found = iter(kept.take([array for one in functions for array in one.packed_weights]))
+        weights = [tuple(islice(found, len(one.packed_weights))) for one in functions]
     else:
-        with progress_bar(f"Loading {config.model}") as on_progress:
-            parameters = _load(config, stage.checkpoint, stage.blueprint, stage.mesh, on_progress)
-        if stage.blueprint.draft is not None:
-            with progress_bar(f"Loading {stage.blueprint.draft.config.model}") as on_progress:
-                parameters = (*parameters, *load_draft(stage.blueprint.draft, stage.mesh, on_progress))
-        weights = functions.pack_weights(parameters)
-    stage.clock.lap("load")
+        weights = []
+        for stage in prepared.stages:
+            with progress_bar(f"Loading {_named(config, stage)}") as on_progress:
+                parameters = _load(config, prepared.checkpoint, stage, blueprint.params, on_progress)
+            if blueprint.draft is not None:
+                with progress_bar(f"Loading {blueprint.draft.config.model}") as on_progress:
+                    parameters = (*parameters, *load_draft(blueprint.draft, stage.mesh, on_progress))
+            weights.append(stage.functions.pack_weights(parameters))
+    prepared.clock.lap("load")
     return weights
 
 
-def gather_weights(stage: Prepared, weights: tuple[jax.Array, ...]) -> None:
+def _named(config: EngineConfig, stage: PreparedStage) -> str:
+    found = stage.blueprint.options.stage
+    return config.model if found is None else f"{config.model}, {found}"
+
+
+def gather_weights(prepared: Prepared, weights: Sequence[Weights]) -> None:
     """On a CPU, into large pages of memory."""
-    if stage.blueprint.plan.platform == "cpu":
+    if prepared.blueprint.plan.platform == "cpu":
         tell("Gathering the weights in large pages of memory")
-        use_huge_pages(weights)
-        stage.clock.lap("large pages")
+        for own in weights:
+            use_huge_pages(own)
+        prepared.clock.lap("large pages")
 
 
 def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables | None:
@@ -278,17 +283,18 @@ def _helper(config: EngineConfig, blueprint: Blueprint, saved: SavedExecutables 
     return CompilingProcess(settings.model_dump_json(), str(saved.root), saved.name)
 
 
-def device_line(mesh: Mesh, memory: int, planned: int) -> str:
+def device_line(meshes: Sequence[Mesh], memory: int, planned: int) -> str:
     """'1 NVIDIA H100 80GB HBM3 of 79.1 GiB: 71.2 GiB planned'."""
-    kind = mesh.devices.flat[0].device_kind
-    return f"{mesh.size} {kind} of {format_bytes(memory)}: {format_bytes(planned)} planned"
+    kind = meshes[0].devices.flat[0].device_kind
+    return f"{sum(mesh.size for mesh in meshes)} {kind} of {format_bytes(memory)}: {format_bytes(planned)} planned"
 
 
 def _assemble(
-    stage: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
+    prepared: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
 ) -> tuple[EngineCore, EngineInfo]:
     """What goes on while the first executables are compiled, and the core that has them."""
-    config, checkpoint, _, blueprint, functions, executables, clock = stage
+    config, checkpoint, blueprint, stages, clock = prepared
+    mesh, functions, executables = prepared.last[1:]
     grammars = None
     encodes = blueprint.plan.buckets.encodes
     if tokenizer is not None and not encodes:
@@ -298,18 +304,16 @@ def _assemble(
         if config.engine_process:  # others' streams would stand still while the first grammar reads the vocabulary
             grammars.prepare()
             clock.lap("vocabulary")
-    weights = load_weights(stage, kept)
+    weights = load_weights(prepared, kept)
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
     vocab = blueprint.spec.config.vocab_size
     outputs = blueprint.spec.config.num_outputs
-    state = functions.state.new()
-    device = (
-        Device(executables, weights, state) if leader is None else LeadingDevice(leader, executables, weights, state)
-    )
+    device = new_device(prepared, weights, leader)
     runner = (EncoderRunner if encodes else Runner)(device, blueprint.sizes, outputs, eos, functions.processors)
-    gather_weights(stage, weights)
+    gather_weights(prepared, weights)
     with progress_bar("Compiling what the first request needs") as on_progress:
-        executables.wait_until_covered(on_progress)
+        for stage in stages:
+            stage.executables.wait_until_covered(on_progress)
     clock.lap("compile")
     if leader is not None:
         tell("Waiting until the other processes have compiled as much")
@@ -319,7 +323,7 @@ def _assemble(
     states = StateCache(plan.num_states - plan.num_snapshots, plan.num_snapshots) if plan.num_snapshots else None
     shares = config.enable_prefix_caching and (states is not None or not blueprint.sizes.has_states)
     pool = PagePool(plan.num_pages, plan.page_size, shares)
-    tiers = page_tiers(config, blueprint, stage.mesh, checkpoint.path, pool)
+    tiers = page_tiers(config, blueprint, mesh, checkpoint.path, pool)
     limits = (plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
     rule = blueprint.spec.config.length_rule
     scheduler = (
@@ -338,9 +342,9 @@ def _assemble(
     )
     adapters = adapter_store(blueprint, config, checkpoint.path)
     backend = tokenizer.backend if tokenizer else None
-    parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, stage.mesh)
-    model = LiveModel(parts, lambda: functions.unpack_weights(device.weights))
-    reader = WeightReader(config, blueprint, functions, stage.mesh)
+    parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, mesh)
+    model = LiveModel(parts, lambda: functions.unpack_weights(device.weights)) if len(stages) == 1 else None
+    reader = WeightReader(config, blueprint, functions, mesh)
     core = EngineCore(scheduler, pool, runner, backend, eos, config.seed, grammars, adapters, model, reader)
     info = EngineInfo(
         model_name=config.model,
@@ -356,6 +360,7 @@ def _assemble(
         num_parameters=plan.num_parameters,
         hidden_size=blueprint.spec.config.vector_size,
         num_layers=blueprint.spec.config.num_layers,
+        num_stages=len(stages),
         kv_heads=blueprint.spec.config.kv_heads,
         tasks=read_tasks(checkpoint, encodes),
         default_sampling=_sampling_defaults(checkpoint),
@@ -366,7 +371,8 @@ def _assemble(
     )
     checkpoint.close()
     logger.info("started: %s", clock)
-    executables.announce_end()
+    for stage in stages:
+        stage.executables.announce_end()
     return core, info
 
 
@@ -384,23 +390,6 @@ def adapter_store(blueprint: Blueprint, config: EngineConfig, path: Path) -> Ada
     return AdapterStore(reader, config.max_cpu_loras or KEPT_ADAPTERS * sizes.places)
 
 
-class Clock:
-    """Laps of the start-up, for the log."""
-
-    def __init__(self) -> None:
-        self._laps: list[str] = []
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Everything since the last lap was `name`."""
-        now = time.perf_counter()
-        self._laps.append(f"{name} {now - self._last:.1f} s")
-        self._last = now
-
-    def __str__(self) -> str:
-        return ", ".join(self._laps)
-
-
 def _sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
     try:
         return msgspec.convert(checkpoint.generation_config, SamplingDefaults, strict=False)  # 64.0 means 64
@@ -409,13 +398,20 @@ def _sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
 
 
 def _load(
-    config: EngineConfig, checkpoint: Checkpoint, blueprint: Blueprint, mesh: Mesh, on_progress: Progress | None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    stage: PreparedStage,
+    every: Sequence[ParamSpec],
+    on_progress: Progress | None,
 ) -> tuple[Any, ...]:
+    """The parameters of a stage; `every` are those of all stages."""
+    params, spec = stage.blueprint.params, stage.blueprint.spec
     if config.load_format == "dummy":
-        return dummy_parameters(blueprint.params, mesh, config.seed)
-    spec = blueprint.spec
+        return dummy_parameters(params, stage.mesh, config.seed, every)
     weighed = with_importance(checkpoint, spec, config.imatrix)
-    return load_parameters(weighed, blueprint.params, spec.names, mesh, ignored=spec.ignored, on_progress=on_progress)
+    return load_parameters(
+        weighed, params, spec.names, stage.mesh, ignored=spec.ignored, every=every, on_progress=on_progress
+    )
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> list[int]:

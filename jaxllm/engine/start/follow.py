@@ -8,13 +8,11 @@ from typing import NoReturn
 
 from jaxllm import compat
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.device import Device
 from jaxllm.engine.lockstep.follower import Follower
 from jaxllm.engine.lockstep.meeting import Group
 from jaxllm.engine.lockstep.messages import Follows
 from jaxllm.engine.start.agreement import join_group
 from jaxllm.engine.start.build import (
-    Clock,
     closing_at_failure,
     find_model,
     gather_weights,
@@ -22,7 +20,9 @@ from jaxllm.engine.start.build import (
     plan_and_compile,
 )
 from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.leave import die, leave
+from jaxllm.engine.start.prepared import new_device
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
 from jaxllm.weights.read_ahead import reading_ahead
 
@@ -53,16 +53,16 @@ def follow(
         assert isinstance(group.hold, Follower)
         try:
             clock.lap("the other processes")
-            stage = plan_and_compile(config, checkpoint, group, clock)
-            with closing_at_failure(stage):
-                weights = load_weights(stage)
-                device = Device(stage.executables, weights, stage.functions.state.new())
-                gather_weights(stage, weights)
+            prepared = plan_and_compile(config, checkpoint, group, clock)
+            with closing_at_failure(prepared):
+                weights = load_weights(prepared)
+                device = new_device(prepared, weights, leader=None)
+                gather_weights(prepared, weights)
             checkpoint.close()
             group.hold.say(Follows())
             on_ready()
             logger.info("follows process 0: %s", clock)
-            stage.executables.announce_end()
+            prepared.last.executables.announce_end()
             reason = group.hold.follow(device)
         except EngineDeadError as error:
             end(str(error))

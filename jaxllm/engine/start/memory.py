@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -92,6 +93,18 @@ def plan_caches(
             f"holds no longer context"
         )
     return Caches(num_pages, min(num_snapshots, num_pages - 1), min(wanted, capacity), tuple(notes))
+
+
+def least_caches(of_stages: Sequence[Caches], state_bytes: Sequence[int]) -> Caches:
+    """What every stage of a model has room for, each of which takes so many bytes for the states of one sequence.
+
+    Those that take none have no say in how many states are kept.
+    """
+    num_pages = min(caches.num_pages for caches in of_stages)
+    kept = (caches.num_snapshots for caches, nbytes in zip(of_stages, state_bytes, strict=True) if nbytes)
+    notes = dict.fromkeys(note for caches in of_stages for note in caches.notes)
+    longest = min(caches.max_model_len for caches in of_stages)
+    return Caches(num_pages, min(*kept, num_pages - 1) if any(state_bytes) else 0, longest, tuple(notes))
 
 
 def fewer_sequences(max_num_seqs: int, budget: int, state_bytes: int) -> int:

@@ -63,6 +63,11 @@ class WeightReader:
         """
         if self._config.enable_lora:
             raise ConfigError("enable_lora is True: adapters were made for the engine's own weights; start it without")
+        if self._config.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size is {self._config.pipeline_parallel_size}: only an engine whose layers are in "
+                "one stage can exchange its weights; it must be 1"
+            )
         if self._mesh.is_multi_process:
             raise ConfigError("num_processes is more than 1: only an engine in one process can exchange its weights")
         if isinstance(source, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from jaxllm.engine.start.memory import (
     count_parameters,
     expanded_bytes,
     fewer_sequences,
+    least_caches,
     plan_caches,
     weight_bytes,
     workspace_bytes,
@@ -39,6 +40,7 @@ from jaxllm.engine.start.options import (
     room_for_drafts,
 )
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.stages import StagePlan, stage_models
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import AdaptedModel, abstract_model, adapted_model
 from jaxllm.models.caches import CacheLayout
@@ -87,6 +89,9 @@ class EnginePlan(Limits):
     """What had to be changed to fit, one sentence each."""
     device: str = ""
     """What the devices are called."""
+    pipeline_parallel_size: int = 1
+    stages: tuple[StagePlan, ...] = ()
+    """What each stage holds, where there are several; bytes of weights and caches are those of the fullest."""
 
     @property
     def kv_tokens(self) -> int:
@@ -96,7 +101,10 @@ class EnginePlan(Limits):
     @property
     def kv_bytes(self) -> int:
         """What all caches take: pages, and the states of running sequences and of cached prefixes."""
-        return self.num_pages * self.page_size * self.kv_bytes_per_token + self.num_states * self.state_bytes
+        return max(self._kv_bytes(one) for one in self.stages or [self])
+
+    def _kv_bytes(self, one: StagePlan | EnginePlan) -> int:
+        return self.num_pages * self.page_size * one.kv_bytes_per_token + self.num_states * one.state_bytes
 
     @property
     def state_cache_bytes(self) -> int:
@@ -106,7 +114,8 @@ class EnginePlan(Limits):
     @property
     def planned_bytes(self) -> int:
         """What the plan takes of a device."""
-        return self.weight_bytes + self.draft_bytes + self.adapter_bytes + self.kv_bytes + self.workspace_bytes
+        fullest = max(one.weight_bytes + self._kv_bytes(one) for one in self.stages or [self])
+        return fullest + self.draft_bytes + self.adapter_bytes + self.workspace_bytes
 
     @property
     def num_shapes(self) -> int:
@@ -124,14 +133,14 @@ class EnginePlan(Limits):
             return self._encoder_summary()
         many = self.kv_tokens / self.max_model_len
         states = f"{self.num_snapshots:,} states of {format_bytes(self.state_bytes)} of prefixes, "
-        devices = f"{self.tensor_parallel_size} {self.platform} device{'s' if self.tensor_parallel_size > 1 else ''}"
+        several = self.tensor_parallel_size * self.pipeline_parallel_size > 1
         used = ", taken as it is used" if self.attention_backend == "cpu" and sys.platform == "linux" else ""
         adapters = f"adapters {format_bytes(self.adapter_bytes)} (max_loras, max_lora_rank), "
         draft = f"draft model {format_bytes(self.draft_bytes)} (speculative_config), "
         return (
-            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {devices}, "
+            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {self._devices}, "
             f"attention: {self.attention_backend}\n"
-            f"memory{' of each device' if self.tensor_parallel_size > 1 else ''}: "
+            f"memory{' of each device' if several else ''}: "
             f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), {draft if self.draft_bytes else ''}"
             f"{adapters if self.adapter_bytes else ''}"
             f"KV cache up to {format_bytes(self.kv_bytes)}{used} (kv_cache_memory, kv_cache_dtype), "
@@ -142,10 +151,18 @@ class EnginePlan(Limits):
             f"up to {self.max_num_seqs} sequences and {self.max_num_batched_tokens} tokens a step"
         )
 
+    @property
+    def _devices(self) -> str:
+        """'2 stages (layers 0 to 3, 4 to 5) of 1 cpu device'."""
+        count = self.tensor_parallel_size
+        devices = f"{count} {self.platform} device{'s' if count > 1 else ''}"
+        layers = ", ".join(stage.layers for stage in self.stages)
+        return f"{len(self.stages)} stages (layers {layers}) of {devices}" if self.stages else devices
+
     def _encoder_summary(self) -> str:
-        devices = f"{self.tensor_parallel_size} {self.platform} device{'s' if self.tensor_parallel_size > 1 else ''}"
         return (
-            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {devices}, an encoder\n"
+            f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {self._devices}, "
+            "an encoder\n"
             f"memory{' of each device' if self.tensor_parallel_size > 1 else ''}: "
             f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), no KV cache, "
             f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)\n"
@@ -168,6 +185,8 @@ class Blueprint:
     """The model with tables of adapters, where there are adapters."""
     draft: DraftBlueprint | None = None
     """The draft model, or the module that drafts, where there is one."""
+    stages: tuple[Blueprint, ...] = ()
+    """One of each stage, where there are several: its own layers, on devices of their own."""
 
 
 @under_own_settings
@@ -189,7 +208,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     """Choose every size.
 
     Raises:
-        ConfigError: tensor parallelism does not divide the model, or not even one sequence fits.
+        ConfigError: tensor or pipeline parallelism does not divide the model, or not even one sequence fits.
         CheckpointError: as `model_spec`; a tensor is missing, or a shard would part a block of a quantized one.
     """
     check_imatrix(config)
@@ -216,25 +235,28 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     draft = draft_blueprint(config, platform, layout, max_num_seqs, -(-wanted // page))
     draft = draft or mtp_blueprint(config, platform, checkpoint, spec, options)
     draft_caches = draft.spec.config.caches if draft is not None else ()
-    page_bytes = layout.page_bytes((*model_config.caches, *draft_caches))
-    state_bytes = layout.state_bytes(model_config.caches)
+    models = stage_models(config, spec, options, model, params)
+    held = [one.held(layout, model_config.caches, draft_caches) for one in models]
     num_drafts = drafts.num_tokens if drafts is not None else 0
     most = max(batched, max_num_seqs * (1 + num_drafts))
     workspace = workspace_bytes(model_config, options, max_num_seqs, most, num_drafts)
     workspace += expanded_bytes(params, tp, most)
-    weights = weight_bytes(params, tp)
     adapters = AdapterSizes(config.max_loras, config.max_lora_rank) if config.enable_lora else None
     adapted = adapted_model(spec, options, adapters) if adapters is not None else None
     adapter_bytes = weight_bytes(list(adapted.tables), tp) if adapted is not None else 0
     draft_bytes = weight_bytes(draft.params, tp) if draft is not None else 0
-    budget = cache_budget(config, platform, weights + draft_bytes + adapter_bytes, workspace)
+    beside = draft_bytes + adapter_bytes
+    budgets = [cache_budget(config, platform, one.weight_bytes + beside, workspace) for one in held]
     if config.max_num_seqs is None and not encodes:
-        max_num_seqs = fewer_sequences(max_num_seqs, budget, state_bytes)
-    caches = (
-        Caches(1, 0, wanted)
-        if encodes
-        else plan_caches(config, budget, weights, page_bytes, state_bytes, wanted, max_num_seqs)
-    )
+        rooms = zip(budgets, held, strict=True)
+        max_num_seqs = min(fewer_sequences(max_num_seqs, budget, one.state_bytes) for budget, one in rooms)
+    caches = Caches(1, 0, wanted)
+    if not encodes:
+        found = []
+        for budget, one in zip(budgets, held, strict=True):
+            taken = one.weight_bytes, one.kv_bytes_per_token * page, one.state_bytes
+            found.append(plan_caches(config, budget, *taken, wanted, max_num_seqs))
+        caches = least_caches(found, [one.state_bytes for one in held])
     buckets = (
         Buckets.of_encoder(max_num_seqs, batched, config.prefill_buckets, classifies=model_config.num_labels > 0)
         if encodes
@@ -250,10 +272,11 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             offloads=config.kv_offload_memory is not None,
         )
     )
+    one_step = encodes or len(models) > 1
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native and not encodes else 1),
+        decode_steps=config.decode_steps or (NATIVE_DECODE_STEPS if kernels.native and not one_step else 1),
         max_model_len=caches.max_model_len,
         page_size=page,
         num_pages=caches.num_pages,
@@ -280,9 +303,9 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         attention_backend=kernels.name,
         tensor_parallel_size=tp,
         num_parameters=count_parameters(spec, params if tp == 1 else None),
-        weight_bytes=weights,
-        kv_bytes_per_token=page_bytes // page,
-        state_bytes=state_bytes,
+        weight_bytes=max(one.weight_bytes for one in held),
+        kv_bytes_per_token=max(one.kv_bytes_per_token for one in held),
+        state_bytes=max(one.state_bytes for one in held),
         workspace_bytes=workspace,
         adapter_bytes=adapter_bytes,
         draft_bytes=draft_bytes,
@@ -290,8 +313,15 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         buckets=buckets,
         notes=[*kinds.notes, *notes, *caches.notes],
         device=platform.device,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        stages=tuple(held) if len(held) > 1 else (),
     )
-    return Blueprint(plan, spec, options, model, params, sizes, adapted, draft)
+    whole = Blueprint(plan, spec, options, model, params, sizes, adapted, draft)
+    stages = (
+        replace(whole, options=m.options, model=m.model, params=m.params, sizes=replace(sizes, stage=m.stage))
+        for m in models
+    )
+    return replace(whole, stages=tuple(stages)) if len(models) > 1 else whole
 
 
 def step_functions(

@@ -83,7 +83,7 @@ def _scheme(name: str, config: EngineConfig, checkpoint: Checkpoint, platform: P
     return Scheme(
         name,
         found.plan.weight_bytes,
-        8 * found.plan.weight_bytes * config.tensor_parallel_size / found.plan.num_parameters,
+        8 * weight_bytes(found.params, found.options.tp) * found.options.tp / found.plan.num_parameters,
         found.plan.max_model_len,
         read,
         bandwidth / read,

@@ -103,6 +103,9 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(
         "adapt",
         "read_pages",
         "write_pages",
+        "decode_layers",
+        "backbone_layers",
+        "took",
     } | kinds
     assert ("adapt" in kinds) == any(key.variant.adapted for key, _ in messages)
     assert all(isinstance(a, np.ndarray) for _, vectors in messages for a in jax.tree.leaves(vectors))
