@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxllm.setting_values import SettingsGroup
 
-MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp")
+MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp")
 """What vLLM also calls the method of the models whose modules are supported."""
 _OF_TEXTS: tuple[str, ...] = ("prompt_lookup_min", "prompt_lookup_max", "remembered_tokens")
 """Settings of methods that look for drafts in texts."""

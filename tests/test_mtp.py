@@ -12,14 +12,14 @@ from jaxllm import LLM, ConfigError, EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.draft_depth import DraftRecord
 from jaxllm.engine.start.plan import plan_engine
-from tests.models.mtp_module import module_hidden, mtp_weights, write_mtp_checkpoint
-from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
+from tests.reference.tiny import write_checkpoint
 from tests.sizes import FIELDS
 from tests.test_drafts import FEW, assert_equal, told
 from tests.test_drafts_on_states import requests_of
 
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3}
-MODELS = ("qwen3_5", "qwen3_next")
+MODELS = ("qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -72,7 +72,7 @@ class Oracle:
     """What the module would draft of a text, by its definition, from hidden states that the engine captures."""
 
     def __init__(self, name: str, llm: LLM, text: list[int]):
-        self.weights, self.config, self.text = mtp_weights(name), tiny_config(name), text
+        self.weights, self.config, self.text = mtp_weights(name), mtp_config(name), text
         one = SamplingParams(temperature=0, max_tokens=1)
         (output,) = llm.generate([text], one, use_tqdm=False, capture={"final": True}, positions="prompt")
         (final,) = output.outputs[0].captures["final"].values()
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_the_module_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("method", ["qwen3_next_mtp", "qwen3_5_mtp"])
+@pytest.mark.parametrize("method", ["qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"])
 def test_vllms_names_mean_the_same(method):
     config = EngineConfig(model="x", speculative_config={"method": method, "num_speculative_tokens": 2})
     assert config.speculative_config is not None and config.speculative_config.source == "mtp"

@@ -16,12 +16,14 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.hf import hf_renaming
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.norm import norm_of_kind
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import FAMILIES, ModelSpec
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.names import renamed
 
 
 class MTPModule(Decoder):
@@ -81,7 +83,7 @@ def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
     attends = next(layer for layer in reversed(config.layers) if layer.attends)
     layer = replace(attends, sparse=any(layer.sparse for layer in config.layers))
     own = replace(config, layers=(layer,), conv=None, delta=None, ssd=None, num_labels=0)
-    names = family.mtp_names(own)
+    names = renamed(family.mtp_names(own, config.num_layers), hf_renaming(checkpoint.tensors))
     first = names["join.weight"][0][0].name
     if checkpoint.tensors and first not in checkpoint.tensors:  # a model of random weights has none
         raise CheckpointError(

@@ -22,7 +22,7 @@ from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import load_parameters
 from tests.models.harness import metadata
-from tests.models.mtp_module import module_hidden, mtp_weights, write_mtp_checkpoint
+from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
 
 TOKENS, PAGE = 21, 8
@@ -61,11 +61,13 @@ def predicted(directory: Any, embeddings: np.ndarray, hidden: np.ndarray, cuts: 
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite"]
+)
 def test_what_the_head_reads_is_as_defined(name, tmp_path):
     dice, size = np.random.default_rng(2), tiny_config(name)["hidden_size"]
     embeddings, hidden = (dice.standard_normal((TOKENS, size)).astype(np.float32) for _ in range(2))
-    expected = module_hidden(mtp_weights(name), tiny_config(name), embeddings, hidden)
+    expected = module_hidden(mtp_weights(name), mtp_config(name), embeddings, hidden)
     directory = write_mtp_checkpoint(name, tmp_path)
     for cuts in ([TOKENS], [7, 8, 20, TOKENS]):
         found = predicted(directory, embeddings, hidden, cuts)
