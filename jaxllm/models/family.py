@@ -39,8 +39,8 @@ class Family:
             all built by `Encoder`.
         ignored: tensors that its checkpoints have besides those of the model that is served.
         hf_names, gguf_names: tensors that the standard tables (`models/hf.py`, `models/gguf.py`) name otherwise.
-        mtp_names: tensors of the module that predicts further tokens, of its config and of how many layers the model has;
-            None where none is supported.
+        mtp_names: tensors of the module that predicts further tokens, of its config and the number of the model's
+            layers; None where none is supported.
     """
 
     name: str

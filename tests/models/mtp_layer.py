@@ -1,4 +1,4 @@
-"""The modules for predicting further tokens of DeepSeek V3 and of GLM, by their definition in float64: one more layer."""
+"""The modules for predicting further tokens of DeepSeek V3 and of GLM, by their definition in float64."""
 
 from __future__ import annotations
 
@@ -47,6 +47,27 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         found |= {f"mlp.{block}.{part}_proj.weight": (hidden, size) for part in ("gate", "up")}
         found |= {f"mlp.{block}.down_proj.weight": (size, hidden)}
     return {f"{prefix(c)}.{name}": shape for name, shape in found.items()}
+
+
+def agreeing(weights: Weights, c: dict[str, Any]) -> Weights:
+    """These weights, but for a model whose next token mostly follows from the last, and a module that knows this.
+
+    Of three tokens each is followed by the next, and the last by the first, unless what comes before has more to say.
+    A random model says one token again and again, and a random module another one.
+    """
+    loud = 8 if "kv_lora_rank" in c else 3
+    table, head = loud * weights["model.embed_tokens.weight"], weights["lm_head.weight"].copy()
+    threes = np.arange(2, 2 + (len(table) - 2) // 3 * 3).reshape(-1, 3)
+    head[np.roll(threes, -1, axis=1)] += table[threes] / loud
+    join = weights[f"{prefix(c)}.eh_proj.weight"].copy()
+    join[:, : c["hidden_size"]] += 2 * np.eye(c["hidden_size"], dtype=np.float32)
+    attention = 2 * weights[f"{prefix(c)}.self_attn.o_proj.weight"]
+    return weights | {
+        "model.embed_tokens.weight": table,
+        "lm_head.weight": head,
+        f"{prefix(c)}.eh_proj.weight": join,
+        f"{prefix(c)}.self_attn.o_proj.weight": attention,
+    }
 
 
 def _latent_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:

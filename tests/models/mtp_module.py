@@ -68,8 +68,9 @@ def mtp_weights(name: str) -> dict[str, np.ndarray]:
     prefixes = tuple(f"model.layers.{layer}." for layer in dropped)
     model = {tensor: weight for tensor, weight in tiny_weights(name).items() if not tensor.startswith(prefixes)}
     module = draw_weights(name, mtp_shapes(config))
-    layer = mtp_layer.prefix(config) if config["model_type"] in mtp_layer.MODEL_TYPES else LAYER
-    module[f"{layer}.self_attn.o_proj.weight"] *= 8
+    if config["model_type"] in mtp_layer.MODEL_TYPES:
+        return mtp_layer.agreeing(model | module, config)
+    module[f"{LAYER}.self_attn.o_proj.weight"] *= 8
     return model | module
 
 

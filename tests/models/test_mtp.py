@@ -61,9 +61,7 @@ def predicted(directory: Any, embeddings: np.ndarray, hidden: np.ndarray, cuts: 
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite"]
-)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 def test_what_the_head_reads_is_as_defined(name, tmp_path):
     dice, size = np.random.default_rng(2), tiny_config(name)["hidden_size"]
     embeddings, hidden = (dice.standard_normal((TOKENS, size)).astype(np.float32) for _ in range(2))
@@ -87,6 +85,18 @@ def test_a_checkpoint_without_one_is_refused_by_the_name_of_a_tensor(tmp_path):
         spec_of(write_checkpoint("qwen3_5", tmp_path))
 
 
+def test_the_module_of_a_wrapped_model_is_found_beside_a_copy_of_the_embedding(tmp_path):
+    """Kimi's checkpoints have a prefix before all names; some list the module's own embedding before the model's."""
+    weights = {f"language_model.{name}": weight for name, weight in sorted(mtp_weights("deepseek_v3").items())[::-1]}
+    wrapper = {"model_type": "kimi_k25", "text_config": mtp_config("deepseek_v3"), "tie_word_embeddings": False}
+    save_checkpoint(wrapper, weights, tmp_path)
+    names = spec_of(tmp_path).names
+    assert names["join.weight"][0][0].name == "language_model.model.layers.2.eh_proj.weight"
+    assert names["layers.0.attention.kv_b.weight"][0][0].name in weights
+
+
 def test_a_family_whose_modules_are_not_supported_is_refused_by_name(tmp_path):
-    with pytest.raises(CheckpointError, match=r"a checkpoint of Llama .* supported in .* Qwen3-Next, Qwen3\.5"):
+    with pytest.raises(
+        CheckpointError, match=r"a checkpoint of Llama .* supported in .* Qwen3-Next, Qwen3\.5.* DeepSeek V3"
+    ):
         spec_of(save_checkpoint(tiny_config("llama_gqa"), tiny_weights("llama_gqa"), tmp_path))
