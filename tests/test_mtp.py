@@ -13,6 +13,7 @@ from jaxllm import LLM, ConfigError, EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.draft_depth import DraftRecord
 from jaxllm.engine.start.plan import plan_engine
+from jaxllm.speculative_config import MTP_NAMES
 from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
 from tests.reference.tiny import write_checkpoint
 from tests.sizes import FIELDS, few_pages
@@ -144,9 +145,7 @@ def test_a_checkpoint_without_the_module_is_refused_in_one_line(name, tensor, tm
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "method", ["qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"]
-)
+@pytest.mark.parametrize("method", MTP_NAMES)
 def test_vllms_names_mean_the_same(method):
     config = EngineConfig(model="x", speculative_config={"method": method, "num_speculative_tokens": 2})
     assert config.speculative_config is not None and config.speculative_config.source == "mtp"
