@@ -18,6 +18,7 @@ from jaxllm.models.layers.attention import Attention, QueryScaling
 from jaxllm.models.layers.conv import ShortConv
 from jaxllm.models.layers.delta import GatedDeltaNet
 from jaxllm.models.layers.embedding import VocabEmbedding
+from jaxllm.models.layers.gathering import step_gathering
 from jaxllm.models.layers.low_rank import adapter_numbers, adapting
 from jaxllm.models.layers.mla import MLAttention
 from jaxllm.models.layers.mlp import MLP, GatedMLP
@@ -93,10 +94,13 @@ class Decoder(nnx.Module):
             given = None if self.per_layer is None else self.per_layer(tokens, x)
         specs, written, late = config.caches, list(caches), None
         taps, steering, patches = recorder(), step_steering(), step_patches()
+        gathered = step_gathering()
         for index, layer in enumerate(self.layers):
             graph, weights = nnx.split(layer)
             spec = specs[index]
             owner = spec.layer if isinstance(spec, Shared) else index
+            if gathered is not None:
+                gathered.pass_by(index, x, late)
             with jax.named_scope(f"layer_{index}"):
                 x, late, written[owner], taken = _run_layer(
                     graph, weights, x, late, angles[config.layers[index].rope], written[owner], meta,

@@ -176,6 +176,11 @@ class ModelSpec:
         """The module, with abstract weights."""
         return (self.family.module if self.config.encoder is None else Encoder)(self.config, options)
 
+    @property
+    def shape(self) -> Any:
+        """All that it builds depends on."""
+        return self.config
+
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
