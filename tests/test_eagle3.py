@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxllm import LLM, ConfigError, EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.core import EngineCore
@@ -127,3 +125,44 @@ def test_drafts_are_those_of_the_definition(name, directory, head, plain, differ
             assert len(tokens) - 1 == min(agreed, num_drafted), f"at token {known}"
             tried, taken = tried + num_drafted, taken + len(tokens) - 1
     assert tried > 30 and 0 < taken < tried
+
+
+@pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
+def test_at_the_default_dtype_too_no_bit_of_an_answer_changes(tmp_path):
+    directory = str(write_model("llama_gqa", tmp_path / "model"))
+    config = eagle3(write_head("llama_gqa", tmp_path / "head"))
+    prompts = [[8, 9, 5, 7] * length for length in (1, 4, 9)]
+    params = SamplingParams(temperature=1, seed=4, max_tokens=30, ignore_eos=True, allowed_token_ids=FEW, logprobs=2)
+    fields = FIELDS | {"dtype": "bfloat16", "decode_buckets": (4,)}
+    with LLM(directory, **fields, decode_steps=1) as plain, LLM(directory, **fields, speculative_config=config) as llm:
+        assert told(llm.generate(prompts, params, use_tqdm=False)) == told(
+            plain.generate(prompts, params, use_tqdm=False)
+        )
+        assert 0 < sum(llm.stats().accepted_by_position) < llm.stats().num_draft_tokens
+
+
+def test_the_plan_counts_the_head(tmp_path):
+    directory, head = write_model("llama_gqa", tmp_path / "model"), write_head("llama_gqa", tmp_path / "head")
+    plans = [
+        plan_engine(EngineConfig(model=str(directory), dtype="float32", speculative_config=asked))
+        for asked in (None, eagle3(head))
+    ]
+    weights = {name: weight for name, weight in head_weights("llama_gqa").items() if name != "t2d"}
+    assert plans[1].draft_bytes == sum(4 * weight.size for weight in weights.values())
+    kept = 2 * 3 * 16 * 4  # keys and values of three heads of 16 channels, in float32
+    assert plans[1].kv_bytes_per_token - plans[0].kv_bytes_per_token == kept
+    assert plans[1].workspace_bytes > plans[0].workspace_bytes
+
+
+def test_what_is_no_head_of_the_model_is_refused_in_one_line(tmp_path):
+    directory = str(write_checkpoint("llama_gqa", tmp_path / "model"))
+    refused = {
+        r"architectures is \['LlamaForCausalLM'\]; accepted are LlamaForCausalLMEagle3": directory,
+        "a head for a model with states of 56 channels; accepted is 64": write_head("deepseek_v3", tmp_path / "other"),
+    }
+    for reason, head in refused.items():
+        with pytest.raises(ConfigError, match=f"speculative_config.method is 'eagle3': .*{reason}") as error:
+            plan_engine(EngineConfig(model=directory, speculative_config=eagle3(head)))
+        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match='method "eagle3" takes the name of a model or a folder'):
+        EngineConfig(model="x", speculative_config={"method": "eagle3", "num_speculative_tokens": 2})

@@ -17,15 +17,17 @@ from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import FLAG, NULL, OBJECT, FieldKinds, check_fields, either, many, shown, whole
+from jaxllm.weights.fields import FLAG, NULL, OBJECT, FieldKinds, check_fields, either, several, shown, whole
 from jaxllm.weights.names import NameMap, Source, Transform, expand, renamed
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 JOIN = "fc.weight"
 """The product that joins the model's states, which no other checkpoint has under this name."""
+PREFIXES = ("", "model.")
+"""Of all names but those of the output head."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NUM_STATES = 3
-_SIZE, _LAYERS = whole(1, 2**24), many(whole(0, 2**12), NUM_STATES)
+_SIZE, _LAYERS = whole(1, 2**24), several(whole(0, 2**12), NUM_STATES)
 
 FIELDS: FieldKinds = {
     "transformer_layer_config": OBJECT,
@@ -76,7 +78,7 @@ def _spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     if checkpoint.format != "safetensors":
         raise CheckpointError(f"is in the format {checkpoint.format}; accepted is an EAGLE-3 head in safetensors")
     c, tensors = _flat(checkpoint.config), checkpoint.tensors
-    prefix = next((name.removesuffix(JOIN) for name in tensors if name.endswith(JOIN)), "")
+    prefix = next((before for before in PREFIXES if f"{before}{JOIN}" in tensors), "")
     if tensors and f"{prefix}{JOIN}" not in tensors:  # a head of random weights has none
         raise CheckpointError(f"has no tensor {JOIN!r}; accepted is an EAGLE-3 head")
     config = llama.from_hf(c | {"tie_word_embeddings": False})
