@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxllm.setting_values import SettingsGroup
 
-MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp")
+MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp")
 """What vLLM also calls the method of the models whose modules are supported."""
 _OF_TEXTS: tuple[str, ...] = ("prompt_lookup_min", "prompt_lookup_max", "remembered_tokens")
 """Settings of methods that look for drafts in texts."""
@@ -17,13 +17,13 @@ _OF_TEXTS: tuple[str, ...] = ("prompt_lookup_min", "prompt_lookup_max", "remembe
 class SpeculativeConfig(SettingsGroup):
     """How tokens are drafted that a step tries ahead, in vLLM's words."""
 
-    method: Literal["ngram", "suffix", "draft_model", "mtp"] | None = None
+    method: Literal["ngram", "suffix", "draft_model", "mtp", "eagle3"] | None = None
     """ngram: what followed in the request's own text the last time that it said what it has just said. suffix: in the
     answers of earlier requests as well. draft_model: what a smaller model says next. mtp: what the module says that the
-    model's own checkpoint has for predicting further tokens. By default draft_model where there is a model, ngram
-    elsewhere."""
+    model's own checkpoint has for predicting further tokens. eagle3: what an EAGLE-3 head says that was trained for the
+    model. By default draft_model where there is a model, ngram elsewhere."""
     model: str | None = None
-    """The draft model, named as `model` of the engine is; it must have the same vocabulary."""
+    """The draft model or the head, named as `model` of the engine is; it must have the same vocabulary."""
     revision: str | None = None
     """Branch, tag or commit of the draft model's hub repository."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=15)]
@@ -45,7 +45,7 @@ class SpeculativeConfig(SettingsGroup):
         return "mtp" if isinstance(method, str) and method in MTP_NAMES else method
 
     @property
-    def source(self) -> Literal["ngram", "suffix", "draft_model", "mtp"]:
+    def source(self) -> Literal["ngram", "suffix", "draft_model", "mtp", "eagle3"]:
         """Where drafts come from."""
         return self.method or ("ngram" if self.model is None else "draft_model")
 
@@ -67,9 +67,9 @@ class SpeculativeConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.source == "draft_model":
+        if self.source in ("draft_model", "eagle3"):
             if self.model is None:
-                raise ValueError('model is missing: method "draft_model" takes the name of a model or a folder')
+                raise ValueError(f'model is missing: method "{self.source}" takes the name of a model or a folder')
             meaningless = _OF_TEXTS
         else:
             meaningless = ("model", "revision", *(_OF_TEXTS if self.source == "mtp" else ()))

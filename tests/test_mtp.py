@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +13,15 @@ from jaxllm import LLM, ConfigError, EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.draft_depth import DraftRecord
 from jaxllm.engine.start.plan import plan_engine
-from tests.models.mtp_module import module_hidden, mtp_weights, write_mtp_checkpoint
-from tests.reference.tiny import tiny_config, write_checkpoint
-from tests.sizes import FIELDS
+from jaxllm.speculative_config import MTP_NAMES
+from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
+from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS, few_pages
 from tests.test_drafts import FEW, assert_equal, told
 from tests.test_drafts_on_states import requests_of
 
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3}
-MODELS = ("qwen3_5", "qwen3_next")
+MODELS = ("qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -56,13 +58,10 @@ def test_answers_are_those_without_drafts_whatever_a_request_asks_for(plain, dra
 
 
 def test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts(directory, plain):
-    plan = plan_engine(EngineConfig(model=directory, dtype="float32", speculative_config=MTP))
     prompts = [np.random.default_rng(i).choice(FEW, 3 + i).tolist() for i in range(12)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, allowed_token_ids=FEW) for i in range(12)]
     expected = told(plain.generate(prompts, params, use_tqdm=False))
-    fields: dict[str, Any] = FIELDS | {"max_model_len": 80, "state_cache_memory": 3 * plan.state_bytes}
-    fields["kv_cache_memory"] = (8 + 1 + 3) * plan.state_bytes + 20 * 8 * plan.kv_bytes_per_token
-    with LLM(directory, **fields, speculative_config=MTP) as llm:
+    with few_pages(20), LLM(directory, **FIELDS, speculative_config=MTP) as llm:
         for _ in range(2):
             assert_equal(told(llm.generate(prompts, params, use_tqdm=False)), expected)
         assert llm.stats().num_preemptions > 0 < sum(llm.stats().accepted_by_position)
@@ -72,7 +71,7 @@ class Oracle:
     """What the module would draft of a text, by its definition, from hidden states that the engine captures."""
 
     def __init__(self, name: str, llm: LLM, text: list[int]):
-        self.weights, self.config, self.text = mtp_weights(name), tiny_config(name), text
+        self.weights, self.config, self.text = mtp_weights(name), mtp_config(name), text
         one = SamplingParams(temperature=0, max_tokens=1)
         (output,) = llm.generate([text], one, use_tqdm=False, capture={"final": True}, positions="prompt")
         (final,) = output.outputs[0].captures["final"].values()
@@ -135,14 +134,18 @@ def test_at_the_default_dtype_too_no_bit_of_an_answer_changes(tmp_path):
         assert 0 < sum(llm.stats().accepted_by_position) < llm.stats().num_draft_tokens
 
 
-def test_a_checkpoint_without_the_module_is_refused_in_one_line(tmp_path):
-    directory = str(write_checkpoint("qwen3_5", tmp_path))
-    with pytest.raises(ConfigError, match=r"method is 'mtp': .* has no tensor 'mtp\.fc\.weight'") as error:
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("qwen3_5", "mtp.fc.weight"), ("deepseek_v3", "model.layers.3.eh_proj.weight")],
+)
+def test_a_checkpoint_without_the_module_is_refused_in_one_line(name, tensor, tmp_path):
+    directory = str(write_checkpoint(name, tmp_path))
+    with pytest.raises(ConfigError, match=rf"method is 'mtp': .* has no tensor '{re.escape(tensor)}'") as error:
         plan_engine(EngineConfig(model=directory, speculative_config=MTP))
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("method", ["qwen3_next_mtp", "qwen3_5_mtp"])
+@pytest.mark.parametrize("method", MTP_NAMES)
 def test_vllms_names_mean_the_same(method):
     config = EngineConfig(model="x", speculative_config={"method": method, "num_speculative_tokens": 2})
     assert config.speculative_config is not None and config.speculative_config.source == "mtp"

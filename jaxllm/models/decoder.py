@@ -18,6 +18,7 @@ from jaxllm.models.layers.attention import Attention, QueryScaling
 from jaxllm.models.layers.conv import ShortConv
 from jaxllm.models.layers.delta import GatedDeltaNet
 from jaxllm.models.layers.embedding import VocabEmbedding
+from jaxllm.models.layers.gathering import step_gathering
 from jaxllm.models.layers.low_rank import adapter_numbers, adapting
 from jaxllm.models.layers.mla import MLAttention
 from jaxllm.models.layers.mlp import MLP, GatedMLP
@@ -32,7 +33,7 @@ from jaxllm.models.layers.steering import LayerSteering, step_steering
 from jaxllm.models.layers.taps import LayerTaps, recorder, summed, summing, tap, tapped, tapping
 from jaxllm.models.options import BuildOptions, Stage
 from jaxllm.models.parallel import check_parallel
-from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, summed_late
+from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, with_late
 
 Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual
 LATENT_NORM_EPS = 1e-6
@@ -98,10 +99,13 @@ class Decoder(nnx.Module):
             given = None if self.per_layer is None else self.per_layer(tokens, x)
         specs, written, late = config.caches, list(caches), None
         taps, steering, patches = recorder(), step_steering(), step_patches()
+        gathered = step_gathering()
         for index in stage.layers:
             graph, weights = nnx.split(self.layers[index])
             spec = specs[index]
             owner = spec.layer if isinstance(spec, Shared) else index
+            if gathered is not None:
+                gathered.pass_by(index, x, late)
             with jax.named_scope(f"layer_{index}"):
                 x, late, written[owner], taken = _run_layer(
                     graph, weights, x, late, angles[config.layers[index].rope], written[owner], meta,
@@ -113,7 +117,7 @@ class Decoder(nnx.Module):
             if taps is not None:
                 taps.buffer = taken
         if not stage.last:
-            return x if late is None else x + summed_late(late).astype(x.dtype), tuple(written)
+            return with_late(x, late), tuple(written)
         if self.kernels.add_norm is not None and late is not None:
             return self.kernels.add_norm(x, late, self.norm.traced)[1], tuple(written)
         hidden = self.norm(x)

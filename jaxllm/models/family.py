@@ -39,7 +39,8 @@ class Family:
             all built by `Encoder`.
         ignored: tensors that its checkpoints have besides those of the model that is served.
         hf_names, gguf_names: tensors that the standard tables (`models/hf.py`, `models/gguf.py`) name otherwise.
-        mtp_names: tensors of the module that predicts further tokens, of its config; None where none is supported.
+        mtp_names: tensors of the module that predicts further tokens, of its config and the number of the model's
+            layers; None where none is supported.
     """
 
     name: str
@@ -55,4 +56,4 @@ class Family:
     ignored: tuple[str, ...] = ()
     hf_names: Names = _nothing
     gguf_names: Names = _nothing
-    mtp_names: Callable[[DecoderConfig], NameMap] | None = None
+    mtp_names: Callable[[DecoderConfig, int], NameMap] | None = None

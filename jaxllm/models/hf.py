@@ -11,7 +11,7 @@ from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.hf_fields import LENGTH
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.fields import shown
-from jaxllm.weights.names import AnyOf, Pattern, Source
+from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -224,6 +224,21 @@ def hf_expert_names(
     }
 
 
+def hf_mtp_names(config: DecoderConfig, own: dict[str, Pattern], number: int) -> NameMap:
+    """The module that predicts further tokens, in families that keep it as one more layer, with this number.
+
+    `own` is what the family calls its layers' tensors. What else the module has is under the same prefix.
+    """
+    layer = "model.layers.*"
+    beside: dict[str, Pattern] = {
+        "token_norm.weight": f"{layer}.enorm.weight",
+        "hidden_norm.weight": f"{layer}.hnorm.weight",
+        "join.weight": f"{layer}.eh_proj.weight",
+        "norm.weight": f"{layer}.shared_head.norm.weight",
+    }
+    return expand(hf_names(config) | own | beside, 1, first=number)
+
+
 _WORD_EMBEDDINGS = ("embed_tokens.weight", "embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 """Behind what stands before each name of a model; the later ones are encoders'."""
 
@@ -231,12 +246,14 @@ _WORD_EMBEDDINGS = ("embed_tokens.weight", "embeddings.word_embeddings.weight", 
 def hf_renaming(tensors: Iterable[str]) -> Callable[[str], str]:
     """How a checkpoint spells `model.…` and `lm_head.…`.
 
-    Embedding models leave `model.` out, and multimodal wrappers put the name of their language model in front.
+    Embedding models leave `model.` out, and multimodal wrappers put the name of their language model in front. Modules
+    that predict further tokens may have a copy of the embedding under a longer name.
     """
     names = [name for name in tensors if "vision" not in name]
 
     def before(default: str, *suffixes: str) -> str:
-        return next((name.removesuffix(end) for end in suffixes for name in names if name.endswith(end)), default)
+        found = (min((name for name in names if name.endswith(end)), key=len, default=None) for end in suffixes)
+        return next((name.removesuffix(end) for name, end in zip(found, suffixes, strict=True) if name), default)
 
     model, head = before("model.", *_WORD_EMBEDDINGS), before("", "lm_head.weight")
 

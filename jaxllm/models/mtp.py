@@ -10,18 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.hf import hf_renaming
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.norm import norm_of_kind
 from jaxllm.models.options import BuildOptions
+from jaxllm.models.predictor import Head, Predicted
 from jaxllm.models.registry import FAMILIES, ModelSpec
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.names import renamed
 
 
 class MTPModule(Decoder):
@@ -45,14 +48,27 @@ class MTPModule(Decoder):
         hidden: Float[Array, "T E"],
         caches: tuple[Cache, ...],
         meta: StepMetadata,
-    ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
-        """The hidden states of the module, and its pages.
+    ) -> Predicted:
+        """The hidden states of the module, which take the place of the model's as well, and its pages.
 
         `embeddings` are of the tokens behind those whose states are `hidden`; `meta` has the positions of these.
         """
         both = [self.token_norm(embeddings), self.hidden_norm(hidden.astype(embeddings.dtype))]
         joined = self.join(jnp.concatenate(both, axis=-1).astype(embeddings.dtype))
-        return self(meta.positions, caches, meta, joined)
+        found, kept = self(meta.positions, caches, meta, joined)
+        return Predicted(found, found, kept)
+
+    def read(self, states: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """The model's hidden states, as they are."""
+        return states
+
+    def embed_for(self, model: Decoder, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
+        """The model's embeddings."""
+        return model.embed(tokens)
+
+    def head_for(self, model: Decoder) -> Head:
+        """The model's own."""
+        return model
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,7 @@ def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
     attends = next(layer for layer in reversed(config.layers) if layer.attends)
     layer = replace(attends, sparse=any(layer.sparse for layer in config.layers))
     own = replace(config, layers=(layer,), conv=None, delta=None, ssd=None, num_labels=0)
-    names = family.mtp_names(own)
+    names = renamed(family.mtp_names(own, config.num_layers), hf_renaming(checkpoint.tensors))
     first = names["join.weight"][0][0].name
     if checkpoint.tensors and first not in checkpoint.tensors:  # a model of random weights has none
         raise CheckpointError(

@@ -70,7 +70,7 @@ from jaxllm.models.tasks import GGUF_HEAD, class_labels
 from jaxllm.weights.adapters.merged import MergedCheckpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
-from jaxllm.weights.names import NameMap, Pattern, expand
+from jaxllm.weights.names import NameMap, Pattern, expand, renamed
 from jaxllm.weights.packed_file import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
@@ -176,6 +176,11 @@ class ModelSpec:
         """The module, with abstract weights."""
         return (self.family.module if self.config.encoder is None else Encoder)(self.config, options)
 
+    @property
+    def shape(self) -> Any:
+        """All that it builds depends on."""
+        return self.config
+
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
@@ -264,10 +269,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         )
     config, more = with_projections(config, checkpoint.path)
     patterns |= more
-    names = {
-        path: tuple(tuple(source.renamed(rename) for source in sources) for sources in options)
-        for path, options in expand(patterns, config.num_layers).items()
-    }
+    names = renamed(expand(patterns, config.num_layers), rename)
     head = rename("lm_head.weight")
     if config.tie_word_embeddings and head in checkpoint.tensors:
         embeddings = [source.name for (source,) in names["embed.weight"] if source.name in checkpoint.tensors]

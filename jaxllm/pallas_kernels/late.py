@@ -36,3 +36,10 @@ Late: TypeAlias = Any
 """What is yet to be added to the residual stream: `[T, E]`, or for one who adds later `Unsummed` or a `Mixture`."""
 Residual = Float[Array, "T E"] | Later | None
 """The residual stream, to which a block adds what it gives, or none, or one that is added to later."""
+
+
+def with_late(x: Float[Array, "T E"], late: Late | None) -> Float[Array, "T E"]:
+    """The residual stream with what is yet to be added to it, if there is anything."""
+    if late is None:
+        return x
+    return (x + (late if isinstance(late, jax.Array) else late.summed())).astype(x.dtype)

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxllm.pallas_kernels.late import Late, Unsummed
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -31,9 +29,3 @@ class Mixture:
         weights = self.weights[:, :, None]
         out = jnp.where(weights == 0, 0, weights * self.outputs).sum(axis=1)
         return out if self.shared is None else out + self.shared
-
-
-def summed_late(late: Late) -> Float[Array, "T E"]:
-    """What is yet to be added to the residual stream as one array, for one who has no kernel that sums on its way."""
-    summed: jax.Array = late.summed() if isinstance(late, Mixture | Unsummed) else late
-    return summed

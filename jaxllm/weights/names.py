@@ -72,8 +72,10 @@ class AnyOf:
 Pattern = str | Source | tuple[str | Source, ...] | AnyOf
 
 
-def expand(patterns: dict[str, Pattern], num_layers: int) -> NameMap:
+def expand(patterns: dict[str, Pattern], num_layers: int, *, first: int = 0) -> NameMap:
     """Write out a table whose keys and tensor names may hold `*` for the layer's number.
+
+    Tensors are numbered from `first` on, and parameters from 0.
 
     Worked example: `{"layers.*.mlp.down.weight": "blk.*.ffn_down.weight"}` with two layers becomes entries for
     `layers.0.mlp.down.weight` and `layers.1.mlp.down.weight`.
@@ -83,10 +85,18 @@ def expand(patterns: dict[str, Pattern], num_layers: int) -> NameMap:
         options = [_sources(option) for option in (pattern.options if isinstance(pattern, AnyOf) else (pattern,))]
         for layer in range(num_layers) if "*" in path else (0,):
             names[path.replace("*", str(layer))] = tuple(
-                tuple(s.renamed(lambda name: name.replace("*", str(layer))) for s in sources)  # noqa: B023
+                tuple(s.renamed(lambda name: name.replace("*", str(first + layer))) for s in sources)  # noqa: B023
                 for sources in options
             )
     return names
+
+
+def renamed(names: NameMap, rename: Callable[[str], str]) -> NameMap:
+    """The same parameters of tensors with other names."""
+    return {
+        path: tuple(tuple(source.renamed(rename) for source in sources) for sources in options)
+        for path, options in names.items()
+    }
 
 
 def _sources(pattern: str | Source | tuple[str | Source, ...]) -> Sources:

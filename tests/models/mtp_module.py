@@ -1,4 +1,5 @@
-"""The module for predicting further tokens of Qwen3-Next and Qwen3.5, by its definition in float64."""
+"""The modules for predicting further tokens, by their definition in float64: Qwen3-Next's and Qwen3.5's are here, and
+DeepSeek V3's and GLM's in `tests.models.mtp_layer`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.models import mtp_layer
+from tests.models.definitions import rotated, sigmoid, softmax
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, tiny_weights
 
 LAYER = "mtp.layers.0"
@@ -14,6 +17,8 @@ LAYER = "mtp.layers.0"
 
 def mtp_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Its tensors, beside those of the model."""
+    if c["model_type"] in mtp_layer.MODEL_TYPES:
+        return mtp_layer.shapes(c)
     size, dim, heads, kv = c["hidden_size"], c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
         "mtp.fc.weight": (size, 2 * size),
@@ -49,6 +54,8 @@ def mtp_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def mtp_config(name: str) -> dict[str, Any]:
     """That of a tiny model, with one layer of each kind where it lists them: it compiles in half the time."""
     config = tiny_config(name)
+    if config["model_type"] in mtp_layer.MODEL_TYPES:
+        return mtp_layer.config_of(config)
     if "layer_types" not in config:
         return config
     return config | {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
@@ -61,6 +68,8 @@ def mtp_weights(name: str) -> dict[str, np.ndarray]:
     prefixes = tuple(f"model.layers.{layer}." for layer in dropped)
     model = {tensor: weight for tensor, weight in tiny_weights(name).items() if not tensor.startswith(prefixes)}
     module = draw_weights(name, mtp_shapes(config))
+    if config["model_type"] in mtp_layer.MODEL_TYPES:
+        return mtp_layer.agreeing(model | module, config)
     module[f"{LAYER}.self_attn.o_proj.weight"] *= 8
     return model | module
 
@@ -74,6 +83,8 @@ def module_hidden(
     weights: dict[str, np.ndarray], c: dict[str, Any], embeddings: np.ndarray, hidden: np.ndarray
 ) -> np.ndarray:
     """What the head reads after each of `T` tokens, whose states are `hidden` and the next ones' `embeddings`."""
+    if c["model_type"] in mtp_layer.MODEL_TYPES:
+        return mtp_layer.hidden_of(weights, c, embeddings, hidden)
     w = {name: weight.astype(np.float64) for name, weight in weights.items() if name.startswith("mtp.")}
     tokens, dim, heads, kv = len(hidden), c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
 
@@ -89,43 +100,24 @@ def module_hidden(
     q, gate = np.split(linear(h, "self_attn.q_proj").reshape(tokens, heads, 2 * dim), 2, axis=-1)
     k, v = (linear(h, f"self_attn.{name}_proj").reshape(tokens, kv, dim) for name in "kv")
     q, k = norm(q, f"{LAYER}.self_attn.q_norm"), norm(k, f"{LAYER}.self_attn.k_norm")
-    q, k = (_rotated(part, c) for part in (q, k))
+    q, k = (rotated(part, c) for part in (q, k))
     k, v = (np.repeat(part, heads // kv, axis=1) for part in (k, v))
     scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(dim)
-    shares = _softmax(np.where(np.tri(tokens, dtype=bool), scores, -np.inf))
-    read = np.einsum("hts,shd->thd", shares, v) * _sigmoid(gate)
+    shares = softmax(np.where(np.tri(tokens, dtype=bool), scores, -np.inf))
+    read = np.einsum("hts,shd->thd", shares, v) * sigmoid(gate)
     x = x + linear(read.reshape(tokens, -1), "self_attn.o_proj")
     h = norm(x, f"{LAYER}.post_attention_layernorm")
 
     def mlp(h: np.ndarray, name: str) -> np.ndarray:
         gate = linear(h, f"mlp.{name}gate_proj")
-        return linear(gate * _sigmoid(gate) * linear(h, f"mlp.{name}up_proj"), f"mlp.{name}down_proj")
+        return linear(gate * sigmoid(gate) * linear(h, f"mlp.{name}up_proj"), f"mlp.{name}down_proj")
 
     if "num_experts" not in c:
         return norm(x + mlp(h, ""), "mtp.norm")
-    shares, top = _softmax(linear(h, "mlp.gate")), c["num_experts_per_tok"]
+    shares, top = softmax(linear(h, "mlp.gate")), c["num_experts_per_tok"]
     chosen = np.argsort(-shares, axis=-1)[:, :top]
-    out = _sigmoid(linear(h, "mlp.shared_expert_gate")) * mlp(h, "shared_expert.")
+    out = sigmoid(linear(h, "mlp.shared_expert_gate")) * mlp(h, "shared_expert.")
     for t in range(tokens):
         total = shares[t, chosen[t]].sum()
         out[t] += sum(shares[t, e] / total * mlp(h[t : t + 1], f"experts.{e}.")[0] for e in chosen[t])
     return norm(x + out, "mtp.norm")
-
-
-def _rotated(x: np.ndarray, c: dict[str, Any]) -> np.ndarray:
-    """Part of each head, halves apart, at positions 0 and on."""
-    given = c.get("rope_parameters") or c
-    size = int(c["head_dim"] * given["partial_rotary_factor"])
-    angles = np.arange(len(x))[:, None] / given["rope_theta"] ** (np.arange(0, size, 2) / size)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    a, b = x[..., : size // 2], x[..., size // 2 : size]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., size:]], axis=-1)
-
-
-def _softmax(x: np.ndarray) -> np.ndarray:
-    shares = np.exp(x - x.max(-1, keepdims=True))
-    return shares / shares.sum(-1, keepdims=True)
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))

@@ -73,7 +73,7 @@ HARMLESS = {
     "summary_proj_to_labels": "of a head for classes",
     "summary_first_dropout": "of a head for classes",
     "is_decoder": "the class for language models always is one",
-    "num_nextn_predict_layers": "layers past the last, whose tensors are left out",
+    "num_nextn_predict_layers": "layers past the last, whose tensors are left out, or draft",
     "num_mtp_layers": "layers past the last, whose tensors are left out",
 }
 """Keys that change no logits, each with its reason."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Int
@@ -12,21 +12,7 @@ from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.processing import ProcessLogits
 from jaxllm.engine.device.sampler import Logprobs, SamplingRows, greedy, sample
 from jaxllm.engine.device.slots import Slots, settings
-from jaxllm.pallas_kernels import Kernels
-
-
-@runtime_checkable
-class Head(Protocol):
-    """What scores tokens: a Decoder, or what stands for one."""
-
-    @property
-    def kernels(self) -> Kernels: ...
-
-    def most_likely(self, hidden: jax.Array) -> jax.Array | None:
-        """The token with the highest score of each row, where the kernels find it without the scores."""
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 scores over the vocabulary."""
+from jaxllm.models.predictor import Head
 
 
 class Settled(NamedTuple):

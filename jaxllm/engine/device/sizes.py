@@ -37,14 +37,19 @@ class ModelDrafts:
 
 
 @dataclass(frozen=True)
-class MTPDrafts:
-    """The checkpoint's own module finds up to `num_tokens` drafts; for `by_rows` see `NgramDrafts`."""
+class ModuleDrafts:
+    """A module that reads the model's states finds up to `num_tokens` drafts; for `by_rows` see `NgramDrafts`.
+
+    It reads the states in front of `layers`, or without any the last hidden states, and makes `size` numbers of them.
+    """
 
     num_tokens: int
+    layers: tuple[int, ...] = ()
+    size: int = 0
     by_rows: tuple[tuple[int, int], ...] = ()
 
 
-Drafts = NgramDrafts | ModelDrafts | MTPDrafts
+Drafts = NgramDrafts | ModelDrafts | ModuleDrafts
 
 
 def with_rows(drafts: Drafts, rows: int) -> Drafts:
@@ -133,8 +138,8 @@ class StepSizes(Limits):
 
     @property
     def kept_hidden(self) -> int:
-        """Numbers of each sequence's last hidden state, where drafts are made of it; else 0."""
-        return self.hidden_size if isinstance(self.drafts, MTPDrafts) else 0
+        """Numbers that are kept of each sequence's last state, where drafts are made of it; else 0."""
+        return self.drafts.size if isinstance(self.drafts, ModuleDrafts) else 0
 
     @property
     def taps(self) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from jaxllm.engine.device.drafts.draft_model import AbstractDraft
 from jaxllm.engine.device.drafts.drafter import Drafter, Ran
 from jaxllm.engine.device.drafts.source import DraftSource
 from jaxllm.engine.device.drafts.verify import verify
-from jaxllm.engine.device.forward import forward
+from jaxllm.engine.device.forward import forward, forward_read
 from jaxllm.engine.device.keys import PLAIN, USES, Key, Kind, Variant
 from jaxllm.engine.device.packing import (
     SETTING_FLOATS,
@@ -179,9 +179,10 @@ class StepFunctions:
         def one(weights: Any, caches: Any, slots: Slots, x: Fields, *handed: jax.Array) -> Any:
             model, drafter, before = self._model(weights), self._drafter(weights), slots
             tokens, meta, slots = decode_batch(x, slots, page_size, variant.adapted)
-            hidden, caches = forward(model, tokens, caches, meta, handed=handed)
+            reads = drafter.reads if drafter is not None else ()
+            hidden, states, caches = forward_read(model, tokens, caches, meta, reads, handed)
             if drafter is not None and drafter.follows_decodes:
-                caches, slots = drafter.follow(Ran(tokens, hidden, meta), caches, before, slots)
+                caches, slots = drafter.follow(Ran(tokens, states, meta), caches, before, slots)
             slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, variant, self._process(weights))
             return caches, slots, out
 
@@ -242,9 +243,10 @@ class StepFunctions:
             patches = StepPatches(x["patch_layers"], x["patch_rows"], *others) if patched else None
             handed = () if patched else others
             with patching(patches), recording(recorder(x["taps"]) if count else None) as records:
-                hidden, caches = forward(self._model(weights), ids, caches, meta, handed=handed)
+                reads = drafter.reads if drafter is not None else ()
+                hidden, states, caches = forward_read(self._model(weights), ids, caches, meta, reads, handed)
             if drafter is not None:
-                caches, slots = drafter.follow(Ran(ids, hidden, meta), caches, before, slots)
+                caches, slots = drafter.follow(Ran(ids, states, meta), caches, before, slots)
             taken = () if records is None else (records.taken,)
             return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)), *taken
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.device.sizes import Drafts, ModuleDrafts
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.options import build_options, choose_kinds
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
+from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.eagle3_spec import Eagle3Spec, eagle3_spec
 from jaxllm.models.mtp import mtp_spec
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
@@ -55,11 +58,16 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
 
 
 def draft_blueprint(
-    config: EngineConfig, platform: Platform, layout: CacheLayout, max_num_seqs: int, pages_per_seq: int
+    config: EngineConfig,
+    platform: Platform,
+    model: DecoderConfig,
+    layout: CacheLayout,
+    max_num_seqs: int,
+    pages_per_seq: int,
 ) -> DraftBlueprint | None:
-    """Plan the draft model that `config` names; None where it names none.
+    """Plan the draft model, or the EAGLE-3 head, that `config` names; None where it names none.
 
-    `layout` is how the caches of the model that it serves lie on the devices, which its own lie beside.
+    `layout` is how the caches of the `model` that it serves lie on the devices, which its own lie beside.
 
     Raises:
         ConfigError: it is no model that can draft, or cannot be run as the other is.
@@ -74,7 +82,7 @@ def draft_blueprint(
         raise ModelNotFoundError(f"speculative_config.model: {error}") from None
     checkpoint = open_model(own, path)
     try:
-        spec = model_spec(checkpoint)
+        spec = _eagle3(config, checkpoint, model) if _is_head(config) else model_spec(checkpoint)
         if spec.config.encoder is not None or spec.config.has_states:
             kept = "is an encoder" if spec.config.encoder is not None else "keeps a state of each sequence"
             raise ConfigError(
@@ -88,11 +96,22 @@ def draft_blueprint(
                 f"speculative_config.model is {own.model!r}, whose attention runs with other kernels ({kernels.name}) "
                 "and pages than the model's; set attention_backend to one that both run with"
             )
-        model, params = abstract_model(spec, options, choose_kinds(own, checkpoint, spec, options, platform))
+        drafting, params = abstract_model(spec, options, choose_kinds(own, checkpoint, spec, options, platform))
     finally:
         checkpoint.close()
-    assert isinstance(model, Decoder)
-    return DraftBlueprint(own, path, spec, model, params)
+    assert isinstance(drafting, Decoder)
+    return DraftBlueprint(own, path, spec, drafting, params)
+
+
+def _is_head(config: EngineConfig) -> bool:
+    return config.speculative_config is not None and config.speculative_config.source == "eagle3"
+
+
+def _eagle3(config: EngineConfig, checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
+    try:
+        return eagle3_spec(checkpoint, model)
+    except CheckpointError as error:
+        raise ConfigError(f"speculative_config.method is 'eagle3': {error}") from None
 
 
 def mtp_blueprint(
@@ -115,6 +134,14 @@ def mtp_blueprint(
     return DraftBlueprint(config, checkpoint.path, own, model, params)
 
 
+def with_states(drafts: Drafts | None, draft: DraftBlueprint | None) -> Drafts | None:
+    """Drafts that know which of the model's states the module reads that makes them, if one does."""
+    if draft is None or not isinstance(drafts, ModuleDrafts):
+        return drafts
+    layers = draft.spec.eagle.layers if isinstance(draft.spec, Eagle3Spec) else ()
+    return replace(drafts, layers=layers, size=draft.spec.config.hidden_size)
+
+
 def load_draft(draft: DraftBlueprint, mesh: Mesh, on_progress: Progress | None) -> tuple[Any, ...]:
     """The draft model's parameters on the devices."""
     if draft.config.load_format == "dummy":
@@ -130,7 +157,7 @@ def load_draft(draft: DraftBlueprint, mesh: Mesh, on_progress: Progress | None) 
 def check_draft_vocabulary(config: EngineConfig, tokenizer: Tokenizer) -> None:
     """Raises ConfigError where a draft model's tokens mean other texts than those of the model that it serves."""
     own = draft_config(config)
-    if own is None:
+    if own is None or _is_head(config):  # a head has no tokenizer
         return
     files = source.resolve_tokenizer(own.model, revision=own.revision, download_dir=own.download_dir)
     expected = {token: text for text, token in tokenizer.backend.get_vocab().items()}

@@ -44,7 +44,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "processor": _processor() if on_cpu else "any",
         "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.native else kernels.name,
         "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
-        "draft": "none" if draft is None else f"{fingerprint(draft.spec.config)}, {fingerprint(draft.params)}",
+        "draft": "none" if draft is None else f"{fingerprint(draft.spec.shape)}, {fingerprint(draft.params)}",
         "sizes": f"{stated}, caches {fingerprint((sizes.buffers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,
         "expert_parallel": str(blueprint.options.expert_parallel),

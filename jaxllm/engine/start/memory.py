@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.device.sizes import Drafts, ModuleDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
@@ -180,6 +181,13 @@ def workspace_bytes(
     states = 3 * max_num_seqs * matrices * 4
     tentative = tried * _tentative_width(c, tp) * 4 if num_drafts else 0
     return layer + states + tentative + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
+
+
+def read_bytes(drafts: Drafts | None, c: DecoderConfig, options: BuildOptions, tokens: int) -> int:
+    """What a step keeps of the model's states for a module that reads them: side by side, and joined."""
+    if not isinstance(drafts, ModuleDrafts):
+        return 0
+    return tokens * (2 * len(drafts.layers) * c.hidden_size + drafts.size) * jnp.dtype(options.dtype).itemsize
 
 
 def _tentative_width(c: DecoderConfig, tp: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm import cpu_kernels
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.sizes import Drafts, ModelDrafts, MTPDrafts, NgramDrafts
+from jaxllm.engine.device.sizes import Drafts, ModelDrafts, ModuleDrafts, NgramDrafts
 from jaxllm.engine.draft_depth import DraftDepth
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
@@ -101,8 +101,8 @@ def choose_drafts(config: EngineConfig) -> Drafts | None:
             f"num_speculative_tokens is {asked.num_speculative_tokens}: it must be less than block_size, which is "
             f"{config.block_size}"
         )
-    if asked.source == "mtp":
-        return MTPDrafts(asked.num_speculative_tokens)
+    if asked.source in ("mtp", "eagle3"):
+        return ModuleDrafts(asked.num_speculative_tokens)
     if asked.source == "draft_model":
         return ModelDrafts(asked.num_speculative_tokens)
     answers = asked.source == "suffix"

@@ -18,7 +18,7 @@ from jaxllm.engine.device.processing import Processors
 from jaxllm.engine.device.sizes import Limits, NgramDrafts, StepSizes
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.checkpoint import open_model
-from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint, mtp_blueprint
+from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint, mtp_blueprint, with_states
 from jaxllm.engine.start.encoders import text_sizes
 from jaxllm.engine.start.memory import (
     Caches,
@@ -28,6 +28,7 @@ from jaxllm.engine.start.memory import (
     fewer_sequences,
     least_caches,
     plan_caches,
+    read_bytes,
     weight_bytes,
     workspace_bytes,
 )
@@ -232,8 +233,9 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     kernels = options.kernels
     layout = CacheLayout(kernels.page_dtype(options.dtype), page, tp, kernels.page_layout)
     drafts = choose_drafts(config)
-    draft = draft_blueprint(config, platform, layout, max_num_seqs, -(-wanted // page))
+    draft = draft_blueprint(config, platform, model_config, layout, max_num_seqs, -(-wanted // page))
     draft = draft or mtp_blueprint(config, platform, checkpoint, spec, options)
+    drafts = with_states(drafts, draft)
     draft_caches = draft.spec.config.caches if draft is not None else ()
     models = stage_models(config, spec, options, model, params)
     held = [one.held(layout, model_config.caches, draft_caches) for one in models]
@@ -241,6 +243,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     most = max(batched, max_num_seqs * (1 + num_drafts))
     workspace = workspace_bytes(model_config, options, max_num_seqs, most, num_drafts)
     workspace += expanded_bytes(params, tp, most)
+    workspace += read_bytes(drafts, model_config, options, most)
     adapters = AdapterSizes(config.max_loras, config.max_lora_rank) if config.enable_lora else None
     adapted = adapted_model(spec, options, adapters) if adapters is not None else None
     adapter_bytes = weight_bytes(list(adapted.tables), tp) if adapted is not None else 0

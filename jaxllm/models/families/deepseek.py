@@ -9,13 +9,13 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_layers, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_linear, hf_rope, hf_rope_parameters, yarn_mscale
+from jaxllm.models.hf import hf_fields, hf_linear, hf_mtp_names, hf_rope, hf_rope_parameters, yarn_mscale
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
-from jaxllm.weights.names import Pattern
+from jaxllm.weights.names import NameMap, Pattern
 
 V2_METHODS = ("greedy", "group_limited_greedy")
 SHARED = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
@@ -197,6 +197,11 @@ def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }
 
 
+def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
+    """The module is the layer behind the last; further ones, where a checkpoint has several, are not read."""
+    return hf_mtp_names(config, hf_names(config), num_layers)
+
+
 V2 = Family(
     name="DeepSeek V2",
     models="DeepSeek-V2, V2-Lite, Coder-V2",
@@ -216,4 +221,5 @@ V3 = Family(
     from_hf=v3_from_hf,
     gguf_architectures=("deepseek2",),
     hf_names=hf_names,
+    mtp_names=mtp_names,
 )

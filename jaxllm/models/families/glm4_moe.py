@@ -6,13 +6,14 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.families.deepseek import SIGMOID, gguf_experts, hf_names, latent_config, sigmoid_experts
+from jaxllm.models.families import deepseek
+from jaxllm.models.families.deepseek import SIGMOID, gguf_experts, latent_config, sigmoid_experts
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.hf import hf_fields, hf_head_dim, hf_mtp_names, hf_rope
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
-from jaxllm.weights.names import Pattern
+from jaxllm.weights.names import NameMap, Pattern
 
 DEFAULTS = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "n_routed_experts": 128,
@@ -72,12 +73,18 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return {"layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight"}
 
 
+def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
+    """As DeepSeek V3's, of a layer whose tensors have the usual names."""
+    return hf_mtp_names(config, {}, num_layers)
+
+
 MOE = Family(
     name="GLM-4.5",
     models="GLM-4.5, 4.5-Air, 4.6, 4.7",
     architectures=("Glm4MoeForCausalLM",),
     model_types=("glm4_moe",),
     from_hf=from_hf,
+    mtp_names=mtp_names,
     gguf_architectures=("glm4moe",),
     from_gguf=from_gguf,
     gguf_names=gguf_names,
@@ -89,6 +96,7 @@ LITE = Family(
     architectures=("Glm4MoeLiteForCausalLM",),
     model_types=("glm4_moe_lite",),
     from_hf=lite_from_hf,
-    hf_names=hf_names,
+    hf_names=deepseek.hf_names,
+    mtp_names=deepseek.mtp_names,
     gguf_architectures=("deepseek2",),
 )

@@ -15,7 +15,7 @@ from jaxllm.models.hf import hf_names as standard_names
 from jaxllm.models.layers.delta import DeltaConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand, plus_one, without_middle_axis
+from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand, plus_one, renamed, without_middle_axis
 
 LAYER_TYPES = ("full_attention", "linear_attention")
 PARTIAL = 0.25
@@ -157,7 +157,7 @@ def next_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return hf_names(config) | _by_key_heads(config, f"{attention}.in_proj_qkvz", f"{attention}.in_proj_ba")
 
 
-def mtp_names(config: DecoderConfig) -> NameMap:
+def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
     """The module's layer and last norm are spelled as the model's are, under `mtp.`."""
     own: dict[str, Pattern] = {
         "token_norm.weight": Source("mtp.pre_fc_norm_embedding.weight", plus_one),
@@ -165,10 +165,7 @@ def mtp_names(config: DecoderConfig) -> NameMap:
         "join.weight": "mtp.fc.weight",
     }
     as_the_model = expand(standard_names(config) | hf_names(config), 1)
-    return expand(own, 1) | {
-        path: tuple(tuple(source.renamed(_in_module) for source in sources) for sources in options)
-        for path, options in as_the_model.items()
-    }
+    return expand(own, 1) | renamed(as_the_model, _in_module)
 
 
 def _in_module(name: str) -> str:

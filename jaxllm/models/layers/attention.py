@@ -78,18 +78,20 @@ class Attention(nnx.Module):
         has_kv: bool = True,
         gate: bool = False,
         causal: bool = True,
+        input_size: int | None = None,
     ):
         """Without `causal` a token sees those behind it too: all of a text is in the step, and nothing is kept.
 
         Without keys and values of its own (`has_kv`) it finds those of an earlier layer in the pages. With `qkv_clip`
-        numbers of queries, keys and values that are further than that from 0 become as far as that.
+        numbers of queries, keys and values that are further than that from 0 become as far as that. `input_size` is of
+        what it reads, where that is not `size` as well.
         """
         tp = options.tp
         shards = kv_shards(num_kv_heads, tp)
         kv = Segment(num_kv_heads * head_dim, shards)
         queries = Segment(num_heads * head_dim * (2 if gate else 1), tp)
         parts = (kv,) * (0 if not has_kv else 1 if keys_are_values else 2)
-        self.qkv = ColumnLinear(size, Layout((queries, *parts), tp), options, bias)
+        self.qkv = ColumnLinear(input_size or size, Layout((queries, *parts), tp), options, bias)
         self.output = RowLinear(num_heads * head_dim, size, options, output_bias)
         self.q_norm = _qk_norm(qk_norm, num_heads, head_dim, norm_eps, tp, options)
         self.k_norm = _qk_norm(qk_norm if has_kv else None, num_kv_heads, head_dim, norm_eps, shards, options)
@@ -113,7 +115,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T E"],
+        x: Float[Array, "T i"],
         angles: Angles | None,
         pages: Pages,
         meta: StepMetadata,
@@ -176,7 +178,7 @@ class Attention(nnx.Module):
         return out.reshape(q.shape[0], -1)
 
     def _heads(
-        self, x: Float[Array, "T E"], norm: Norm | None
+        self, x: Float[Array, "T i"], norm: Norm | None
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
         """Queries, keys and values, of which there are none where the pages have them from an earlier layer."""
         parts = self.qkv.segments(x, norm)

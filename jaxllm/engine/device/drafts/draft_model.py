@@ -51,6 +51,7 @@ class ModelDrafter:
     page_size: int
 
     follows_decodes = False
+    reads = ()
 
     def follow(self, step: Ran, caches: tuple[Cache, ...], before: Slots, slots: Slots) -> Any:
         """Caches and slots after a step with prompts in it, which the draft model runs as well.

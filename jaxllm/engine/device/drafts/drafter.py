@@ -12,10 +12,10 @@ from jaxllm.pallas_kernels import StepMetadata
 
 
 class Ran(NamedTuple):
-    """What a step has run: its tokens, the model's hidden states of them, and where they are."""
+    """What a step has run: its tokens, the model's states of them that the source reads, and where they are."""
 
     tokens: Int[Array, "T"]
-    hidden: Float[Array, "T E"]
+    states: Float[Array, "T n"]
     meta: StepMetadata
 
 
@@ -43,6 +43,10 @@ class Drafter(Protocol):
     @property
     def follows_decodes(self) -> bool:
         """Whether it is told of decodes as well, and not of prompts alone."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """In front of which of the model's layers the states are that it reads; none are the last hidden states."""
 
     def follow(self, step: Ran, caches: Any, before: Slots, slots: Slots) -> Any:
         """(caches, slots) after a step that has run prompts: what the source keeps of them is in.

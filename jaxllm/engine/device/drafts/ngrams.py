@@ -30,6 +30,7 @@ class NgramDrafter:
         return self.rule.num_tokens
 
     follows_decodes = False
+    reads = ()
 
     def follow(self, step: Ran, caches: Any, before: Slots, slots: Slots) -> Any:
         """A prompt is in the slot's history already."""

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxllm.engine.device.drafts.draft_model import AbstractDraft, ModelDrafter
 from jaxllm.engine.device.drafts.drafter import Drafter
-from jaxllm.engine.device.drafts.mtp import MTPDrafter
+from jaxllm.engine.device.drafts.module import ModuleDrafter
 from jaxllm.engine.device.drafts.ngrams import NgramDrafter
-from jaxllm.engine.device.sizes import ModelDrafts, MTPDrafts, StepSizes, with_rows
+from jaxllm.engine.device.sizes import ModelDrafts, ModuleDrafts, StepSizes, with_rows
 from jaxllm.models.decoder import Decoder
 
 
@@ -41,8 +41,8 @@ class DraftSource:
         def drafting() -> Any:
             return nnx.merge(self._graph, jax.tree.unflatten(self._tree, parameters()))
 
-        if isinstance(rule, MTPDrafts):
-            return MTPDrafter(drafting, model, rule.num_tokens, count, sizes.page_size)
+        if isinstance(rule, ModuleDrafts):
+            return ModuleDrafter(drafting, model, rule.num_tokens, count, sizes.page_size, rule.layers)
         if isinstance(rule, ModelDrafts):
             return ModelDrafter(drafting, rule.num_tokens, count, sizes.vocab_size, sizes.page_size)
         return NgramDrafter(rule)

@@ -21,7 +21,7 @@ from jax import lax
 from jaxllm.engine.device.batch import Fields, decode_batch, known_or_sampled, mixed_batch
 from jaxllm.engine.device.choice import Sampled, Settled, choose
 from jaxllm.engine.device.drafts.drafter import Asked, Drafter, Ran
-from jaxllm.engine.device.forward import forward
+from jaxllm.engine.device.forward import forward_read
 from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.processing import ProcessLogits
 from jaxllm.engine.device.slots import Slots
@@ -74,7 +74,8 @@ def verify(
         fields |= _states(x, position + 1 + drafted, page_size)
         before = slots
         tokens, meta, slots = mixed_batch(fields, slots, variant.adapted)
-        hidden, caches = forward(model(), tokens, caches, replace(meta, tentative=True))
+        tentative = replace(meta, tentative=True)
+        hidden, states, caches = forward_read(model(), tokens, caches, tentative, drafter.reads)
         owner = jnp.append(slot, nobody)[meta.seq_ids]
         asked = {"slot": owner, "position": meta.positions}
         if variant.masked:
@@ -91,7 +92,7 @@ def verify(
         stay = staying(meta, stays)
         caches, slots = settle(caches, stay, stays), slots._replace(position=after.position)
         if drafter.follows_decodes:
-            caches, slots = drafter.follow(Ran(tokens[stay], hidden[stay], stays), caches, before, slots)
+            caches, slots = drafter.follow(Ran(tokens[stay], states[stay], stays), caches, before, slots)
         return caches, slots, _rows(sampled, rows.reshape(-1)), taken
 
     def without(caches: Any, slots: Slots) -> Any:
@@ -99,9 +100,9 @@ def verify(
         fields |= _states(x, position + 1, page_size)
         before = slots
         tokens, meta, slots = decode_batch(fields, slots, page_size, variant.adapted)
-        hidden, caches = forward(model(), tokens, caches, meta)
+        hidden, states, caches = forward_read(model(), tokens, caches, meta, drafter.reads)
         if drafter.follows_decodes:
-            caches, slots = drafter.follow(Ran(tokens, hidden, meta), caches, before, slots)
+            caches, slots = drafter.follow(Ran(tokens, states, meta), caches, before, slots)
         asked = {"slot": slot, "position": meta.positions} | ({"mask": x["mask"][:, 0]} if variant.masked else {})
         slots, sampled = choose(model(), hidden, asked, slots, variant, process)
         rows = jnp.repeat(jnp.arange(slot.shape[0]), drafter.num_tokens + 1)

@@ -1,7 +1,7 @@
-"""Drafts of the module that a checkpoint has for predicting further tokens (MTP; see `models/mtp.py`).
+"""Drafts of a module that reads the model's states: one of its own checkpoint (MTP), or an EAGLE-3 head.
 
-It reads the model's hidden state of a token together with the token after it. So it runs beside the model in every
-step, one token behind: the last token's state waits in the sequence's slot until the next step brings what follows.
+It reads the model's state of a token together with the token after it. So it runs beside the model in every step, one
+token behind: the last token's state waits in the sequence's slot until the next step brings what follows.
 
 A page of the module's is like one of the model's but for its last row, which depends on the token after the page too.
 Behind a cached prefix that row stays as the sequence left it which filled the page: the state that it is made of is not
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from jaxllm.engine.device.batch import decode_batch
 from jaxllm.engine.device.choice import choose
@@ -26,27 +26,29 @@ from jaxllm.engine.device.keys import Variant
 from jaxllm.engine.device.slots import Slots
 from jaxllm.models.caches import Cache
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.mtp import MTPModule
+from jaxllm.models.predictor import Predicted, Predictor
 from jaxllm.pallas_kernels import StepMetadata
 
 LayerCaches = tuple[Cache, ...]
 
 
 @dataclass(frozen=True)
-class MTPDrafter:
+class ModuleDrafter:
     """Drafts up to `num_tokens` tokens with `module`, whose caches come behind the `num_own` of `model`."""
 
-    module: Callable[[], MTPModule]
+    module: Callable[[], Predictor]
     model: Callable[[], Decoder]
     num_tokens: int
     num_own: int
     page_size: int
+    reads: tuple[int, ...] = ()
 
     follows_decodes = True
 
     def follow(self, step: Ran, caches: LayerCaches, before: Slots, slots: Slots) -> tuple[LayerCaches, Slots]:
         """Caches and slots after a step, whose tokens the module runs with the states of those before them."""
-        tokens, hidden, meta = step
+        tokens, states, meta = step
+        hidden = self.module().read(states)
         assert meta.slots is not None, "an engine's steps have slots"
         nobody = slots.position.shape[0] - 1
         begin = meta.context_len - jnp.diff(meta.query_start)
@@ -57,7 +59,7 @@ class MTPDrafter:
         at = jnp.where(waits, last, len(tokens))
         earlier = earlier.at[at].set(before.hidden[meta.slots], mode="drop")
         behind, rows = (_one_each if meta.decode_only else _ragged)(meta, waits)
-        _, caches = self._run(tokens[rows], earlier[rows], caches, behind)
+        caches = self._run(tokens[rows], earlier[rows], caches, behind).caches
         ends = jnp.clip(meta.query_start[1:] - 1, 0, len(tokens) - 1)
         own = jnp.where(live, meta.slots, nobody)
         states = slots.hidden.at[own].set(hidden[ends].astype(jnp.float32))
@@ -77,26 +79,25 @@ class MTPDrafter:
             fields = {"num_decodes": asked.num_seqs, "tokens": token, "slot": slot, "new_page": jnp.zeros_like(slot)}
             there = slots._replace(position=slots.position.at[slot].set(at))
             _, meta, _ = decode_batch(fields, there, self.page_size)
-            hidden, caches = self._run(token, hidden, caches, meta)
+            found = self._run(token, hidden, caches, meta)
             sampled_at = jnp.where(slot == nobody, 0, asked.position + index)
             fields = {"slot": slot, "position": sampled_at}
-            slots, sampled = choose(self.model(), hidden, fields, slots, variant)
-            found = sampled.tokens
-            return caches, slots, drafts.at[:, index].set(found), found, hidden.astype(jnp.float32)
+            slots, sampled = choose(head, found.hidden, fields, slots, variant)
+            drafts = drafts.at[:, index].set(sampled.tokens)
+            return found.caches, slots, drafts, sampled.tokens, found.state.astype(jnp.float32)
 
+        head = self.module().head_for(self.model())
         first = slots.history[asked.slot, asked.position], slots.hidden[asked.slot]
         carry = caches, slots, jnp.zeros((rows, self.num_tokens), jnp.int32), *first
         caches, slots, drafts, *_ = lax.fori_loop(0, jnp.max(most), one, carry)
         return caches, slots, drafts, most
 
-    def _run(
-        self, tokens: jax.Array, hidden: jax.Array, caches: LayerCaches, meta: StepMetadata
-    ) -> tuple[Float[Array, "T E"], LayerCaches]:
-        """The module over tokens and the states of those before them, at whose positions it is."""
-        embeddings = self.model().embed(tokens)
+    def _run(self, tokens: jax.Array, hidden: jax.Array, caches: LayerCaches, meta: StepMetadata) -> Predicted:
+        """The module over tokens and the states of those before them, at whose positions it is; with all caches."""
+        module = self.module()
         meta = replace(meta, states=None, adapter_scales=None)
-        hidden, kept = self.module().predict(embeddings, hidden, caches[self.num_own :], meta)
-        return hidden, (*caches[: self.num_own], *kept)
+        found = module.predict(module.embed_for(self.model(), tokens), hidden, caches[self.num_own :], meta)
+        return found._replace(caches=(*caches[: self.num_own], *found.caches))
 
 
 def _one_each(meta: StepMetadata, waits: Bool[Array, "S"]) -> tuple[StepMetadata, Any]:
