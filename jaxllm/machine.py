@@ -172,7 +172,8 @@ def _statistics(file: Path) -> dict[str, int]:
 
 def share_one_heap() -> None:
     """Have all threads of this process allocate in one heap: glibc gives each of them its own, and what one leaves free
-    in its heap the others do not use. A server that loads one model after the other would grow by that.
+    in its heap the others do not use. A server that loads one model after the other would grow by that. Heaps that are
+    there already stay in use, so call this before any other thread begins.
     """
     choose = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if choose is not None:

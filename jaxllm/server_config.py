@@ -88,6 +88,11 @@ class ServerConfig(SettingsGroup):
     """Seconds without a request after which one of several models is unloaded (default: never)."""
 
     @property
+    def has_catalog(self) -> bool:
+        """Whether several models may be asked for, each of which is loaded when it is."""
+        return self.models is not None or self.model_directory is not None
+
+    @property
     def most_loaded_models(self) -> int | None:
         """How many of several models may be loaded at once; None is any number."""
         return 1 if self.max_loaded_models is None and self.model_memory is None else self.max_loaded_models

@@ -58,7 +58,7 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     Raises:
         ConfigError: a file cannot be read, an entry is wrong, two models share a name, or there is no model.
     """
-    if config.models is None and config.model_directory is None:
+    if not config.has_catalog:
         for name in ("max_loaded_models", "model_memory", "model_ttl"):
             if name in config.model_fields_set:
                 raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")

@@ -23,6 +23,7 @@ from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.folders import in_home, unwritable
 from jaxllm.logs import LogSettings
+from jaxllm.machine import share_one_heap
 from jaxllm.mcp.config_file import find_settings
 from jaxllm.server_config import ServerConfig
 from jaxllm.serving.access.api_key import read_keys
@@ -73,6 +74,8 @@ def serve(config: ServeConfig) -> None:
     Raises ConfigError when the port cannot be had or a parser's name is unknown, and whatever building the engine
     raises, and EngineDeadError where other processes have ended the server.
     """
+    if config.has_catalog:  # before there are other threads; each engine has a process of its own
+        share_one_heap()
     configure_logging(config)
     config = settled(config, looks=True)
     if config.process_id:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
-from jaxllm.machine import share_one_heap
 from jaxllm.serving.catalog import read_catalog
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.parsing.formats import detect_formats
@@ -58,8 +57,6 @@ class ServerModels:
 
     def start(self) -> Registry:
         """Load what is loaded at the start, one after the other. Raises what keeps one from loading."""
-        if self._are_several:  # each engine is in a process of its own
-            share_one_heap()
         for model in self._models:
             if model.awaited:
                 with self._naming(model):

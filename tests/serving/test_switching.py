@@ -23,7 +23,7 @@ TINY = ("llama_gqa", "qwen3")
 REAL = ("smollm2-135m", "gemma3-270m")
 PROMPT = "The capital of France is"
 SWITCHES = 50
-GROWTH = 8
+GROWTH = 24
 """MiB that the server's own process may have grown by in half of the switches."""
 
 
