@@ -220,7 +220,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     turn = EngineCore.turn
 
     def slow_turn(core: EngineCore) -> list[TokenDelta]:
-        time.sleep(0.02)
+        time.sleep(0.1)
         return turn(core)
 
     return lambda: monkeypatch.setattr(EngineCore, "turn", slow_turn)
