@@ -44,7 +44,7 @@ def head_tokens(vocab_size: int) -> list[int]:
 
 
 def head_weights(name: str) -> dict[str, np.ndarray]:
-    """Random ones."""
+    """Random ones, but for attention, which is sharp and has much to say."""
     c = head_config(name)
     size, hidden, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     queries, keys = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
@@ -64,7 +64,8 @@ def head_weights(name: str) -> dict[str, np.ndarray]:
         "midlayer.mlp.down_proj.weight": (size, hidden),
     }
     weights = draw_weights(name, shapes)
-    weights["midlayer.self_attn.o_proj.weight"] *= 4
+    weights["midlayer.self_attn.q_proj.weight"] *= 3
+    weights["midlayer.self_attn.o_proj.weight"] *= 8
     tokens = np.array(head_tokens(c["vocab_size"]))
     weights["d2t"] = tokens - np.arange(len(tokens))
     weights["t2d"] = np.isin(np.arange(c["vocab_size"]), tokens)

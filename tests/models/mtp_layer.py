@@ -10,6 +10,8 @@ from tests.models.definitions import rotated, sigmoid, softmax
 
 MODEL_TYPES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 LATENT_EPS = 1e-6
+_QUERIES = ("q_norm", "q_b_proj")
+"""What makes queries large, without and with latent attention."""
 
 Weights = dict[str, np.ndarray]
 
@@ -53,20 +55,22 @@ def agreeing(weights: Weights, c: dict[str, Any]) -> Weights:
     """These weights, but for a model whose next token mostly follows from the last, and a module that knows this.
 
     Of three tokens each is followed by the next, and the last by the first, unless what comes before has more to say.
-    A random model says one token again and again, and a random module another one.
+    A random model says one token again and again, and a random module another one. The module's attention is sharp and
+    has much to say, so that what it reads of earlier tokens shows in the drafts.
     """
     loud = 8 if "kv_lora_rank" in c else 3
     table, head = loud * weights["model.embed_tokens.weight"], weights["lm_head.weight"].copy()
     threes = np.arange(2, 2 + (len(table) - 2) // 3 * 3).reshape(-1, 3)
     head[np.roll(threes, -1, axis=1)] += table[threes] / loud
     join = weights[f"{prefix(c)}.eh_proj.weight"].copy()
-    join[:, : c["hidden_size"]] += 2 * np.eye(c["hidden_size"], dtype=np.float32)
-    attention = 2 * weights[f"{prefix(c)}.self_attn.o_proj.weight"]
+    join[:, : c["hidden_size"]] += np.float32(0.5) * np.eye(c["hidden_size"], dtype=np.float32)
+    sharp, loudly = (f"{prefix(c)}.self_attn.{part}.weight" for part in (_QUERIES["kv_lora_rank" in c], "o_proj"))
     return weights | {
         "model.embed_tokens.weight": table,
         "lm_head.weight": head,
         f"{prefix(c)}.eh_proj.weight": join,
-        f"{prefix(c)}.self_attn.o_proj.weight": attention,
+        sharp: 8 * weights[sharp],
+        loudly: 8 * weights[loudly],
     }
 
 
