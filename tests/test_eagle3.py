@@ -167,5 +167,8 @@ def test_what_is_no_head_of_the_model_is_refused_in_one_line(tmp_path):
         with pytest.raises(ConfigError, match=f"speculative_config.method is 'eagle3': .*{reason}") as error:
             plan_engine(EngineConfig(model=directory, speculative_config=eagle3(head)))
         assert "\n" not in str(error.value)
+    head = write_head("llama_gqa", tmp_path / "head")
+    with pytest.raises(ConfigError, match=r"an EAGLE-3 head; set speculative_config\.method to 'eagle3'$"):
+        plan_engine(EngineConfig(model=directory, speculative_config=eagle3(head) | {"method": None}))
     with pytest.raises(ValidationError, match='method "eagle3" takes the name of a model or a folder'):
         EngineConfig(model="x", speculative_config={"method": "eagle3", "num_speculative_tokens": 2})

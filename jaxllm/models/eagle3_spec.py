@@ -60,6 +60,12 @@ class Eagle3Spec(ModelSpec):
         return self.config, self.eagle
 
 
+def names_a_head(c: dict[str, Any]) -> bool:
+    """Whether a config.json is that of such a head."""
+    named = c.get("architectures")
+    return isinstance(named, list) and any(name in ARCHITECTURES for name in named)
+
+
 def eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     """The head of a checkpoint, which is to draft for `model`.
 
@@ -100,9 +106,10 @@ def _spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
 
 def _flat(c: dict[str, Any]) -> dict[str, Any]:
     """One table of all that a config.json says, looked at."""
-    named = c.get("architectures")
-    if not isinstance(named, list) or not any(name in ARCHITECTURES for name in named):
-        raise CheckpointError(f"architectures is {shown(named)}; accepted are {', '.join(ARCHITECTURES)}")
+    if not names_a_head(c):
+        raise CheckpointError(
+            f"architectures is {shown(c.get('architectures'))}; accepted are {', '.join(ARCHITECTURES)}"
+        )
     check_fields(c, FIELDS)
     if "transformer_layer_config" in c:  # speculators'
         c = {"norm_before_residual": True} | c["transformer_layer_config"] | c

@@ -18,7 +18,7 @@ from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.eagle3_spec import Eagle3Spec, eagle3_spec
+from jaxllm.models.eagle3_spec import Eagle3Spec, eagle3_spec, names_a_head
 from jaxllm.models.mtp import mtp_spec
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
@@ -82,6 +82,10 @@ def draft_blueprint(
         raise ModelNotFoundError(f"speculative_config.model: {error}") from None
     checkpoint = open_model(own, path)
     try:
+        if names_a_head(checkpoint.config) and not _is_head(config):
+            raise ConfigError(
+                f"speculative_config.model is {own.model!r}, an EAGLE-3 head; set speculative_config.method to 'eagle3'"
+            )
         spec = _eagle3(config, checkpoint, model) if _is_head(config) else model_spec(checkpoint)
         if spec.config.encoder is not None or spec.config.has_states:
             kept = "is an encoder" if spec.config.encoder is not None else "keeps a state of each sequence"
