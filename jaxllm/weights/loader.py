@@ -153,7 +153,7 @@ def read_rows(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> np.nda
 
 
 def dummy_parameters(
-    specs: Sequence[ParamSpec], mesh: Mesh, seed: int, every: Sequence[ParamSpec] | None = None
+    specs: Sequence[ParamSpec], mesh: Mesh, seed: int, every: Sequence[ParamSpec] = ()
 ) -> tuple[Value, ...]:
     """Random weights of the right shapes, drawn on the devices; vectors are ones, so that norms stay norms.
 
@@ -259,9 +259,8 @@ def _choose_sources(
     every: Sequence[ParamSpec],
 ) -> list[Sources]:
     """The tensors that each parameter is read from. Raises CheckpointError for one missing, or stored and unused."""
-    chosen = [find_sources(checkpoint, spec, names) for spec in specs]
-    elsewhere = [find_sources(checkpoint, spec, names) for spec in every]
-    used = {name for sources in (*chosen, *elsewhere) for source in sources for name in source.tensors}
+    found = {spec.path: find_sources(checkpoint, spec, names) for spec in every or specs}
+    used = {name for sources in found.values() for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []
     for name in checkpoint.tensors:
         if name in used:
@@ -271,7 +270,7 @@ def _choose_sources(
         skipped.append(name)
     if skipped:
         logger.info("%d tensors are not used: %s", len(skipped), _shortened(skipped))
-    return chosen
+    return [found[spec.path] for spec in specs]
 
 
 def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap) -> list[ParamSpec]:
