@@ -72,8 +72,9 @@ class StagedDevice(Device):
         self._untold: list[Untold] = []
 
     def run(self, key: Key, *vectors: Any) -> Any:
-        if key.kind in ("decode", "backbone"):
-            slots = self._slots(key, vectors[0])
+        runs, samples = key.kind in ("decode", "backbone"), key.kind in ("decode", "head")
+        slots = self._slots(key, vectors[0]) if runs or samples else np.zeros(0, np.int32)
+        if runs:
             self._tell_first(slots)
             vectors = (*vectors, self._through_earlier(key, vectors[0]))
         elif key.kind == "admit":
@@ -81,9 +82,8 @@ class StagedDevice(Device):
             for stage in self._earlier:
                 stage.device.run(key, *vectors)
         found = super().run(key, *vectors)
-        if key.kind in ("decode", "head"):
-            tokens = jax.device_put(found.tokens, self._arrivals[0])
-            self._untold.append(Untold(self._slots(key, vectors[0]), tokens))
+        if samples:
+            self._untold.append(Untold(slots, jax.device_put(found.tokens, self._arrivals[0])))
         return found
 
     def _through_earlier(self, key: Key, ints: np.ndarray) -> jax.Array:
