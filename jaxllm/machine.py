@@ -10,7 +10,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -175,13 +175,16 @@ def share_one_heap() -> None:
     in its heap the others do not use. A server that loads one model after the other would grow by that. Heaps that are
     there already stay in use, so call this before any other thread begins.
     """
-    choose = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if choose is not None:
+    if (choose := _of_glibc("mallopt")) is not None:
         choose(_M_ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:
     """Give what this process has freed back to the system: glibc would keep hundreds of MB of a large tokenizer."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
+    if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library, where this one has it."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -2,7 +2,7 @@
 
 from jaxllm.cpu_kernels import AdapterArrays, AdapterUses
 from jaxllm.pallas_kernels.kernels import REFERENCE, Kernels, choose_kernels
-from jaxllm.pallas_kernels.late import LATER, Late, Later, Residual, Unsummed, with_late
+from jaxllm.pallas_kernels.late import LATER, Late, Later, Residual, Unsummed, late_sum, with_late
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
@@ -13,5 +13,5 @@ from jaxllm.pallas_kernels.tentative import Tentative, run_states, settle, stayi
 __all__ = [
     "LATER", "REFERENCE", "AdapterArrays", "AdapterUses", "Kernels", "Late", "Later", "Mixture", "Norm", "Pages",
     "Residual", "RootMeanSquare", "SSDInputs", "StateRows", "StepMetadata", "Tentative", "Unsummed", "choose_kernels",
-    "run_states", "settle", "staying", "with_late",
+    "late_sum", "run_states", "settle", "staying", "with_late",
 ]  # fmt: skip

@@ -38,8 +38,12 @@ Residual = Float[Array, "T E"] | Later | None
 """The residual stream, to which a block adds what it gives, or none, or one that is added to later."""
 
 
+def late_sum(late: Late) -> Float[Array, "T E"]:
+    """What is yet to be added, as one array."""
+    found: jax.Array = late if isinstance(late, jax.Array) else late.summed()
+    return found
+
+
 def with_late(x: Float[Array, "T E"], late: Late | None) -> Float[Array, "T E"]:
     """The residual stream with what is yet to be added to it, if there is anything."""
-    if late is None:
-        return x
-    return (x + (late if isinstance(late, jax.Array) else late.summed())).astype(x.dtype)
+    return x if late is None else (x + late_sum(late)).astype(x.dtype)

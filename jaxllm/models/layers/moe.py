@@ -19,7 +19,7 @@ from jaxllm.models.layers.mlp import ACTIVATIONS, MLP, ClampedSwiglu, GatedMLP, 
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Later, Mixture, Norm, Residual, StepMetadata
+from jaxllm.pallas_kernels import Later, Mixture, Norm, Residual, StepMetadata, late_sum
 from jaxllm.pallas_kernels.grouped_matmul import sort_by_group
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank, tensor_size
 from jaxllm.sharding.layout import Layout, Segment
@@ -173,7 +173,7 @@ class MoE(nnx.Module):
         """The layer's output, added to `residual` if there is one. Padding visits no expert: it costs no weights."""
         before, x = x, x if norm is None else norm(x)
         out = self._mixed(x, meta, before)
-        part = out.summed() if isinstance(out, Mixture) else out
+        part = late_sum(out)
         out = sum_over_tensor(part if self.kernels.wide_sums else part.astype(x.dtype)).astype(x.dtype)
         return out if residual is None else residual + out
 
@@ -199,7 +199,7 @@ class MoE(nnx.Module):
                 weights, experts = route(logits, self.config, bias)
                 out = self._routed(rows, self.router.scaled(weights, experts), experts, first, meta.live)
             if self.latent_up is not None:
-                out = self.latent_up.partial((out.summed() if isinstance(out, Mixture) else out).astype(x.dtype))
+                out = self.latent_up.partial(late_sum(out).astype(x.dtype))
         with jax.named_scope("shared_experts"):
             shared = self._shared(x)
         if isinstance(out, Mixture):
