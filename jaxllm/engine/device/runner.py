@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import jax
 import numpy as np
 
 from jaxllm.engine.device.admission import adapter_scales, admission, history, settings_of
-from jaxllm.engine.device.buckets import COPIED_PAGES
 from jaxllm.engine.device.choice import Sampled
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.drafts.guesses import FillMasks, Guesses
@@ -20,7 +19,7 @@ from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, LeavingPages, SampledRow
 from jaxllm.engine.device.keys import MASKED, MASKED_ADAPTED, Key, Variant
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing, verify_packing
-from jaxllm.engine.device.page_blocks import PageBlocks
+from jaxllm.engine.device.page_copies import PageCopies
 from jaxllm.engine.device.parts import joined, parts_of
 from jaxllm.engine.device.patches import RowPatch, fill_patches, patch_values, step_patches
 from jaxllm.engine.device.processing import Processors
@@ -29,7 +28,6 @@ from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.masks import ALL, mask_words
-from jaxllm.engine.offload.host_pages import Page
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.work import Batch, Chunk
@@ -52,7 +50,7 @@ class Runner:
         self._readout = Readout(device, sizes, vocab_size)
         self.vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._blocks = PageBlocks(sizes)
+        self._copies = PageCopies(device, sizes)
         self._nobody = sizes.max_num_seqs
         """The slot that padding reads and writes."""
         self._known_pages = [0] * sizes.max_num_seqs
@@ -150,8 +148,8 @@ class Runner:
         `sample_waiting`.
         """
         self._begin()
-        leaving = self.read_pages(batch.leaving)
-        self._write_pages(batch.returning)
+        leaving = self._copies.read(batch.leaving)
+        self._copies.write(batch.returning)
         for rows, place in batch.entering:
             self._device.run(Key("adapt"), np.int32(place), *rows)
         for request in batch.admitted:
@@ -181,14 +179,7 @@ class Runner:
 
     def read_pages(self, pages: list[tuple[int, Digest]]) -> list[LeavingPages]:
         """Copy pages to the host without waiting for it."""
-        found = []
-        for some in _parts_of(pages):
-            key = self._device.covering("read_pages", len(some))
-            arrays = self._device.run(key, _padded([page for page, _ in some], key.size))
-            for array in arrays:
-                array.copy_to_host_async()
-            found.append(LeavingPages([digest for _, digest in some], arrays, self._blocks))
-        return found
+        return self._copies.read(pages)
 
     def sample_waiting(self, handle: Handle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
         """Enqueue the second half of a step whose rows wait for masks, which `fill` writes: [R, V/32], one bit a token.
@@ -213,12 +204,6 @@ class Runner:
         if request.cache_salt is None:
             for ints in self._remembered.add(text):
                 self._device.run(Key("recall"), ints)
-
-    def _write_pages(self, pages: list[tuple[int, Page]]) -> None:
-        for some in _parts_of(pages):
-            key = self._device.covering("write_pages", len(some))
-            rows = self._blocks.join([content for _, content in some], key.size)
-            self._device.run(key, _padded([page for page, _ in some], key.size), *rows)
 
     def _decode(self, batch: Batch) -> Handle:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
@@ -405,20 +390,6 @@ class Runner:
         if padding:
             for chunk in chunks:
                 chunk.request.padding += padding * chunk.length / used
-
-
-T = TypeVar("T")
-
-
-def _parts_of(pages: list[T]) -> Iterator[list[T]]:
-    """As many at a time as are copied at once."""
-    for start in range(0, len(pages), COPIED_PAGES[-1]):
-        yield pages[start : start + COPIED_PAGES[-1]]
-
-
-def _padded(pages: list[int], size: int) -> np.ndarray:
-    """Their numbers, and behind them that of the page which belongs to nobody."""
-    return np.array(pages + [0] * (size - len(pages)), np.int32)
 
 
 def copy_to_host(handle: Handle) -> None:
