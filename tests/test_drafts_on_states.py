@@ -4,6 +4,7 @@ kept of a state is that of the tokens that were taken."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,17 +76,21 @@ def test_choices_of_a_prompt_go_on_from_one_state(plain, drafting):
     assert_equal(told(drafting.generate([prompt], params, use_tqdm=False)), expected)
 
 
-def test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts(tmp_path):
-    directory = str(write_checkpoint("lfm2", tmp_path))
+def check_preempted(directory: str, config: dict[str, Any], plain: LLM) -> None:
+    """With few pages requests are preempted in the middle of drafts, and get the answers of `plain`."""
     prompts = [np.random.default_rng(i).choice(FEW, 3 + i).tolist() for i in range(12)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, allowed_token_ids=FEW) for i in range(12)]
-    with LLM(directory, **FIELDS, enable_prefix_caching=False) as plain:
-        expected = told(plain.generate(prompts, params, use_tqdm=False))
-    with few_pages(20), LLM(directory, **FIELDS, speculative_config=NGRAMS) as llm:
+    expected = told(plain.generate(prompts, params, use_tqdm=False))
+    with few_pages(20), LLM(directory, **FIELDS, speculative_config=config) as llm:
         for _ in range(2):
             assert_equal(told(llm.generate(prompts, params, use_tqdm=False)), expected)
-        stats = llm.stats()
-    assert stats.num_preemptions > 0 < sum(stats.accepted_by_position)
+        assert llm.stats().num_preemptions > 0 < sum(llm.stats().accepted_by_position)
+
+
+def test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts(tmp_path):
+    directory = str(write_checkpoint("lfm2", tmp_path))
+    with LLM(directory, **FIELDS, enable_prefix_caching=False) as plain:
+        check_preempted(directory, NGRAMS, plain)
 
 
 @pytest.mark.parametrize("differently", [{"method": "suffix"}, {"num_speculative_tokens": 7}])

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from jaxllm import LLM, ConfigError, EngineConfig, SamplingParams, cpu_kernels
-from jaxllm.engine.core import EngineCore
-from jaxllm.engine.draft_depth import DraftRecord
+from jaxllm import LLM, ConfigError, EngineConfig, cpu_kernels
 from jaxllm.engine.start.plan import plan_engine
 from tests.models.eagle3_head import LAYERS, Definition, agreeing, head_config, head_weights, write_head, write_model
+from tests.module_drafts import SCHEDULES, Oracle, captured, check_answers, check_bits, check_definition
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS, few_pages
-from tests.test_drafts import FEW, assert_equal, told
-from tests.test_drafts_on_states import requests_of
+from tests.sizes import FIELDS
+from tests.test_drafts_on_states import check_preempted
 
 MODELS = ("llama_gqa", "deepseek_v3")
 
@@ -55,91 +53,29 @@ def drafting(directory, head) -> Iterator[LLM]:
 
 
 def test_answers_are_those_without_drafts_whatever_a_request_asks_for(plain, drafting):
-    prompts, params = requests_of(8, 7)
-    expected = told(plain.generate(prompts, params, use_tqdm=False))
-    for _ in range(2):  # the second time many a prompt's pages are cached
-        assert_equal(told(drafting.generate(prompts, params, use_tqdm=False)), expected)
-    stats = drafting.stats()
-    assert stats.prefix_cache_hits > 0
-    assert 0 < sum(stats.accepted_by_position) < stats.num_draft_tokens
+    check_answers(plain, drafting, alone=0)
+    assert drafting.stats().prefix_cache_hits > 0
 
 
 def test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts(directory, head, plain):
-    prompts = [np.random.default_rng(i).choice(FEW, 3 + i).tolist() for i in range(12)]
-    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, allowed_token_ids=FEW) for i in range(12)]
-    expected = told(plain.generate(prompts, params, use_tqdm=False))
-    with few_pages(20), LLM(directory, **FIELDS, speculative_config=eagle3(head)) as llm:
-        for _ in range(2):
-            assert_equal(told(llm.generate(prompts, params, use_tqdm=False)), expected)
-        assert llm.stats().num_preemptions > 0 < sum(llm.stats().accepted_by_position)
+    check_preempted(directory, eagle3(head), plain)
 
 
-class Oracle:
-    """What the head would draft of a text, by its definition, from states that the engine captures."""
-
-    def __init__(self, name: str, llm: LLM, text: list[int]):
-        self.head, self.text = Definition(head_weights(name), head_config(name)), text
-        one, taps = SamplingParams(temperature=0, max_tokens=1), {"residual_before": list(LAYERS)}
-        (output,) = llm.generate([text], one, use_tqdm=False, capture=taps, positions="prompt")
-        states = output.outputs[0].captures["residual_before"]
-        found = [np.asarray(states[layer], np.float64) for layer in LAYERS]
-        self.hidden = self.head.read(np.concatenate(found, axis=-1))
-        self.table = agreeing(name)["model.embed_tokens.weight"].astype(np.float64)
-
-    def drafts(self, last: int, count: int) -> list[int]:
-        """`count` tokens after the one at place `last` of the text, greedy and among FEW."""
-        hidden, tokens = self.hidden[:last], self.text[1 : last + 1]
-        found: list[int] = []
-        for _ in range(count):
-            state = self.head.state(self.table[tokens], hidden)[-1:]
-            found.append(FEW[int(self.head.scores(state)[0, FEW].argmax())])
-            hidden, tokens = np.concatenate([hidden, state]), [*tokens, found[-1]]
-        return found
-
-
-@pytest.mark.parametrize(
-    "differently", [{}, {"max_num_batched_tokens": 16, "prefill_buckets": (16,)}, {"decode_steps": 3}]
-)
+@pytest.mark.parametrize("differently", SCHEDULES)
 def test_drafts_are_those_of_the_definition(name, directory, head, plain, differently, monkeypatch):
-    """By what each step took of them: tries follow each other but for pauses, in prompts whole and in chunks."""
-    steps: list[tuple[int, int, list[int]]] = []
-    settle = EngineCore._settle
+    def oracle_of(text: list[int]) -> Oracle:
+        module = Definition(head_weights(name), head_config(name))
+        states = captured(plain, text, {"residual_before": list(LAYERS)})
+        table = agreeing(name)["model.embed_tokens.weight"].astype(np.float64)
+        return Oracle(module, text, module.read(np.concatenate(states, axis=-1)), table)
 
-    def noted(core: EngineCore, result: Any) -> None:
-        steps.append((len(result.request.token_ids), result.num_drafted, list(result.tokens)))
-        settle(core, result)
-
-    monkeypatch.setattr(EngineCore, "_settle", noted)
-    if not differently:
-        monkeypatch.setattr(DraftRecord, "depth", lambda record, most: most)
-    prompt = np.random.default_rng(4).choice([*FEW, 8, 9], 37).tolist()
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=FEW)
-    with LLM(directory, **FIELDS | differently, speculative_config=eagle3(head)) as llm:
-        for _ in range(2):
-            (output,) = llm.generate([prompt], params, use_tqdm=False)
-    text = prompt + output.outputs[0].token_ids
-    oracle, tried, taken = Oracle(name, plain, text), 0, 0
-    for known, num_drafted, tokens in steps:
-        if num_drafted:
-            drafts, right = oracle.drafts(known - 1, num_drafted), text[known : known + num_drafted]
-            agreed = next((i for i, (a, b) in enumerate(zip(drafts, right, strict=False)) if a != b), len(right))
-            assert len(tokens) - 1 == min(agreed, num_drafted), f"at token {known}"
-            tried, taken = tried + num_drafted, taken + len(tokens) - 1
-    assert tried > 30 and 0 < taken < tried
+    check_definition(directory, eagle3(head), differently, oracle_of, monkeypatch)
 
 
 @pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
 def test_at_the_default_dtype_too_no_bit_of_an_answer_changes(tmp_path):
-    directory = str(write_model("llama_gqa", tmp_path / "model"))
-    config = eagle3(write_head("llama_gqa", tmp_path / "head"))
-    prompts = [[8, 9, 5, 7] * length for length in (1, 4, 9)]
-    params = SamplingParams(temperature=1, seed=4, max_tokens=30, ignore_eos=True, allowed_token_ids=FEW, logprobs=2)
-    fields = FIELDS | {"dtype": "bfloat16", "decode_buckets": (4,)}
-    with LLM(directory, **fields, decode_steps=1) as plain, LLM(directory, **fields, speculative_config=config) as llm:
-        assert told(llm.generate(prompts, params, use_tqdm=False)) == told(
-            plain.generate(prompts, params, use_tqdm=False)
-        )
-        assert 0 < sum(llm.stats().accepted_by_position) < llm.stats().num_draft_tokens
+    head = write_head("llama_gqa", tmp_path / "head")
+    check_bits(str(write_model("llama_gqa", tmp_path / "model")), eagle3(head))
 
 
 def test_the_plan_counts_the_head(tmp_path):
