@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,9 @@ class SavedExecutables:
             return
         make_private(directory)
         write_whole(directory / "manifest.json", [json.dumps(self._manifest, indent=2, sort_keys=True).encode()])
-        for old in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_SETS]:
-            _remove(old)
+        for old in sorted(root.iterdir(), key=_last_used)[:-KEPT_SETS]:
+            with suppress(FileNotFoundError):  # another engine that starts has removed it
+                _remove(old)
 
     def _complain(self, what: str, error: BaseException) -> None:
         if what not in self._complained:
@@ -162,6 +164,14 @@ def _read(path: Path, root: Path) -> tuple[dict[str, Any], bytes]:
 def _takes(arguments: Any) -> str:
     """A digest of the shapes and dtypes of a step's arguments."""
     return fingerprint([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)])
+
+
+def _last_used(path: Path) -> float:
+    """A time in seconds; that of what is gone is the earliest."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _remove(directory: Path) -> None:

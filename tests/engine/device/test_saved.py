@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,21 @@ def check_said_once(functions: StepFunctions, place: Path, caplog: Any) -> None:
         several.get(Key("admit")), several.get(Key("adjust"))
     said = [r.message for r in caplog.records if "cannot be saved" in r.message]
     assert len(said) == 1 and "\n" not in said[0]
+
+
+def test_engines_that_start_together_may_let_the_same_sets_go(functions, tmp_path, caplog):
+    """As the processes of a group do, whose stages and places make sets of their own."""
+    compiled = executables(functions, tmp_path / "other").get(Key("admit"))
+    together = threading.Barrier(4)
+
+    def save(number: int) -> None:
+        for round_ in range(3 * KEPT_SETS):
+            together.wait()
+            saved_in(tmp_path, f"{number} {round_}").save(Key("admit"), compiled)  # type: ignore[arg-type]
+
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, range(4)))
+    assert not caplog.records
 
 
 def test_the_longest_unused_sets_go(functions, tmp_path):
