@@ -298,6 +298,19 @@ def leave_processes() -> None:
         logger.debug("JAX's coordinator was left out of order: %s", error)
 
 
+def copies_between_processes() -> bool:
+    """Whether `jax.device_put` reaches devices of other processes: those of GPUs, by NCCL, and not those of CPUs."""
+    return bool(getattr(jax.local_devices()[0].client, "supports_cross_host_transfers", False))
+
+
+def transfer_server(host: str) -> Any:
+    """A server at this address of the machine, from which other processes take arrays of this one."""
+    from jax.experimental import transfer
+
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+    return transfer.start_transfer_server(jax.local_devices()[0].client, address, [address])
+
+
 def cluster_place(name: str) -> tuple[str, int, int]:
     """Where process 0 is, how many processes there are, and which this is, as JAX finds out with a package's help.
 

@@ -38,7 +38,6 @@ ADAPTER_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras")
 
 WITHOUT_STAGES: dict[str, Any] = {
     "speculative_config": None, "enable_lora": False, "decode_steps": 1, "kv_offload_memory": None,
-    "multi_process": False, "num_processes": 1,
 }  # fmt: skip
 """What the layers of a model cannot be parted into stages with, and the value that it must have."""
 
@@ -193,10 +192,10 @@ class EngineConfig(SettingsGroup):
     def _processes_can_be_started(self) -> Self:
         if not self.multi_process:
             return self
-        if self.tensor_parallel_size == 1:
+        if self.num_devices == 1:
             raise ValueError(
                 "multi_process is true, and tensor_parallel_size is 1, so that there would be one process: accepted "
-                "are 2 or more"
+                "are 2 or more, or a pipeline_parallel_size of 2 or more"
             )
         for name in ("num_processes", "process_id", "coordinator_address"):
             if getattr(self, name) is not None:

@@ -6,9 +6,12 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
+from filelock import FileLock
 
 from tests.quick_compile import quick_compile
 
@@ -24,6 +27,21 @@ def over_devices(count: int, module: str, out: Path, *arguments: str) -> dict[st
         found = dict(stored)
     assert found.pop("devices") == count
     return found
+
+
+def shared_folder(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
+    """A folder that whichever of the tests' processes comes first has filled, once; the others wait until it is done.
+
+    For what takes long and is the same in all: tests of one module run in several processes.
+    """
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            folder.mkdir(exist_ok=True)
+            fill(folder)
+            (folder / "done").touch()
+    return folder
 
 
 if __name__ == "__main__":

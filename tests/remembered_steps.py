@@ -19,7 +19,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.device import executables
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.saved import SavedExecutables
-from jaxllm.engine.start import build
+from jaxllm.engine.start import stage_steps
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.folders import make_private
 
@@ -60,13 +60,13 @@ def remembering_steps(root: Path, passes: str) -> Iterator[None]:
     `passes` says how they are compiled; what was compiled otherwise is another executable.
     """
     steps: dict[tuple[str, Key], Any] = {}
-    saved_executables, compile_step = build.saved_executables, executables.compile_step
+    saved_executables, compile_step = stage_steps.saved_executables, executables.compile_step
 
     def remembered(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables:
         found = saved_executables(config, blueprint, mesh)
         if found is not None:
             return found
-        return Remembered(root, build.step_manifest(blueprint, mesh) | {"passes": passes}, mesh, steps)
+        return Remembered(root, stage_steps.step_manifest(blueprint, mesh) | {"passes": passes}, mesh, steps)
 
     def compiled(lowered: Any, key: Key, platform: str, saved: SavedExecutables | None) -> Any:
         if not isinstance(saved, Remembered):
@@ -78,6 +78,6 @@ def remembering_steps(root: Path, passes: str) -> Iterator[None]:
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "saved_executables", remembered)
+        patch.setattr(stage_steps, "saved_executables", remembered)
         patch.setattr(executables, "compile_step", compiled)
         yield

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxllm.config import EngineConfig, ModelConfig
-from jaxllm.engine.start import build
+from jaxllm.engine.start import stage_steps
 from tests.reference.tiny import write_checkpoint
 
 pytestmark = pytest.mark.programs
@@ -23,8 +23,8 @@ import json, os, sys, time
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.device import compiling_process
 from jaxllm.engine.device.saved import SavedExecutables
-from jaxllm.engine.start import build
-build.LAYERS_WORTH_A_PROCESS = int(os.environ.get("LAYERS_WORTH_A_PROCESS", "99"))
+from jaxllm.engine.start import stage_steps
+stage_steps.LAYERS_WORTH_A_PROCESS = int(os.environ.get("LAYERS_WORTH_A_PROCESS", "99"))
 load, loaded = SavedExecutables.load, []
 def counted(*arguments):
     found = load(*arguments)
@@ -111,7 +111,7 @@ def test_that_process_is_told_the_engines_settings_alone(tmp_path):
     config = ModelConfig(model="m", served_model_name="a,b", tool_call_parser="none", max_model_len=64)
     plan = SimpleNamespace(platform="cpu", kv_bytes=5, state_cache_bytes=6)
     blueprint = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(num_layers=99)), plan=plan)
-    helper = build._helper(config, blueprint, SimpleNamespace(root=tmp_path, name="set"))  # type: ignore[arg-type]
+    helper = stage_steps._helper(config, blueprint, SimpleNamespace(root=tmp_path, name="set"))  # type: ignore[arg-type]
     assert helper is not None
     told = EngineConfig.model_validate_json(helper._command[-3])
     assert told == EngineConfig(model="m", max_model_len=64, kv_cache_memory=5, state_cache_memory=6)

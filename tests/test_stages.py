@@ -15,7 +15,7 @@ from jaxllm.engine.device.keys import SAMPLED, Key
 from jaxllm.engine.device.stage_keys import keys_of
 from jaxllm.models.caches import Paged, Shared
 from jaxllm.models.stages import places_to_part, share_layers
-from tests.devices import over_devices
+from tests.devices import over_devices, shared_folder
 from tests.reference.tiny import write_checkpoint
 from tests.serving.mixed_requests import write_model
 from tests.sizes import FIELDS
@@ -24,32 +24,40 @@ from tests.stages_over_devices import EVERY_KIND, LAYOUTS, told
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
+def ask_both(folder: Path) -> None:
+    """What engines in stages say, and what those on one device do."""
     for name in LAYOUTS:
         write_model(folder / name, name)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def of_stages(models: Path) -> dict[str, Any]:
-    found = over_devices(4, "tests.stages_over_devices", models / "told.npz", str(models))
-    return json.loads(str(found["told"]))
-
-
-@pytest.fixture(scope="module")
-def of_one(models: Path) -> dict[tuple[str, bool], dict[str, Any]]:
+    found = over_devices(4, "tests.stages_over_devices", folder / "told.npz", str(folder))
+    (folder / "stages.json").write_text(str(found["told"]))
     asked = dict.fromkeys((name, (name, layout) == EVERY_KIND) for name, layout in CASES)
-    return {(name, every_kind): told(models / name, every_kind) for name, every_kind in asked}
+    alone = {f"{name} {every_kind}": told(folder / name, every_kind) for name, every_kind in asked}
+    (folder / "one.json").write_text(json.dumps(alone))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_folder(tmp_path_factory, "stages", ask_both)
+
+
+@pytest.fixture(scope="module")
+def of_stages(both: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((both / "stages.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_one(both: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((both / "one.json").read_text())
+    return found
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_stages_say_what_one_device_says(
-    of_stages: dict[str, Any], of_one: dict[tuple[str, bool], dict[str, Any]], name: str, layout: tuple[int, int]
+    of_stages: dict[str, Any], of_one: dict[str, Any], name: str, layout: tuple[int, int]
 ) -> None:
     """In batches, with requests preempted, and then again, when their prompts are cached."""
-    expected, found = of_one[name, (name, layout) == EVERY_KIND], of_stages[f"{name} {layout}"]
+    expected, found = of_one[f"{name} {(name, layout) == EVERY_KIND}"], of_stages[f"{name} {layout}"]
     rounded = layout[1] > 1 or name == "qwen3_5"  # whose states add up by chunks, wherever those begin
     near = 2e-5 if rounded else 0
     for numbers in ("logprobs", "prompt_logprobs", "vectors"):
@@ -121,8 +129,6 @@ def test_each_stage_has_its_part_of_every_step() -> None:
         ({"enable_lora": True}, "enable_lora is True.*accepted is False"),
         ({"decode_steps": 2}, "decode_steps is 2.*accepted is 1"),
         ({"kv_offload_memory": "1MiB"}, "kv_offload_memory is 1048576.*leave it out"),
-        ({"num_processes": 2}, "num_processes is 2.*accepted is 1"),
-        ({"multi_process": True, "tensor_parallel_size": 2}, "multi_process is True.*accepted is False"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from jaxllm import LLM
 from tests.reference import load_golden
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, write_checkpoint
-from tests.two_processes import EXTRAS, FIELDS, answers, programs
+from tests.two_processes import EXTRAS, FIELDS, HALVES, answers, programs
 from tests.weights.models import real_model
 
 pytestmark = pytest.mark.programs
@@ -55,6 +56,40 @@ def test_two_processes_say_what_one_says(model: Path, tmp_path: Path) -> None:
     assert ends[1][1] == ""
 
 
+STAGES = {
+    "a stage each": (2, {"pipeline_parallel_size": 2}),
+    "a stage each, of three": (3, {"pipeline_parallel_size": 3}),
+    "half a stage each": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    "two devices of a stage each": (2, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", list(STAGES))
+def test_stages_in_several_processes_say_what_one_process_says(
+    model: Path, alone: dict[str, Any], tmp_path: Path, layout: str
+) -> None:
+    count, parts = STAGES[layout]
+    expected, out, tokenizer = dict(alone), tmp_path / "said.json", str(real_model("smollm2-135m"))
+    ready = {"enforce_eager": layout != "a stage each"}
+    with programs(model, count=count, out=str(out), parts=parts, tokenizer=tokenizer, **ready) as processes:
+        ends = [process.communicate(timeout=START_SECONDS) for process in processes]
+        assert [process.returncode for process in processes] == [0] * count, ends
+    said = json.loads(out.read_text())
+    for name in ("logprobs", "embedded"):
+        for one, other in zip(expected.pop(name), said.pop(name), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    assert said == expected
+    assert {end[1] for end in ends[1:]} == {""}
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[str, Any]:
+    """What one process says, without adapters and drafts."""
+    with LLM(str(model), tokenizer=str(real_model("smollm2-135m")), **FIELDS) as llm:
+        said: dict[str, Any] = json.loads(json.dumps(answers(llm, "")))
+    return said
+
+
 def wait_until_it_answers(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     said = []
@@ -76,6 +111,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("llama_gqa", tmp_path_factory.mktemp("small"))
 
 
+IN_STAGES = {"pipeline_parallel_size": 2}
 OF_THE_LEADER = {
     "kill": r"process 1 on \S+ is gone",
     "stop": r"process 1 on \S+ has said nothing for 8 seconds",
@@ -84,9 +120,13 @@ OF_THE_LEADER = {
 }
 
 
-@pytest.mark.parametrize("fault", list(OF_THE_LEADER))
-def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str) -> None:
-    with programs(small, fault=fault, skip_tokenizer_init=True) as (leads, follows):
+@pytest.mark.parametrize(
+    ("fault", "parts"),
+    [*((fault, HALVES) for fault in OF_THE_LEADER), *((fault, IN_STAGES) for fault in ("kill", "stop"))],
+    ids=str,
+)
+def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str, parts: dict[str, int]) -> None:
+    with programs(small, fault=fault, parts=parts, skip_tokenizer_init=True) as (leads, follows):
         wait_until_it_answers(leads)
         (said,) = ended([leads])
         assert re.search(rf"^jaxllm: error: {OF_THE_LEADER[fault]}; the group has ended$", said, re.MULTILINE), said
@@ -97,8 +137,9 @@ def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str
         assert follows.returncode == (-signal.SIGKILL if fault == "kill" else 1)
 
 
-def test_without_its_leader_a_process_ends(small: Path) -> None:
-    with programs(small, skip_tokenizer_init=True) as (leads, follows):
+@pytest.mark.parametrize("parts", [HALVES, IN_STAGES], ids=str)
+def test_without_its_leader_a_process_ends(small: Path, parts: dict[str, int]) -> None:
+    with programs(small, parts=parts, skip_tokenizer_init=True) as (leads, follows):
         wait_until_it_answers(leads)
         leads.kill()
         follows.wait(END_SECONDS)

@@ -1,4 +1,4 @@
-"""One model over two processes: `python -m tests.two_processes JSON` is one of them.
+"""One model over several processes: `python -m tests.two_processes JSON` is one of them.
 
 Process 0 writes what it answers, or answers until it is ended; both end with the group. A `fault` says what a process
 does wrong.
@@ -34,6 +34,8 @@ EXTRAS: dict[str, Any] = {
     "enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "speculative_config": {"num_speculative_tokens": 2},
 }  # fmt: skip
 """What requests of every kind ask for beyond that."""
+HALVES: dict[str, Any] = {"tensor_parallel_size": 2}
+"""How the model is parted, where nothing else is said."""
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 17, [5, 6, 7, 5, 6, 7, 5, 6]]
 
 
@@ -53,6 +55,8 @@ def answers(llm: Any, adapter: str) -> dict[str, Any]:
         "choice": {"temperature": 0.5, "seed": 5, "structured_outputs": StructuredOutputs(choice=["yes", "no way"])},
         "adapted": {"temperature": 0},
     }  # fmt: skip
+    if not adapter:
+        del asked["adapted"]
     said: dict[str, Any] = {}
     for name, params in asked.items():
         ends = {} if name == "choice" else {"ignore_eos": True}
@@ -97,12 +101,22 @@ def running(*commands: tuple[list[str], dict[str, str]]) -> Iterator[list[subpro
             process.communicate()
 
 
-def programs(model: Path, *, out: str = "", adapter: str = "", fault: str = "", **fields: Any) -> Any:
-    """Both processes of a group, see `running`; the second of them has the fault."""
+def programs(
+    model: Path,
+    *,
+    count: int = 2,
+    out: str = "",
+    adapter: str = "",
+    fault: str = "",
+    parts: dict[str, int] = HALVES,
+    **fields: Any,
+) -> Any:
+    """The processes of a group, see `running`; all but the first have the fault."""
     port = free_port()
+    fields = fields | parts
     commands = []
-    for number in range(2):
-        place = {"num_processes": 2, "process_id": number, "coordinator_address": f"127.0.0.1:{port}"}
+    for number in range(count):
+        place = {"num_processes": count, "process_id": number, "coordinator_address": f"127.0.0.1:{port}"}
         told = {"model": str(model), "out": out, "adapter": adapter, "fault": fault if number else ""}
         command = [sys.executable, "-m", __name__, json.dumps(told | {"fields": FIELDS | fields | place})]
         commands.append((command, variables()))
@@ -136,7 +150,7 @@ def main(told: dict[str, Any]) -> None:
 
     if told["fault"]:
         _do_wrong(told["fault"])
-    with LLM(told["model"], tensor_parallel_size=2, **told["fields"]) as llm:
+    with LLM(told["model"], **told["fields"]) as llm:
         if told["out"]:
             Path(told["out"]).write_text(json.dumps(answers(llm, told["adapter"])))
             return

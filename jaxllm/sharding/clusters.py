@@ -131,21 +131,35 @@ def _check(config: EngineConfig, place: Mapping[str, object]) -> None:
     if number >= count:
         raise ConfigError(f"process_id is {number}, but num_processes is {count}: accepted is 0 to {count - 1}")
     split_address(str(place["coordinator_address"]))
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size is {config.pipeline_parallel_size}, and {count} processes share the model: stages "
-            "are for one process yet; set cluster to off where each process is to have an engine of its own"
-        )
-    if config.tensor_parallel_size % count:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, and {count} processes share the model: accepted "
-            f"are multiples of {count}; set cluster to off where each process is to have an engine of its own"
-        )
+    _check_devices(config, count)
     if config.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size is {config.data_parallel_size}, but num_processes is {count}: engines side by side "
             "are for one process; start several groups instead"
         )
+
+
+def _check_devices(config: EngineConfig, count: int) -> None:
+    """Each process has equally many devices: whole stages, or a part of one stage."""
+    tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    ending = "set cluster to off where each process is to have an engine of its own"
+    if stages == 1 and tp % count:
+        raise ConfigError(
+            f"tensor_parallel_size is {tp}, and {count} processes share the model: accepted are multiples of {count}; "
+            f"{ending}"
+        )
+    if (stages % count and count % stages) or tp * stages % count:
+        raise ConfigError(
+            f"pipeline_parallel_size is {stages} and tensor_parallel_size is {tp}, and {count} processes share the "
+            f"model: each is to have whole stages, or an equal part of one; accepted are {_accepted(tp, stages)} "
+            f"processes; {ending}"
+        )
+
+
+def _accepted(tp: int, stages: int) -> str:
+    """Numbers of processes, in words."""
+    found = [n for n in range(2, tp * stages + 1) if tp * stages % n == 0 and not (stages % n and n % stages)]
+    return " or ".join(map(str, found))
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -32,7 +32,9 @@ def build_mesh(tensor_parallel_size: int) -> Mesh:
 
 
 def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> list[Mesh]:
-    """One such mesh for each stage, over the next devices each. Raises as `build_mesh`."""
+    """One such mesh for each stage, over the next devices each; process 0, which reads what the last stage gives, has
+    that one. Raises as `build_mesh`.
+    """
     tp, count = tensor_parallel_size, tensor_parallel_size * pipeline_parallel_size
     devices = _evenly(find_devices(), count)
     if count > len(devices):
@@ -42,7 +44,9 @@ def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> list
             f"tensor_parallel_size is {tp}{stages}, but this machine has {len(devices)} {devices[0].platform} "
             f"device(s){hint}"
         )
-    starts = range(0, count, tp)
+    starts = list(range(0, count, tp))
+    if len({device.process_index for device in devices}) > 1:
+        starts.reverse()
     return [compat.make_mesh((1, tp), (DATA, TENSOR), devices=devices[start : start + tp]) for start in starts]
 
 
@@ -58,17 +62,27 @@ def _evenly(devices: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
         if len(its) < each:
             hint = f" (set JAX_NUM_CPU_DEVICES={each} for virtual ones)" if its[0].platform == "cpu" else ""
             raise ConfigError(
-                f"tensor_parallel_size is {count} over {len(processes)} processes, but process {process} has "
-                f"{len(its)} {its[0].platform} device(s){hint}"
+                f"the model takes {count} devices of {len(processes)} processes, but process {process} has {len(its)} "
+                f"{its[0].platform} device(s){hint}"
             )
         chosen += its[:each]
     return chosen
 
 
-def local_device(mesh: Mesh) -> jax.Device:
-    """A device of the mesh that this process can ask: the first where it has all of them."""
+def local_device(meshes: Sequence[Mesh]) -> jax.Device:
+    """A device of the meshes that this process can ask: the first where it has all of them."""
     here = jax.process_index()
-    return next(device for device in mesh.devices.flat if device.process_index == here)
+    return next(device for mesh in meshes for device in mesh.devices.flat if device.process_index == here)
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """The numbers of the processes that have its devices, from the lowest on."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Whether this process has any of its devices."""
+    return jax.process_index() in processes_of(mesh)
 
 
 def put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:

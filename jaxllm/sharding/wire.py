@@ -113,6 +113,12 @@ class Wire(Generic[Message]):
             at += form.nbytes
         return message, arrays
 
+    @property
+    def own_host(self) -> str:
+        """The address at which the other side reaches this one."""
+        host: str = self._connection.getsockname()[0]
+        return host
+
     def close(self) -> None:
         """End the connection; whoever receives at either side gets ConnectionError."""
         interrupt(self._connection)

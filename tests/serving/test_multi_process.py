@@ -119,12 +119,13 @@ def test_an_engine_in_python_says_what_one_process_says(model: Path, monkeypatch
     for name, value in variables().items():
         monkeypatch.setenv(name, value)
     params = SamplingParams(temperature=0.8, seed=3, ignore_eos=True, max_tokens=12)
-    both = []
-    for more in ({}, {"multi_process": True, "tensor_parallel_size": 2}):
+    said = []
+    parts = ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})
+    for more in ({}, *({"multi_process": True, **part} for part in parts)):
         with LLM(str(model), skip_tokenizer_init=True, **FIELDS, **more) as llm:
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-            both.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert both[0] == both[1]
+            said.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert said == [said[0]] * 3
     assert not own_processes(recursive=True)
 
 

@@ -85,6 +85,20 @@ def test_an_engine_that_starts_the_others_has_a_process_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 4},
+        {"tensor_parallel_size": 3, "pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 4, "pipeline_parallel_size": 1},
+    ],
+    ids=str,
+)
+def test_processes_have_whole_stages_or_parts_of_one(fields: dict[str, int]) -> None:
+    assert place(OMPI, **fields) == place(OMPI)
+
+
+@pytest.mark.parametrize(
     ("variables", "fields", "said"),
     [
         ({}, {"cluster": "slurm"}, "cluster is 'slurm', but SLURM_STEP_NUM_TASKS and SLURM_PROCID are not set"),
@@ -97,6 +111,12 @@ def test_an_engine_that_starts_the_others_has_a_process_of_its_own() -> None:
             OMPI,
             {"tensor_parallel_size": 3},
             "tensor_parallel_size is 3, and 2 processes share the model: accepted are ",
+        ),
+        (
+            OMPI,
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+            "pipeline_parallel_size is 3 and tensor_parallel_size is 2, and 2 processes share the model: each is to "
+            "have whole stages, or an equal part of one; accepted are 3 or 6 processes",
         ),
         (OMPI, {"data_parallel_size": 2}, "data_parallel_size is 2, but num_processes is 2"),
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {}, "num_processes is 2, but coordinator_address is missing"),

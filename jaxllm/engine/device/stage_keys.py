@@ -16,6 +16,15 @@ def keys_of(stage: Stage | None, keys: Iterable[Key]) -> list[Key]:
     return list(dict.fromkeys(found))
 
 
+def makes(stage: Stage | None, part: Key) -> bool:
+    """Whether a stage makes what is called so by the process that has it."""
+    if stage is None or part.kind == "admit":
+        return True
+    if part.kind == "took":
+        return stage.first
+    return part.kind.endswith("_layers") != stage.last
+
+
 def layers_of(step: Key) -> Key | None:
     """What a stage before the last runs of a step; None where that concerns the last one alone.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.device_state import DeviceState
@@ -16,16 +15,18 @@ from jaxllm.engine.device.executables import Compiles, Executables
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.packing import backbone_packing, decode_packing, head_packing
 from jaxllm.engine.device.sizes import StepSizes
-from jaxllm.engine.device.stage_keys import layers_of
+from jaxllm.engine.device.stage_keys import keys_of, layers_of
 from jaxllm.engine.masks import mask_words
-from jaxllm.sharding.mesh import named_sharding
+from jaxllm.models.options import Stage
+from jaxllm.sharding.hand_over import HandOver
 
 
-class EarlierStage(NamedTuple):
-    """A stage before the last, and where it runs."""
+class StageDevice(NamedTuple):
+    """A stage before the last."""
 
-    device: Device
-    mesh: Mesh
+    stage: Stage
+    device: Device | None
+    """What runs it here; None where other processes do."""
 
 
 @dataclass(eq=False)
@@ -34,12 +35,12 @@ class Untold:
 
     slots: np.ndarray
     """int32 `[R]`: whose they are; the slot that belongs to nobody where they are nobody's."""
-    tokens: jax.Array
-    """int32 `[R]`, on the first stage's devices."""
+    tokens: jax.Array | None
+    """int32 `[R]`, on the first stage's devices; None where they are another process's."""
 
 
-class StagedDevice(Device):
-    """The last stage's Device, which has a step run by the stages before it first.
+class Stages:
+    """The way of each step through the stages, of which this process may have some or all.
 
     Nobody waits for anything in between: what a stage gives is on its way to the next as soon as it is there, and every
     stage is sent the same vectors, from which it keeps its own positions and page tables.
@@ -54,24 +55,20 @@ class StagedDevice(Device):
     """
 
     def __init__(
-        self,
-        executables: Executables,
-        weights: tuple[jax.Array, ...],
-        state: DeviceState,
-        mesh: Mesh,
-        earlier: Sequence[EarlierStage],
-        sizes: StepSizes,
+        self, earlier: Sequence[StageDevice], ways: Sequence[HandOver], sizes: StepSizes, hidden_dtype: np.dtype
     ):
-        super().__init__(executables, weights, state)
-        self.num_parts = len(earlier) + 1
-        self._earlier = list(earlier)
+        """`ways` lead from each stage to the next, and the last of them from the last stage to the first; hidden states
+        are handed on in `hidden_dtype`.
+        """
+        self.earlier = list(earlier)
+        self._ways = ways
         self._sizes = sizes
+        self._hidden_dtype = hidden_dtype
         self._nobody = sizes.max_num_seqs
-        self._arrivals = [named_sharding(at, ()) for at in (*(stage.mesh for stage in earlier), mesh)]
-        """Where each stage takes what others give."""
         self._untold: list[Untold] = []
 
-    def run(self, key: Key, *vectors: Any) -> Any:
+    def run(self, last: Callable[..., Any] | None, key: Key, *vectors: Any) -> Any:
+        """Run a step; `last` runs it in the last stage, where that is here. Returns what it gives, or else None."""
         runs, samples = key.kind in ("decode", "backbone"), key.kind in ("decode", "head")
         slots = self._slots(key, vectors[0]) if runs or samples else np.zeros(0, np.int32)
         if runs:
@@ -79,29 +76,33 @@ class StagedDevice(Device):
             vectors = (*vectors, self._through_earlier(key, vectors[0]))
         elif key.kind == "admit":
             self._forget(int(vectors[0][0]))
-            for stage in self._earlier:
-                stage.device.run(key, *vectors)
-        found = super().run(key, *vectors)
+            for _, device in self.earlier:
+                if device is not None:
+                    device.run(key, *vectors)
+        found = None if last is None else last(key, *vectors)
         if samples:
-            self._untold.append(Untold(slots, jax.device_put(found.tokens, self._arrivals[0])))
+            form = jax.ShapeDtypeStruct(slots.shape, np.int32)
+            self._untold.append(Untold(slots, self._ways[-1](None if found is None else found.tokens, form)))
         return found
 
-    def _through_earlier(self, key: Key, ints: np.ndarray) -> jax.Array:
+    def _through_earlier(self, key: Key, ints: np.ndarray) -> jax.Array | None:
         """The hidden states that the last stage takes, on its devices once they are there."""
         layers = layers_of(key)
         assert layers is not None, "every stage has layers"
-        vectors: tuple[Any, ...] = (ints,)
-        for stage, arrival in zip(self._earlier, self._arrivals[1:], strict=True):
-            vectors = (ints, jax.device_put(stage.device.run(layers, *vectors), arrival))
-        handed: jax.Array = vectors[-1]
+        form = jax.ShapeDtypeStruct((key.size, self._sizes.hidden_size), self._hidden_dtype)
+        handed = None
+        for (stage, device), way in zip(self.earlier, self._ways[:-1], strict=True):
+            sent = (ints,) if stage.first else (ints, handed)
+            handed = way(None if device is None else device.run(layers, *sent), form)
         return handed
 
     def _tell_first(self, slots: np.ndarray) -> None:
         """Tell the first stage what was sampled for any of these slots, which it is about to run."""
         running = set(slots.tolist()) - {self._nobody}
-        first = self._earlier[0].device
+        first = self.earlier[0].device
         for untold in [untold for untold in self._untold if not running.isdisjoint(untold.slots.tolist())]:
-            first.run(Key("took", len(untold.slots)), untold.slots, untold.tokens)
+            if first is not None:
+                first.run(Key("took", len(untold.slots)), untold.slots, untold.tokens)
             self._untold.remove(untold)
 
     def _forget(self, slot: int) -> None:
@@ -121,28 +122,70 @@ class StagedDevice(Device):
             packing = backbone_packing(key.size, sizes.max_num_seqs, sizes.page_size, sizes.has_states)
         return packing.views(ints)["slot"].copy()
 
+    def compile(self, key: Key) -> None:
+        """Wait until what the stages before the last run of a step can be run at once."""
+        for stage, device in self.earlier:
+            for part in keys_of(stage, [key]):
+                if device is not None:
+                    device.compile(part)
+
     def wait(self) -> None:
-        for stage in self._earlier:
-            stage.device.wait()
+        """Block until the stages before the last have run all that they were sent."""
+        for _, device in self.earlier:
+            if device is not None:
+                device.wait()
+
+    def close(self) -> None:
+        """Compile nothing more for the stages before the last."""
+        for _, device in self.earlier:
+            if device is not None:
+                device.close()
+
+
+class EarlierStages:
+    """What a process runs that follows process 0, and that has stages before the last and not that one."""
+
+    def __init__(self, stages: Stages):
+        self._stages = stages
+
+    def run(self, key: Key, *vectors: Any) -> None:
+        self._stages.run(None, key, *vectors)
+
+    def compile(self, key: Key) -> None:
+        self._stages.compile(key)
+
+    def wait(self) -> None:
+        self._stages.wait()
+
+
+class StagedDevice(Device):
+    """The last stage's Device, which has a step run by the stages before it first."""
+
+    def __init__(self, executables: Executables, weights: tuple[jax.Array, ...], state: DeviceState, stages: Stages):
+        super().__init__(executables, weights, state)
+        self.num_parts = len(stages.earlier) + 1
+        self._stages = stages
+
+    def run(self, key: Key, *vectors: Any) -> Any:
+        return self._stages.run(super().run, key, *vectors)
+
+    def wait(self) -> None:
+        self._stages.wait()
         super().wait()
 
     def compile(self, key: Key) -> None:
-        layers = layers_of(key)
-        if layers is not None:
-            for stage in self._earlier:
-                stage.device.compile(layers)
+        self._stages.compile(key)
         super().compile(key)
 
     def give_up(self) -> tuple[jax.Array, ...]:
-        earlier = [array for stage in self._earlier for array in stage.device.give_up()]
+        earlier = [array for _, device in self._stages.earlier if device is not None for array in device.give_up()]
         return (*earlier, *super().give_up())
 
     @property
     def compiles(self) -> Compiles:
-        every = [stage.device.compiles for stage in self._earlier] + [super().compiles]
-        return Compiles(*(sum(counts) for counts in zip(*every, strict=True)))
+        earlier = [device.compiles for _, device in self._stages.earlier if device is not None]
+        return Compiles(*(sum(counts) for counts in zip(*earlier, super().compiles, strict=True)))
 
     def close(self) -> None:
-        for stage in self._earlier:
-            stage.device.close()
+        self._stages.close()
         super().close()

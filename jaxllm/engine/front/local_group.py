@@ -42,7 +42,7 @@ def start_followers(config: EngineConfig, name: str, on_failure: Callable[[str, 
     with it, however it ends. The model's files are fetched first, so that one process alone does so.
 
     Args:
-        config: with multi_process, and tensor_parallel_size of 2 or more.
+        config: with multi_process, and 2 devices or more.
         name: what this process is called in logs; the others have their number behind it.
         on_failure: called in any thread with an error type of jaxllm.errors and a message, where another process ends.
             Once all have come together, the group itself knows better why.
@@ -55,7 +55,9 @@ def start_followers(config: EngineConfig, name: str, on_failure: Callable[[str, 
         ModelNotFoundError: the model's files cannot be had.
     """
     resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-    count = config.tensor_parallel_size
+    count = config.num_devices
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    setting = " * ".join(name for name in sizes if getattr(config, name) > 1)
     group = {
         "multi_process": False, "num_processes": count, "cluster": "off", "cluster_secret": secrets.token_urlsafe(32),
         "coordinator_address": f"127.0.0.1:{free_port()}",
@@ -65,7 +67,7 @@ def start_followers(config: EngineConfig, name: str, on_failure: Callable[[str, 
         return config.model_copy(update=group | {"process_id": number})
 
     def share(number: int) -> Share:
-        return Share(number, count, "tensor_parallel_size")
+        return Share(number, count, setting)
 
     for number in range(1, count):
         process = PipedProcess(run_follower, place(number), share(number), f"{name}:{number}", logs.settings())

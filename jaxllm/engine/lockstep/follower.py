@@ -14,6 +14,7 @@ import jax
 
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.keys import Key
+from jaxllm.engine.device.staged_device import EarlierStages
 from jaxllm.engine.lockstep.leader import digest_of, is_there
 from jaxllm.engine.lockstep.messages import (
     BEAT_SECONDS,
@@ -54,6 +55,11 @@ class Follower:
         self._deadline = float("inf")
         self._bell = threading.Event()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    @property
+    def own_hosts(self) -> list[str]:
+        """The addresses at which this process can be reached."""
+        return [self._wire.own_host]
 
     def ask(self, message: Any, kind: type[Answer]) -> Answer:
         """Say something to process 0, and wait for an answer of this kind.
@@ -99,7 +105,7 @@ class Follower:
         self._leaving, self._deadline = reason, time.monotonic() + seconds
         self._bell.set()
 
-    def follow(self, device: Device) -> str:
+    def follow(self, device: Device | EarlierStages) -> str:
         """Run the steps that come; returns when process 0 ends the group, with the reason if there is one.
 
         Raises:
@@ -126,7 +132,7 @@ class Follower:
                 case _:
                     raise EngineDeadError(f"process 0 sent {type(message).__name__} where a step was due")
 
-    def _compile(self, device: Device, key: Key) -> None:
+    def _compile(self, device: Device | EarlierStages, key: Key) -> None:
         try:
             device.compile(key)
         except Exception as error:

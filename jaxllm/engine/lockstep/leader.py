@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from jaxllm.engine.lockstep.messages import (
     Pulse,
     RunStep,
     TokenDigest,
+    TransferAddress,
 )
 from jaxllm.errors import EngineDeadError
 from jaxllm.sharding.wire import Wire, WireError, frame
@@ -55,7 +56,9 @@ class Member:
         self.host = hello.host
         self.machine = hello.machine
         self.wire = wire
-        self.answers: queue.SimpleQueue[MemberMemory | MemberPlan | Follows | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[MemberMemory | TransferAddress | MemberPlan | Follows | None] = (
+            queue.SimpleQueue()
+        )
         """None where there will be no more."""
         self.leaves = ""
         """Why it is about to leave, where it was told to stop."""
@@ -81,6 +84,8 @@ class Leader:
         self._members = list(members)
         self._steps = self._sampled = 0
         self._outputs: deque[tuple[int, Any]] = deque(maxlen=KEPT_OUTPUTS)
+        self.makers: Callable[[Key], Mapping[Key, int]] = lambda key: {key: len(self._members)}
+        """What others have to make for a step, and how many of them."""
         self._have: dict[Key, int] = {}
         self._changed = threading.Condition()
         self._broken = ""
@@ -89,6 +94,11 @@ class Leader:
         for member in self._members:
             threading.Thread(target=self._listen, args=(member,), name=f"member-{member.number}", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    @property
+    def own_hosts(self) -> list[str]:
+        """The addresses at which the others reach this process."""
+        return [member.wire.own_host for member in self._members]
 
     def collect(self, kind: type) -> dict[str, Any]:
         """The next answer of each member, by what messages call it. Raises EngineDeadError where the group is over."""
@@ -122,8 +132,8 @@ class Leader:
                     self._outputs.append((self._steps, tokens))
 
     def has(self, key: Key) -> bool:
-        """Whether all others have the executable."""
-        return self._have.get(key, 0) == len(self._members)
+        """Whether all others have what they run of a step."""
+        return all(self._have.get(part, 0) == count for part, count in self.makers(key).items())
 
     def wait_for(self, keys: Iterable[Key]) -> None:
         """Have all others get these executables ready, and wait. Raises EngineDeadError where the group is over."""
@@ -237,7 +247,7 @@ class Leader:
             case Leaving(reason):
                 member.leaves = reason
                 logger.warning("%s was told to stop (%s)", member, reason)
-            case MemberMemory() | MemberPlan() | Follows():
+            case MemberMemory() | TransferAddress() | MemberPlan() | Follows():
                 member.answers.put(message)
             case Hello():
                 self._break(f"{member} introduced itself twice")

@@ -6,17 +6,17 @@ import threading
 from typing import Any
 
 from jaxllm.engine.device.device import Device
-from jaxllm.engine.device.device_state import DeviceState
-from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.keys import Key
+from jaxllm.engine.device.staged_device import StagedDevice
 from jaxllm.engine.lockstep.leader import END_SECONDS, Leader
 
 
 class LeadingDevice(Device):
     """Each step is sent to the other processes before it runs here."""
 
-    def __init__(self, leader: Leader, executables: Executables, weights: tuple[Any, ...], state: DeviceState):
-        super().__init__(executables, weights, state)
+    def __init__(self, leader: Leader, *parts: Any):
+        """`parts` are what a Device of the kind that leads is made of."""
+        super().__init__(*parts)
         self._leader = leader
         self._between_steps = threading.Lock()
 
@@ -39,3 +39,7 @@ class LeadingDevice(Device):
         finally:
             if free:
                 self._between_steps.release()
+
+
+class LeadingStages(LeadingDevice, StagedDevice):
+    """The same of a model in stages, of which other processes have some or parts."""

@@ -42,6 +42,19 @@ class MemberPlan(msgspec.Struct, tag=True):
     manifest: dict[str, str]
 
 
+class TransferAddress(msgspec.Struct, tag=True):
+    """Where others take the arrays that a process hands over."""
+
+    address: str
+
+
+class TransferAddresses(msgspec.Struct, tag=True):
+    """Those of all processes, by their numbers, and the number of the first array that is handed over."""
+
+    addresses: list[str]
+    first: int
+
+
 class Follows(msgspec.Struct, tag=True):
     """It has its weights, and runs steps from now on."""
 
@@ -117,9 +130,19 @@ class End(msgspec.Struct, tag=True):
 
 
 FromFollower = (
-    Hello | MemberMemory | MemberPlan | Follows | HasExecutable | TokenDigest | MemberFailed | Leaving | Left | Pulse
+    Hello
+    | MemberMemory
+    | TransferAddress
+    | MemberPlan
+    | Follows
+    | HasExecutable
+    | TokenDigest
+    | MemberFailed
+    | Leaving
+    | Left
+    | Pulse
 )
-FromLeader = Welcome | Refused | MemberMemory | Agreed | RunStep | CompileNow | Pulse | End
+FromLeader = Welcome | Refused | MemberMemory | TransferAddresses | Agreed | RunStep | CompileNow | Pulse | End
 
 
 def difference(ours: dict[str, str], theirs: dict[str, str], process: str) -> str | None:

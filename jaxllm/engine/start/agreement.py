@@ -5,24 +5,36 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxllm import compat
 from jaxllm.config import EngineConfig
 from jaxllm.engine.lockstep.follower import Follower
 from jaxllm.engine.lockstep.leader import Leader
 from jaxllm.engine.lockstep.meeting import Group, meet
-from jaxllm.engine.lockstep.messages import Agreed, MemberMemory, MemberPlan, Refused, difference
+from jaxllm.engine.lockstep.messages import (
+    Agreed,
+    MemberMemory,
+    MemberPlan,
+    Refused,
+    TransferAddress,
+    TransferAddresses,
+    difference,
+)
 from jaxllm.engine.start.draft import draft_config
 from jaxllm.engine.start.manifest import sources_digest
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import distributed
+from jaxllm.sharding.hand_over import Exchange
 from jaxllm.weights.source import resolve_model
 
 OF_ONE_PROCESS = (
@@ -56,7 +68,7 @@ def join_group(config: EngineConfig, path: Path, on_broken: Callable[[str], None
         found = resolve_model(draft.model, revision=draft.revision, download_dir=draft.download_dir)
         agreement |= {"the draft model's files": files_digest(found)}
     group = meet(config, agreement, on_broken)
-    each = config.tensor_parallel_size // config.num_processes
+    each = config.num_devices // config.num_processes
     devices = distributed.local_devices(each, group.place, group.neighbours)
     distributed.join(group.address, group.number, group.count, devices)
     return group
@@ -99,6 +111,23 @@ def agree_on_plan(group: Group, manifest: dict[str, str]) -> None:
             leader.tell(Agreed())
         case Follower() as follower:
             follower.ask(MemberPlan(ours), Agreed)
+
+
+def open_exchange(group: Group) -> Exchange | None:
+    """What the processes send arrays to each other by, where JAX does not copy them between devices of several."""
+    if compat.copies_between_processes():
+        return None
+    hosts = group.hold.own_hosts
+    server = compat.transfer_server(next((host for host in hosts if not ip_address(host).is_loopback), hosts[0]))
+    ours = TransferAddress(server.address())
+    match group.hold:
+        case Leader() as leader:
+            told = leader.collect(TransferAddress).values()
+            all_of_them = TransferAddresses([ours.address, *(one.address for one in told)], secrets.randbits(48))
+            leader.tell(all_of_them)
+        case Follower() as follower:
+            all_of_them = follower.ask(ours, TransferAddresses)
+    return Exchange(server, all_of_them.addresses, all_of_them.first)
 
 
 def files_digest(path: Path, *others: Path | None) -> str:

@@ -14,27 +14,23 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxllm import compat, cpu_kernels, machine
-from jaxllm.config import EngineConfig, part_of
+from jaxllm.config import EngineConfig
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.adapters.base_weights import BaseWeights
 from jaxllm.engine.adapters.places import AdapterPlaces
 from jaxllm.engine.adapters.reading import AdapterReader
 from jaxllm.engine.adapters.store import AdapterStore
 from jaxllm.engine.core import EngineCore
-from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.encoder_runner import EncoderRunner
-from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.kept_weights import Kept
 from jaxllm.engine.device.runner import Runner
-from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.encoder_scheduler import EncoderScheduler
-from jaxllm.engine.lockstep.follower import Follower
 from jaxllm.engine.lockstep.leader import Leader
 from jaxllm.engine.lockstep.meeting import Group
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group
+from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group, open_exchange
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.draft import check_draft_vocabulary, load_draft
@@ -45,10 +41,11 @@ from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.new_weights import WeightReader
 from jaxllm.engine.start.offload import check_offload, page_tiers
 from jaxllm.engine.start.options import draft_depth, wants_cpu_kernels
-from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
+from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform, prepare_backend
-from jaxllm.engine.start.prepared import Prepared, PreparedStage, Weights, made_by, new_device
+from jaxllm.engine.start.prepared import Prepared, PreparedStage, Weights, new_device
 from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.start.stage_steps import prepare_stages
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.engine.state_cache import StateCache
 from jaxllm.errors import CheckpointError, ConfigError, one_line
@@ -71,7 +68,6 @@ from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
 
-LAYERS_WORTH_A_PROCESS = 8
 KEPT_ADAPTERS = 4
 """Adapters kept in host memory for each place on the devices, where nothing is said."""
 
@@ -160,7 +156,7 @@ def plan_and_compile(
     prepare_backend(config.gpu_memory_utilization)
     tell("Looking at the devices and the kernels")
     meshes = build_meshes(config.tensor_parallel_size, config.pipeline_parallel_size)
-    platform = Platform.of(local_device(meshes[0]))
+    platform = Platform.of(local_device(meshes))
     if group is not None:
         platform = agree_on_memory(group, platform)
     if wants_cpu_kernels(config, platform):
@@ -177,29 +173,14 @@ def plan_and_compile(
         logger.info(line)
     for note in blueprint.plan.notes:
         logger.warning(note)
-    stages: list[PreparedStage] = []
-    for own, mesh in zip(blueprint.stages or (blueprint,), meshes, strict=True):
-        is_last = len(stages) == len(meshes) - 1
-        saved = saved_executables(config, own, mesh)
-        options: dict[str, Any] = {"eager": config.enforce_eager, "saved": saved, "stage": own.options.stage}
-        match None if group is None else group.hold:
-            case None if len(meshes) > 1:
-                options |= {"elsewhere": made_by(stages)} if is_last else {}
-            case None:
-                options |= {"helper": _helper(config, own, saved)}
-            case Leader() as leader:
-                options |= {"elsewhere": leader.has}
-            case Follower() as follower:
-                options |= {"on_made": follower.have}
-        functions = step_functions(own, mesh, processors if is_last else ())
-        executables = Executables(functions, own.plan.buckets, **options)
-        stages = [*stages, PreparedStage(own, mesh, functions, executables)]
+    exchange = open_exchange(group) if group is not None and len(meshes) > 1 else None
+    stages = prepare_stages(config, blueprint, meshes, None if group is None else group.hold, processors)
     if group is not None:
         agree_on_plan(group, step_manifest(blueprint, meshes[0]))
     clock.lap("plan")
     for stage in stages:
         stage.executables.begin()
-    return Prepared(config, checkpoint, blueprint, stages, clock)
+    return Prepared(config, checkpoint, blueprint, stages, meshes, exchange, clock)
 
 
 @contextmanager
@@ -251,38 +232,6 @@ def gather_weights(prepared: Prepared, weights: Sequence[Weights]) -> None:
         prepared.clock.lap("large pages")
 
 
-def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables | None:
-    """Those that were made ahead, and those of earlier starts with all the same, beside XLA's own cache.
-
-    Raises:
-        ConfigError: config.executables is no folder.
-    """
-    cache, shipped = compat.compile_cache(), config.executables
-    if cache is None and shipped is None:
-        return None
-    root = None if cache is None else cache / "executables"
-    saved = SavedExecutables(root, step_manifest(blueprint, mesh), mesh.devices.flatten().tolist(), shipped)
-    saved.touch()
-    if shipped is not None:
-        if not shipped.is_dir():
-            raise ConfigError(f"executables is {str(shipped)!r}, which is no folder; `jaxllm compile` makes one")
-        if difference := saved.difference(shipped):
-            logger.warning("the executables in %s are not for this engine, which compiles: %s", shipped, difference)
-    return saved
-
-
-def _helper(config: EngineConfig, blueprint: Blueprint, saved: SavedExecutables | None) -> CompilingProcess | None:
-    """A process that compiles what nobody waits for: on a CPU, which two processes can compile for at once, and where
-    there is so much to trace that it is worth another start of Python."""
-    large = blueprint.spec.config.num_layers >= LAYERS_WORTH_A_PROCESS
-    if saved is None or saved.root is None or blueprint.plan.platform != "cpu" or not large:
-        return None
-    plan = blueprint.plan  # not what is free when the process begins
-    sizes = {"kv_cache_memory": plan.kv_bytes or None, "state_cache_memory": plan.state_cache_bytes}
-    settings = part_of(config, EngineConfig).model_copy(update=sizes)  # a server's has more, which that process refuses
-    return CompilingProcess(settings.model_dump_json(), str(saved.root), saved.name)
-
-
 def device_line(meshes: Sequence[Mesh], memory: int, planned: int) -> str:
     """'1 NVIDIA H100 80GB HBM3 of 79.1 GiB: 71.2 GiB planned'."""
     kind = meshes[0].devices.flat[0].device_kind
@@ -293,7 +242,7 @@ def _assemble(
     prepared: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
 ) -> tuple[EngineCore, EngineInfo]:
     """What goes on while the first executables are compiled, and the core that has them."""
-    config, checkpoint, blueprint, stages, clock = prepared
+    config, checkpoint, blueprint, stages, _, _, clock = prepared
     mesh, functions, executables = prepared.last[1:]
     grammars = None
     encodes = blueprint.plan.buckets.encodes
@@ -343,7 +292,7 @@ def _assemble(
     adapters = adapter_store(blueprint, config, checkpoint.path)
     backend = tokenizer.backend if tokenizer else None
     parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, mesh)
-    model = LiveModel(parts, lambda: functions.unpack_weights(device.weights)) if len(stages) == 1 else None
+    model = LiveModel(parts, lambda: functions.unpack_weights(device.weights)) if not blueprint.stages else None
     reader = WeightReader(config, blueprint, functions, mesh)
     core = EngineCore(scheduler, pool, runner, backend, eos, config.seed, grammars, adapters, model, reader)
     info = EngineInfo(
@@ -360,7 +309,7 @@ def _assemble(
         num_parameters=plan.num_parameters,
         hidden_size=blueprint.spec.config.vector_size,
         num_layers=blueprint.spec.config.num_layers,
-        num_stages=len(stages),
+        num_stages=len(prepared.meshes),
         kv_heads=blueprint.spec.config.kv_heads,
         tasks=read_tasks(checkpoint, encodes),
         default_sampling=_sampling_defaults(checkpoint),

@@ -22,7 +22,7 @@ from jaxllm.engine.start.build import (
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.leave import die, leave
-from jaxllm.engine.start.prepared import new_device
+from jaxllm.engine.start.prepared import new_follower
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
 from jaxllm.weights.read_ahead import reading_ahead
 
@@ -56,13 +56,14 @@ def follow(
             prepared = plan_and_compile(config, checkpoint, group, clock)
             with closing_at_failure(prepared):
                 weights = load_weights(prepared)
-                device = new_device(prepared, weights, leader=None)
+                device = new_follower(prepared, weights)
                 gather_weights(prepared, weights)
             checkpoint.close()
             group.hold.say(Follows())
             on_ready()
             logger.info("follows process 0: %s", clock)
-            prepared.last.executables.announce_end()
+            for stage in prepared.stages:
+                stage.executables.announce_end()
             reason = group.hold.follow(device)
         except EngineDeadError as error:
             end(str(error))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,14 +12,13 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.executables import Executables
-from jaxllm.engine.device.keys import Key
-from jaxllm.engine.device.stage_keys import keys_of
-from jaxllm.engine.device.staged_device import EarlierStage, StagedDevice
+from jaxllm.engine.device.staged_device import EarlierStages, StagedDevice, StageDevice, Stages
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.lockstep.leader import Leader
-from jaxllm.engine.lockstep.leading_device import LeadingDevice
+from jaxllm.engine.lockstep.leading_device import LeadingDevice, LeadingStages
 from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.plan import Blueprint
+from jaxllm.sharding.hand_over import Exchange, hand_over
 from jaxllm.weights.checkpoint import Checkpoint
 
 Weights = tuple[jax.Array, ...]
@@ -41,32 +41,47 @@ class Prepared(NamedTuple):
     checkpoint: Checkpoint
     blueprint: Blueprint
     stages: Sequence[PreparedStage]
-    """Mostly one, which is the whole engine."""
+    """Those of this process: mostly one, which is the whole engine."""
+    meshes: Sequence[Mesh]
+    """The devices of all stages."""
+    exchange: Exchange | None
     clock: Clock
 
     @property
     def last(self) -> PreparedStage:
-        """The one that samples."""
+        """The one that samples, in a process that has it."""
         return self.stages[-1]
 
 
-def made_by(earlier: Sequence[PreparedStage]) -> Callable[[Key], bool]:
-    """Whether the stages before the last have made their parts of a step."""
-    return lambda step: all(
-        stage.executables.has(part) for stage in earlier for part in keys_of(stage.blueprint.options.stage, [step])
-    )
-
-
 def new_device(prepared: Prepared, weights: Sequence[Weights], leader: Leader | None) -> Device:
-    """What runs the engine's steps, with nothing in its caches; `weights` are of each stage."""
+    """What runs the engine's steps in the process that has the last stage, with nothing in its caches; `weights` are of
+    each stage that is here.
+    """
     last = prepared.last
     parts = last.executables, weights[-1], last.functions.state.new()
-    if leader is not None:
-        return LeadingDevice(leader, *parts)
-    if len(prepared.stages) == 1:
-        return Device(*parts)
-    before = [
-        EarlierStage(Device(stage.executables, own, stage.functions.state.new()), stage.mesh)
-        for stage, own in zip(prepared.stages[:-1], weights[:-1], strict=True)
-    ]
-    return StagedDevice(*parts, last.mesh, before, last.blueprint.sizes)
+    if not prepared.blueprint.stages:
+        return Device(*parts) if leader is None else LeadingDevice(leader, *parts)
+    stages = new_stages(prepared, weights)
+    return StagedDevice(*parts, stages) if leader is None else LeadingStages(leader, *parts, stages)
+
+
+def new_follower(prepared: Prepared, weights: Sequence[Weights]) -> Device | EarlierStages:
+    """What runs the steps that process 0 sends."""
+    own = prepared.last.blueprint.options.stage
+    if own is None or own.last:
+        return new_device(prepared, weights, leader=None)
+    return EarlierStages(new_stages(prepared, weights))
+
+
+def new_stages(prepared: Prepared, weights: Sequence[Weights]) -> Stages:
+    """The way through all stages, with those before the last that are here."""
+    meshes, exchange = prepared.meshes, prepared.exchange
+    here = {
+        stage.blueprint.options.stage: Device(stage.executables, own, stage.functions.state.new())
+        for stage, own in zip(prepared.stages, weights, strict=True)
+        if stage.blueprint.options.stage is not None and not stage.blueprint.options.stage.last
+    }
+    every = [blueprint.options.stage for blueprint in prepared.blueprint.stages]
+    earlier = [StageDevice(stage, here.get(stage)) for stage in every[:-1] if stage is not None]
+    ways = [hand_over(*pair, exchange) for pair in itertools.pairwise([*meshes, meshes[0]])]
+    return Stages(earlier, ways, prepared.blueprint.sizes, prepared.last.functions.state.hidden_dtype)
