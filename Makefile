@@ -78,7 +78,8 @@ check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check-gpu: $(GPU)/.installed ## Compile for an H100, which need not be there, and check what the programs are made of; ARGS='-m gpu_compile' takes all
+check-gpu: $(GPU)/.installed ## Run a GPU's kernels, interpreted, compile for an H100, neither of which need be there, and look at the programs; ARGS='-m gpu_compile' takes all
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'gpu_kernels and not thorough and not slow' tests/pallas_kernels tests/models
 	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'gpu_compile and not slow' tests/gpu $(ARGS)
 
 check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, and look for copies of pages

@@ -9,12 +9,9 @@ FAMILIES = (
     "llama_gqa",
     "llama4",
     "qwen3_5_moe",
-    "gemma2",
     "gemma4",
     "deepseek_v2_lite",
     "lfm2_moe",
-    "exaone4",
-    "hunyuan_moe",
     "granite4",
 )
 """Whose logits are compared with those of transformers by whole prompts; others are by single tokens."""
@@ -55,10 +52,7 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_markers_must_be_known": ("four steps a dispatch",),
         "test_penalties_and_biases_go_with_it": ("four steps a dispatch",),
         "test_stop_strings_see_the_marker": ("four steps a dispatch",),
-        "test_the_marker_comes_when_the_budget_is_spent": (
-            "four steps a dispatch-0-one token",
-            "drafts-0-several tokens",
-        ),
+        "test_the_marker_comes_when_the_budget_is_spent": ("drafts-0-several tokens",),
         "test_what_cannot_be_forced_fails_alone": ("four steps a dispatch",),
     },
     "models/test_cpu_kernels.py": {
@@ -85,7 +79,7 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_outputs_are_the_definition_s": ("q_lora-reference",),
     },
     "models/test_mtp.py": {
-        "test_what_the_head_reads_is_as_defined": ("qwen3_5", "glm4_moe"),
+        "test_what_the_head_reads_is_as_defined": ("glm4_moe",),
     },
     "models/test_packed.py": {
         "test_a_packed_gguf_gives_the_logits_of_its_expansion": ("llama_gqa", "qwen2_moe"),
@@ -103,15 +97,12 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
             "gemma3_softcap",
             "deepseek_v3",
             "lfm2_moe",
-            "cohere2",
-            "starcoder2",
             "nemotron_h",
         ),
     },
     "models/test_quantized_checkpoints.py": {
         "test_a_packed_checkpoint_gives_the_logits_of_its_numbers": (
             "llama:gptq_sorted",
-            "llama:compressed_w8a16",
             "llama:bitsandbytes_int8",
             "mixtral:gptq_sorted_each",
         ),
@@ -143,13 +134,9 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_k_quants_are_as_good_as_llama_cpps": ("normal-Q2_K", "normal-Q5_K"),
         "test_others_are_no_worse_than_ggufs": ("normal-Q4_0", "normal-Q5_1"),
     },
-    "research/test_captured_keys.py": {
-        "test_they_are_what_attention_shows": ("gemma3_small",),
-    },
     "research/test_captures.py": {
         "test_completions_are_captured_beside_requests_that_are_not": ("llama_gqa",),
         "test_only_the_positions_that_are_asked_for": ("llama_gqa-last", "lfm2-positions2"),
-        "test_the_stream_is_the_sum_of_what_is_added_to_it": ("falcon_h1",),
     },
     "research/test_logits_processors.py": {
         "test_tokens_are_those_that_numpy_chooses": ("llama_gqa",),
@@ -217,11 +204,11 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_text_is_tokenized_as_the_reference_tokenizes_it": ("smollm2-135m",),
     },
     "test_guesses.py": {
-        "test_a_schema_is_followed_whatever_the_draft": ("lfm2",),
-        "test_an_answer_that_is_known_takes_fewer_steps": ("lfm2-json", "lfm2-regex"),
-        "test_answers_are_those_without_drafts": ("lfm2",),
-        "test_drafts_go_from_the_reasoning_into_the_schema": ("lfm2",),
-        "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": ("lfm2",),
+        "test_a_schema_is_followed_whatever_the_draft": ("llama_gqa",),
+        "test_an_answer_that_is_known_takes_fewer_steps": ("llama_gqa-json", "llama_gqa-regex"),
+        "test_answers_are_those_without_drafts": ("llama_gqa",),
+        "test_drafts_go_from_the_reasoning_into_the_schema": ("llama_gqa",),
+        "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": ("llama_gqa",),
     },
     "test_invariance.py": {
         "test_after_a_prefix_hit": ("gemma3_linear_rope",),
@@ -235,7 +222,6 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_whole_vocabularies_of_generated_tokens": ("way0-fields0",),
     },
     "test_mtp.py": {
-        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": ("qwen3_5",),
         "test_drafts_are_those_of_the_definition": ("deepseek_v3-differently0",),
     },
     "test_offload.py": {
@@ -243,14 +229,13 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_in_other_engines": ("{'kv_cache_dtype': 'int8'}",),
     },
     "test_peft_options.py": {
-        "test_a_request_gets_what_peft_says": ("patterns", "qwen3_dora_rslora", "gpt2_dora"),
+        "test_a_request_gets_what_peft_says": ("patterns", "gpt2_dora"),
     },
     "test_quantized_pages.py": {
         "test_the_cpu_kernels_score_as_plain_xla_does": ("llama_gqa-fp8", "deepseek_v3-int8"),
         "test_tokens_are_the_same_however_a_request_is_run": ("llama_gqa-int8",),
     },
     "test_same_answer.py": {
-        "test_drafts_change_no_bit_of_layers_with_a_state": ("lfm2",),
         "test_layers_with_a_state": ("lfm2",),
     },
     "test_states.py": {
@@ -260,7 +245,11 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_of_a_chats_first_turn_hardly_anything_is_computed_again": ("lfm2",),
     },
     "test_two_processes.py": {
-        "test_a_process_that_fails_ends_the_group_with_a_line": ("kill",),
+        "test_a_process_that_fails_ends_the_group_with_a_line": (
+            "kill-{'tensor_parallel_size': 2}",
+            "stop-{'pipeline_parallel_size': 2}",
+        ),
+        "test_stages_in_several_processes_say_what_one_process_says": ("a stage each", "half a stage each"),
     },
     "text/test_llama_cpp_tokens.py": {
         "test_tokens_are_those_of_llama_cpp": ("smollm2-135m",),

@@ -42,5 +42,6 @@ def test_what_is_kept_is_run(request: pytest.FixtureRequest) -> None:
 
 
 def here(table: dict[str, Any]) -> list[tuple[str, Any]]:
-    """By file, without those that `make test-programs` runs."""
-    return [(file, tests) for file, tests in table.items() if "pytest.mark.programs" not in (TESTS / file).read_text()]
+    """By file, without those that `make test-programs` and `make check-gpu` run."""
+    marked = re.compile(r"pytestmark = pytest\.mark\.(programs|gpu_kernels)")
+    return [(file, tests) for file, tests in table.items() if not marked.search((TESTS / file).read_text())]

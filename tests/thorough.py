@@ -59,7 +59,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "requests/test_structured_outputs.py": {
         "test_an_engine_follows_the_longest_chains": "the refused chains after it",
     },
+    "research/test_captured_keys.py": {
+        "test_they_are_what_attention_shows": "test_keys_and_values_are_as_transformers_holds_them",
+    },
     "research/test_captures.py": {
+        "test_the_stream_is_the_sum_of_what_is_added_to_it": "test_every_point_of_a_prompt_is_as_transformers_has_it",
         "test_steps_without_captures_are_those_of_an_engine_that_knows_none": "the same test of patches",
     },
     "research/test_logits_processors.py": {
@@ -130,6 +134,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_a_program_that_has_told_jax_otherwise_gets_the_same_tokens": "its other tests",
     },
     "test_mtp.py": {
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": "the same test in tests/test_eagle3.py",
         "test_at_the_default_dtype_too_no_bit_of_an_answer_changes": "tests/test_same_answer.py, by n-grams",
         "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": "tests/test_drafts_on_states.py",
     },
@@ -140,6 +145,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_a_server_says_what_the_library_does": "its other tests",
     },
     "test_same_answer.py": {
+        "test_drafts_change_no_bit_of_layers_with_a_state": "tests/test_drafts_on_states.py, at float32",
         "test_norms_and_factors_in_other_places": "tests/cpu_kernels/test_same_bits.py",
     },
     "test_saved_start.py": {
@@ -159,9 +165,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "test_trained_adapters.py": {
         "test_a_tiny_model_learns_a_text_and_another_one_another": "tests/research/test_model.py",
-    },
-    "test_two_processes.py": {
-        "test_a_process_that_fails_ends_the_group_with_a_line[raise]": "its other faults",
     },
     "weights/test_gguf_file.py": {
         "test_every_tensor_of_gemma3_is_finite_and_of_its_shape": "test_smollm2_reads_as_gguf_reads_it",

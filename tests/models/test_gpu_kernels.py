@@ -19,6 +19,8 @@ from tests.models.mla_layer import interpreted
 from tests.reference import load_golden
 from tests.reference.tiny import TINY_MODELS, write_checkpoint
 
+pytestmark = pytest.mark.gpu_kernels
+
 INTERPRETED = replace(
     GPU,
     attention=partial(GPU.attention, interpret=INTERPRET),

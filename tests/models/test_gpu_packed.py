@@ -25,6 +25,8 @@ from tests.reference import load_golden, packings
 from tests.reference.tiny import draw_weights, tiny_config
 from tests.reference.tiny_gguf import write_gguf
 
+pytestmark = pytest.mark.gpu_kernels
+
 SIZES = {
     "llama_gqa": {64: 256, 96: 512},
     "phi3": {64: 256, 84: 256, 168: 512, 128: 512},

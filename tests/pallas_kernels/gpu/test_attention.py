@@ -22,6 +22,8 @@ from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads
 
+pytestmark = pytest.mark.gpu_kernels
+
 NAN = float("nan")
 
 

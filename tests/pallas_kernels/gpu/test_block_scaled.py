@@ -18,6 +18,8 @@ from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 from tests.pallas_kernels.gpu.test_experts import silu
 
+pytestmark = pytest.mark.gpu_kernels
+
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
 

@@ -14,6 +14,8 @@ from jaxllm.pallas_kernels.packed_matrix import PackedFormat
 from jaxllm.quantization.unpacked import BLOCKS
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 
+pytestmark = pytest.mark.gpu_kernels
+
 FORMATS = {name: block.format for name, block in BLOCKS.items()} | {
     "2 bits": PackedFormat(2, offset=2),
     "4 bits": PackedFormat(4),

@@ -20,6 +20,8 @@ from jaxllm.pallas_kernels.gpu.route import route
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_matmul import KINDS
 
+pytestmark = pytest.mark.gpu_kernels
+
 
 @dataclass(frozen=True)
 class Router:

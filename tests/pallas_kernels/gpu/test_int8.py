@@ -16,6 +16,8 @@ from jaxllm.quantization.per_channel import PerChannel
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import silu
 
+pytestmark = pytest.mark.gpu_kernels
+
 F32 = np.dtype(np.float32)
 
 

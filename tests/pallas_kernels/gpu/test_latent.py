@@ -16,6 +16,8 @@ from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import ragged_batch
 
+pytestmark = pytest.mark.gpu_kernels
+
 STILL, VALUES = 18, 20
 """Channels of a head's query that are not rotated, and of its value."""
 

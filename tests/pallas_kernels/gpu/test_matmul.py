@@ -26,6 +26,8 @@ from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Dense, Weight
 from tests.gpu_here import INTERPRET
 
+pytestmark = pytest.mark.gpu_kernels
+
 F32 = np.dtype(np.float32)
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 

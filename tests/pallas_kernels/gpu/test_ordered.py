@@ -15,6 +15,8 @@ from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import EXPERTS, SIZE, check_layer, values
 from tests.pallas_kernels.gpu.test_matmul import KINDS
 
+pytestmark = pytest.mark.gpu_kernels
+
 
 def ordered(kind: str, matrix: np.ndarray, seed: int = 0) -> Weight:
     """A matrix, or a stack with an order of inputs for each, of which `matrix` has the columns as they are kept."""

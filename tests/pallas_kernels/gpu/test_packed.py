@@ -24,6 +24,8 @@ from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 from tests.gpu_here import INTERPRET
 
+pytestmark = pytest.mark.gpu_kernels
+
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(jnp.bfloat16)
 KINDS: dict[str, Any] = {
