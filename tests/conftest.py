@@ -55,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before those that are marked are left out."""
     thorough.mark(items)
+    items.sort(key=lambda item: not item.nodeid.startswith(BEGUN_FIRST))
+
+
+BEGUN_FIRST = ("tests/test_stages.py",)
+"""Of these one program takes more than a minute: at the end nothing would be left to do beside it."""
 
 
 KEPT_BY_CHILDREN = {

@@ -117,7 +117,7 @@ def test_an_answer_that_is_known_takes_fewer_steps(plain, drafting, outputs):
     asked = params(plain, outputs, 3)
     tokens, _, first = answer(plain, PROMPTS[0], asked)
     again, _, second = answer(drafting, PROMPTS[0], replace(asked, predicted_token_ids=tokens))
-    assert again == tokens and len(tokens) >= 12
+    assert again == tokens and len(tokens) > 10
     assert second < 0.7 * first
 
 
