@@ -19,6 +19,7 @@ from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.engine.fair_shares import RecentGroups
 from jaxllm.engine.idle_check import IdleCheck
 from jaxllm.engine.masks import allow_only
 from jaxllm.engine.messages import (
@@ -83,6 +84,7 @@ class EngineCore:
         """Called with the requests that get their place, before their first step."""
         self._seeds = random.Random(seed)
         self._requests: dict[str, Request] = {}
+        self._groups = RecentGroups()
         self._failed: list[TokenDelta] = []
         self._pending: Handle | None = None
         self._pending_version = self._read_version = self.weight_version
@@ -128,6 +130,7 @@ class EngineCore:
         request = Request.from_message(message, self._scheduler.max_model_len, self._seeds.getrandbits(64))
         request.cache_generation = self._cache_generation
         self._requests[request.request_id] = request
+        self._groups.note(request.group)
         try:
             self._begin(request)
         except Exception as error:
@@ -171,9 +174,14 @@ class EngineCore:
         A step in which a grammar or a thinking budget has a say is dispatched in two halves: the tokens of the step
         before it settle the masks of its second half, and are read while its first half runs. One that tries drafts
         under a grammar is whole, and the step before it is read first: its tokens settle the drafts too.
+
+        Where several groups send requests, a step with prompts is read before the next is dispatched, which is in the
+        next turn: requests that have come meanwhile may be in it.
         """
         began = time.thread_time()
         deltas = self._start_prepared()
+        if self._lets_others_in:
+            return deltas + self._read_pending(None)
         if self._pending is not None and self._scheduler.awaits_text(admitting=self._paused is None):
             deltas += self._read_pending(None)
         if not self._has_requests:
@@ -192,6 +200,11 @@ class EngineCore:
         if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
         return deltas
+
+    @property
+    def _lets_others_in(self) -> bool:
+        ran = None if self._pending is None else self._pending.ran
+        return ran is not None and ran.kind == "prefill" and self._groups.are_several
 
     def _read_pending(self, handle: Handle | None) -> list[TokenDelta]:
         """Read the step under way, if there is one, and put `handle` in its place."""

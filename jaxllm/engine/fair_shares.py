@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxllm.engine.request import Request
 
+RECENT_SECONDS = 60.0
+
 Sharers = tuple[int, str]
 """A priority and a group: only requests of equal priority share."""
+
+
+class RecentGroups:
+    """Groups that have sent requests within the last minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    def note(self, group: str) -> None:
+        """A request of this group has come."""
+        now = self._clock()
+        self._last = {known: at for known, at in self._last.items() if at > now - RECENT_SECONDS} | {group: now}
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one."""
+        oldest = self._clock() - RECENT_SECONDS
+        return len(self._last) > 1 and sum(at > oldest for at in self._last.values()) > 1
 
 
 def divided(wanted: Mapping[str, int], total: int) -> dict[str, int]:

@@ -124,6 +124,8 @@ class Driver:
         self.scheduler.schedule = checked  # type: ignore[method-assign]
         try:
             deltas = self.core.turn()
+            if not batches:  # where groups take turns, a step with prompts is read in a turn of its own
+                deltas += self.core.turn()
         finally:
             self.scheduler.schedule = schedule  # type: ignore[method-assign]
         for delta in deltas:

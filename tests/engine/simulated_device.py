@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.engine.device.choice import Sampled, Settled
 from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
+from jaxllm.engine.device.ran_step import RanStep
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.work import Batch
 
@@ -143,6 +144,7 @@ class SimulatedRunner:
             self._decode_on(handle, batch.num_steps - 1)
         self._write_states(batch, begins)
         handle.leaving = leaving  # type: ignore[assignment]
+        handle.ran = RanStep.of(batch, [], 0.0)
         return handle
 
     def read_pages(self, pages: Sequence[tuple[int, bytes]]) -> list[SimulatedLeaving]:

@@ -18,7 +18,7 @@ from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from tests.engine.simulated_device import VOCAB, SimulatedRunner, alone, next_token
+from tests.engine.simulated_device import VOCAB, SimulatedHandle, SimulatedRunner, alone, next_token
 
 GRAMMAR = StructuredOutputs(regex="ignored: ScriptedGrammars decides")
 
@@ -69,10 +69,11 @@ class Engine:
         eos_ids = [] if eos is None else [eos]
         self.core = EngineCore(self.scheduler, self.pool, self.runner, None, eos_ids, grammars=grammars)  # type: ignore[arg-type]
 
-    def add(self, name: str, prompt: list[int], **params: Any) -> None:
+    def add(self, name: str, prompt: list[int], group: str = "", **params: Any) -> None:
         message = EngineRequest(
-            request_id=name, prompt_token_ids=prompt, sampling_params=SamplingParams(**params), arrival_time=time.time()
-        )
+            request_id=name, prompt_token_ids=prompt, sampling_params=SamplingParams(**params),
+            arrival_time=time.time(), group=group,
+        )  # fmt: skip
         self.core.add(message)
 
     def request(self, name: str) -> Request:
@@ -106,6 +107,26 @@ def test_a_row_has_as_many_tokens_as_the_step_gives_or_as_the_device_settles():
     settled = Settled(np.array([2, 1, 0]), np.array([2, 0, 0]))  # type: ignore[arg-type]
     drafts = Handle(rows, Sampled(tokens, None, settled), stride=3, reserved=[2, 2])  # type: ignore[arg-type]
     assert [r[1:] for r in drafts.results()] == [(0, [5, 6, 7], 2, 2), (3, [8], 1, 2)]
+
+
+@pytest.mark.parametrize(("second", "order"), [("a", "ssrsrr"), ("b", "srsrsr")])
+def test_where_groups_take_turns_a_step_with_prompts_is_read_before_the_next_is_sent(
+    second: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then whoever comes while it runs is in the next one. Else a step is always (s)ent before the last is (r)ead."""
+    engine = Engine()
+    happened = []
+    dispatch, wait = SimulatedRunner.dispatch, SimulatedHandle.wait
+    monkeypatch.setattr(
+        SimulatedRunner,
+        "dispatch",
+        lambda *given: happened.append("s") or dispatch(*given),  # type: ignore[func-returns-value]
+    )
+    monkeypatch.setattr(SimulatedHandle, "wait", lambda handle: happened.append("r") or wait(handle))  # type: ignore[func-returns-value]
+    engine.add("1", [1] * 50, "a", max_tokens=1)
+    engine.add("2", [2] * 30, second, max_tokens=1)
+    engine.run()
+    assert "".join(happened) == order
 
 
 @pytest.mark.parametrize("tokens", [[], [4], [4, 5, 6, 7, 8, 9]])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from jaxllm.engine.encoder_scheduler import EncoderScheduler
 from jaxllm.engine.fair_queue import FairQueue
-from jaxllm.engine.fair_shares import divided, gives_way, in_turn
+from jaxllm.engine.fair_shares import RecentGroups, divided, gives_way, in_turn
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.request import Request, Status
@@ -116,6 +116,19 @@ def test_what_there_is_is_divided_fairly(wanted: dict[str, int], total: int):
     short = [group for group in wanted if shares[group] < wanted[group]]
     assert not short or sum(shares.values()) == total, "nothing is left while somebody wants more"
     assert all(shares[group] >= max(shares.values()) - 1 for group in short), "who gets less has as much as any other"
+
+
+def test_groups_are_several_for_a_minute():
+    now = [0.0]
+    recent = RecentGroups(lambda: now[0])
+    seen = []
+    for at, group in [(0, "a"), (1, "a"), (30, "b"), (62, "a"), (91, "a"), (92, "a"), (93, "c")]:
+        now[0] = at
+        recent.note(group)
+        seen.append(recent.are_several)
+    assert seen == [False, False, True, True, False, False, True]
+    now[0] = 200.0
+    assert not recent.are_several
 
 
 def test_a_group_gives_way_only_to_one_with_two_fewer_running():
