@@ -1,6 +1,6 @@
 """Answers of engines whose layers are in stages, for a process with several devices to give.
 
-JAX_NUM_CPU_DEVICES=4 python -m tests.stages_over_devices OUT.npz FOLDER-OF-MODELS
+JAX_NUM_CPU_DEVICES=4 python -m tests.stages_over_devices OUT.npz FOLDER-OF-MODELS ["llama_gqa (2, 1)" …]
 """
 
 from __future__ import annotations
@@ -126,10 +126,13 @@ def refusals(llm: LLM) -> dict[str, str]:
     return said
 
 
-def main(out: str, models: str) -> None:
+def main(out: str, models: str, *names: str) -> None:
+    """`names` are those of models with layouts, as `str` has the pair; all without any."""
     found: dict[str, Any] = {}
     for name, layouts in LAYOUTS.items():
         for layout in layouts:
+            if names and f"{name} {layout}" not in names:
+                continue
             found[f"{name} {layout}"] = told(Path(models) / name, (name, layout) == EVERY_KIND, *layout)
     with LLM(str(Path(models) / "llama_gqa"), **SIZES, pipeline_parallel_size=2) as llm:
         found |= {"order": order_of_stages(llm), "refused": refusals(llm)}

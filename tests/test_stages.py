@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,25 @@ from tests.stages_over_devices import EVERY_KIND, LAYOUTS, told
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
 
-def ask_both(folder: Path) -> None:
+def ask_both(cases: list[tuple[str, tuple[int, int]]], folder: Path) -> None:
     """What engines in stages say, and what those on one device do."""
-    for name in LAYOUTS:
+    for name in {"llama_gqa", *(name for name, _ in cases)}:
         write_model(folder / name, name)
-    found = over_devices(4, "tests.stages_over_devices", folder / "told.npz", str(folder))
+    names = [f"{name} {layout}" for name, layout in cases]
+    found = over_devices(4, "tests.stages_over_devices", folder / "told.npz", str(folder), *names)
     (folder / "stages.json").write_text(str(found["told"]))
-    asked = dict.fromkeys((name, (name, layout) == EVERY_KIND) for name, layout in CASES)
+    asked = dict.fromkeys((name, (name, layout) == EVERY_KIND) for name, layout in cases)
     alone = {f"{name} {every_kind}": told(folder / name, every_kind) for name, every_kind in asked}
     (folder / "one.json").write_text(json.dumps(alone))
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_folder(tmp_path_factory, "stages", ask_both)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = {item.name for item in request.session.items}
+    cases = [
+        (name, layout) for name, layout in CASES if f"test_stages_say_what_one_device_says[{name}-{layout}]" in run
+    ]
+    return shared_folder(tmp_path_factory, "stages", partial(ask_both, cases or [EVERY_KIND]))
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "models/test_moe.py": {
         "test_sharded_layer_is_the_dense_mixture": "tests/models/test_tensor_parallel.py",
     },
+    "models/test_tensor_parallel.py": {
+        "test_quantized_weights_are_the_same_on_any_number_of_devices": "test_logits_are_the_goldens",
+    },
     "models/test_quantized_checkpoints.py": {
         "test_over_several_devices": "tests/models/test_tensor_parallel.py",
     },
@@ -75,6 +78,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_two_devices_exchange_them_as_one": "tests/models/test_tensor_parallel.py",
     },
     "research/test_patching.py": {
+        "test_captures_show_the_patch_and_what_comes_of_it": "test_a_patched_request_is_as_transformers_has_it",
         "test_in_a_process_of_its_own": "the same test of captures",
     },
     "research/test_tensor_parallel.py": {
@@ -94,8 +98,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_neighbours_with_adapters_change_no_bit": "tests/cpu_kernels/test_low_rank.py",
     },
     "test_adapters.py": {
+        "test_arrays_of_a_notebook_are_an_adapter": "test_an_adapter_gives_what_the_merged_model_gives",
         "test_adapters_of_other_families": "its tests of Llama, Qwen2 and Phi-3",
         "test_under_tensor_parallelism_adapters_add_the_same": "tests/models/test_tensor_parallel.py",
+    },
+    "test_disaggregated.py": {
+        "test_a_draft_models_pages_come_along": "test_other_models",
     },
     "test_docs.py": {
         "test_tables_are_those_of_the_code[sizes]": "the other tables",
@@ -111,6 +119,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_a_draft_model_of_attention_alone_drafts_for_one_with_states": "tests/test_draft_models.py",
     },
     "test_eagle3.py": {
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": "the same test of a draft model",
         "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": "tests/test_drafts.py",
         "test_at_the_default_dtype_too_no_bit_of_an_answer_changes": "the same test of MTP, in tests/test_mtp.py",
     },
@@ -134,12 +143,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_a_program_that_has_told_jax_otherwise_gets_the_same_tokens": "its other tests",
     },
     "test_mtp.py": {
-        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": "the same test in tests/test_eagle3.py",
+        "test_answers_are_those_without_drafts_whatever_a_request_asks_for": "the same test of a draft model",
         "test_at_the_default_dtype_too_no_bit_of_an_answer_changes": "tests/test_same_answer.py, by n-grams",
         "test_with_few_pages_requests_are_preempted_in_the_middle_of_drafts": "tests/test_drafts_on_states.py",
     },
     "test_offload.py": {
-        "test_a_draft_models_pages_come_along": "the same test in tests/test_disaggregated.py",
+        "test_a_draft_models_pages_come_along": "test_a_prompt_is_found_again_in_host_memory",
     },
     "test_quantized_pages.py": {
         "test_a_server_says_what_the_library_does": "its other tests",
