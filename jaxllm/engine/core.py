@@ -175,8 +175,8 @@ class EngineCore:
         before it settle the masks of its second half, and are read while its first half runs. One that tries drafts
         under a grammar is whole, and the step before it is read first: its tokens settle the drafts too.
 
-        Where several groups send requests, a step with prompts is read before the next is dispatched, which is in the
-        next turn: requests that have come meanwhile may be in it.
+        Where several groups send requests, a step that prompts fill is read before the next is dispatched, which is in
+        the next turn: requests that have come meanwhile may be in it. Such a step is long beside what this costs.
         """
         began = time.thread_time()
         deltas = self._start_prepared()
@@ -204,7 +204,9 @@ class EngineCore:
     @property
     def _lets_others_in(self) -> bool:
         ran = None if self._pending is None else self._pending.ran
-        return ran is not None and ran.kind == "prefill" and self._groups.are_several
+        if ran is None or ran.kind == "decode" or sum(ran.lengths) < self._scheduler.max_num_batched_tokens:
+            return False
+        return self._groups.are_several
 
     def _read_pending(self, handle: Handle | None) -> list[TokenDelta]:
         """Read the step under way, if there is one, and put `handle` in its place."""

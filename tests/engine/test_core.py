@@ -109,9 +109,12 @@ def test_a_row_has_as_many_tokens_as_the_step_gives_or_as_the_device_settles():
     assert [r[1:] for r in drafts.results()] == [(0, [5, 6, 7], 2, 2), (3, [8], 1, 2)]
 
 
-@pytest.mark.parametrize(("second", "order"), [("a", "ssrsrr"), ("b", "srsrsr")])
-def test_where_groups_take_turns_a_step_with_prompts_is_read_before_the_next_is_sent(
-    second: str, order: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("second", "lengths", "answer", "order"),
+    [("a", (50, 30), 1, "ssrsrr"), ("b", (50, 30), 1, "srsrsr"), ("b", (5, 6), 2, "ssrr")],
+)
+def test_where_groups_take_turns_a_step_full_of_prompts_is_read_before_the_next_is_sent(
+    second: str, lengths: tuple[int, int], answer: int, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then whoever comes while it runs is in the next one. Else a step is always (s)ent before the last is (r)ead."""
     engine = Engine()
@@ -123,8 +126,8 @@ def test_where_groups_take_turns_a_step_with_prompts_is_read_before_the_next_is_
         lambda *given: happened.append("s") or dispatch(*given),  # type: ignore[func-returns-value]
     )
     monkeypatch.setattr(SimulatedHandle, "wait", lambda handle: happened.append("r") or wait(handle))  # type: ignore[func-returns-value]
-    engine.add("1", [1] * 50, "a", max_tokens=1)
-    engine.add("2", [2] * 30, second, max_tokens=1)
+    engine.add("1", [1] * lengths[0], "a", max_tokens=1)
+    engine.add("2", [2] * lengths[1], second, max_tokens=answer)
     engine.run()
     assert "".join(happened) == order
 
