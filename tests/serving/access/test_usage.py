@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,11 @@ from tests.serving.store.conftest import database_url, postgres
 __all__ = ["database_url", "postgres"]
 
 ROOT = Path(__file__).parents[3]
-TODAY = datetime.now(UTC).date()
+
+
+def today() -> date:
+    """Asked for in each test: a run of all may go past midnight."""
+    return datetime.now(UTC).date()
 
 
 def used(answer: Any) -> list[tuple[str, int, int, int, int]]:
@@ -47,7 +51,7 @@ def test_a_key_is_told_its_own_usage(keyed: Callable[..., Keyed]) -> None:
     server.post("bob", "/v1/embeddings", {"input": "abc"})
     told = server.get("alice", "/v1/usage")
     prompt = usage["prompt_tokens"]
-    assert told.json()["api_key"] == "alice" and {day["date"] for day in told.json()["data"]} == {TODAY.isoformat()}
+    assert told.json()["api_key"] == "alice" and {day["date"] for day in told.json()["data"]} == {today().isoformat()}
     assert used(told) == [("fake", 2, 2 * prompt, 2 * CACHED, 2 * len(REPLY)), ("second", 1, 3, CACHED, 3)]
     assert used(server.get("bob", "/v1/usage")) == [("fake", 1, 4, CACHED, 0)]
 
@@ -63,9 +67,9 @@ def test_usage_of_some_days(keyed: Callable[..., Keyed], monkeypatch: pytest.Mon
     def counts(query: str) -> list[int]:
         return [requests for _, requests, *_ in used(server.get("alice", f"/v1/usage{query}"))]
 
-    two_days_ago, yesterday = (TODAY - timedelta(days=days) for days in (2, 1))
+    two_days_ago, yesterday = (today() - timedelta(days=days) for days in (2, 1))
     assert counts("") == [3, 1], "of thirty days, the oldest first"
-    assert counts(f"?since={TODAY - timedelta(days=50)}") == [41, 3, 1]
+    assert counts(f"?since={today() - timedelta(days=50)}") == [41, 3, 1]
     assert counts(f"?since={two_days_ago}&until={yesterday}") == [3]
     assert counts(f"?since={yesterday}&until={yesterday}") == []
     refused = server.get("alice", "/v1/usage?since=soon").json()["error"]
@@ -81,7 +85,7 @@ def test_the_example_shows_limits_and_usage(listen: Callable[..., str], tmp_path
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     said, limit, left, reset, usage = shown.splitlines()
     assert said == REPLY[:8] and limit == "x-ratelimit-limit-tokens: 100" and left.startswith("x-ratelimit-remaining")
-    assert reset.startswith("x-ratelimit-reset-tokens: ") and usage.startswith(f"{TODAY} fake: 1 requests, 25 tokens")
+    assert reset.startswith("x-ratelimit-reset-tokens: ") and usage.startswith(f"{today()} fake: 1 requests, 25 tokens")
 
 
 def test_usage_outlives_the_server(keyed: Callable[..., Keyed], make_client: Any, tmp_path: Path) -> None:
