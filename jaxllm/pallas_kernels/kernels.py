@@ -127,7 +127,8 @@ class Kernels:
         page_layout: the shapes of their buffers.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
         gpu_tiles: these are kernels of NVIDIA GPUs, for which weights of few bits go into tiles of theirs.
-        rotates_heads: attention takes the heads' norms and angles, and applies them itself.
+        rotates_heads: attention takes the heads' norms and angles, and applies them itself; and with an `add_norm`,
+            the `Unsummed` that queries, keys and values are the sum of, to read it in their place.
         wide_sums: what devices have each of a sum is added up in float32; else in the model's own type, which is half
             as much to send, and no conversion afterwards.
         smallest_rows: that a decode is padded to; one alone would leave XLA's fast matrix products.

@@ -18,7 +18,7 @@ from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.layers.taps import tap
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, RootMeanSquare, StepMetadata
+from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, RootMeanSquare, StepMetadata, Unsummed
 from jaxllm.sharding.collectives import gather_over_tensor, tensor_rank, tensor_size
 from jaxllm.sharding.layout import Layout, Segment, split_rows
 from jaxllm.sharding.mesh import TENSOR
@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         residual: Residual = None,
     ) -> tuple[Late, Pages]:
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new keys and values."""
-        q, k, v = self._heads(x, norm)
+        q, k, v, unsummed = self._heads(x, norm)
         q, gate = (q[:, ::2], q[:, 1::2]) if self.gated else (q, None)
         if not self.causal:
             return self.output(self._among_texts(q, k, v, angles, meta), residual=residual), pages
@@ -139,6 +139,8 @@ class Attention(nnx.Module):
         rotates = self.kernels.rotates_heads and (self.has_kv or self.kernels.native)
         if rotates and self.query_scaling is None and knows_norm:
             options |= {"angles": angles, "norms": self._head_norms()}
+            if unsummed is not None:
+                options["unsummed"] = unsummed
         else:
             q, k = self._turned(q, k, angles, meta)
         if self.sinks is not None:
@@ -179,16 +181,21 @@ class Attention(nnx.Module):
 
     def _heads(
         self, x: Float[Array, "T i"], norm: Norm | None
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"]]:
-        """Queries, keys and values, of which there are none where the pages have them from an earlier layer."""
-        parts = self.qkv.segments(x, norm)
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"], Unsummed | None]:
+        """Queries, keys and values, of which there are none where the pages have them from an earlier layer.
+
+        Behind them what they are the sum of, where a kernel can read it in their place.
+        """
+        parts, unsummed = self.qkv.late_segments(x, norm)
         if self.qkv_clip is not None:
             parts = [jnp.clip(part, -self.qkv_clip, self.qkv_clip) for part in parts]
         q, *kv = (part.reshape(x.shape[0], -1, self.head_dim) for part in parts)
         if not kv:
-            return q, q[:, :0], q[:, :0]
+            return q, q[:, :0], q[:, :0], None
         k, v = kv[0], kv[-1]
-        return q, k, v if self.v_norm is None else self.v_norm(v)
+        if self.gated or self.qkv_clip is not None or self.v_norm is not None or len(kv) == 1:
+            unsummed = None
+        return q, k, v if self.v_norm is None else self.v_norm(v), unsummed
 
     def _turned(
         self, q: Float[Array, "T H D"], k: Float[Array, "T K D"], angles: Angles | None, meta: StepMetadata

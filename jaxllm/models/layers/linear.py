@@ -15,7 +15,7 @@ from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.layers.taps import add_product
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Late, Later, Norm, Residual
+from jaxllm.pallas_kernels import LATER, Late, Later, Norm, Residual, Unsummed, late_sum
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import TENSOR, Axes
@@ -108,6 +108,16 @@ class ColumnLinear(Linear):
         if parts is not None and len(parts) == len(self.sizes):
             return [part.astype(x.dtype) for part in parts]
         return self._parts(self(x, norm))
+
+    def late_segments(
+        self, x: Float[Array, "T i"], norm: Norm | None = None
+    ) -> tuple[list[Float[Array, "T _"]], Unsummed | None]:
+        """The segments, and the product by parts where a kernel made it so: who reads that leaves their sum undone."""
+        if not self.plain or self.kernels.add_norm is None:
+            return self.segments(x, norm), None
+        product = self.kernels.linear(x, self.weight.get_value(), norm, LATER, x.dtype)
+        unsummed = product if isinstance(product, Unsummed) else None
+        return self._parts(late_sum(product).astype(x.dtype)), unsummed
 
     def _parts(self, out: Float[Array, "T o"]) -> list[Float[Array, "T _"]]:
         return jnp.split(out, list(accumulate(self.sizes))[:-1], axis=-1)

@@ -15,6 +15,7 @@ from jaxllm.pallas_kernels.gpu.decode import decode_attention
 from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu.store import rotate_and_store
 from jaxllm.pallas_kernels.gpu.tile import NOTHING_PER_HEAD, AttentionSpec, PerHead
+from jaxllm.pallas_kernels.late import Unsummed
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages, write_pages
@@ -36,11 +37,13 @@ def paged_attention(
     value_dim: int | None = None,
     angles: Any = None,
     norms: tuple[RootMeanSquare, RootMeanSquare] | None = None,
+    unsummed: Unsummed | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
     """Norms and rotates heads where that is asked for, writes the pages, then attends; see `kernels.PagedAttention`.
 
-    Queries that come without new keys are neither normed nor rotated.
+    Queries that come without new keys are neither normed nor rotated. Where queries, keys and values are one product by
+    parts of its inputs, `unsummed`, the kernel that rotates them adds these up.
 
     Accumulates in float32; the dots take the query's dtype (bfloat16, float16 or float32), and pages of another dtype
     are cast to it as they are read. `interpret` runs the kernels as XLA operations, on any platform.
@@ -56,7 +59,7 @@ def paged_attention(
     if v is None:
         pages = write_pages(pages, k, v, meta)
     elif k.shape[1]:
-        q, pages = rotate_and_store(q, k, v, pages, meta, spec, angles, norms, interpret=interpret)
+        q, pages = rotate_and_store(q, k, v, pages, meta, spec, angles, norms, unsummed, interpret=interpret)
     return attend_to_pages(q, pages, meta, spec, per_head, interpret=interpret), pages
 
 

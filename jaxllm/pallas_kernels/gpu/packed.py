@@ -6,14 +6,15 @@ while the next ones are loaded, and expands codes in registers to small integers
 With a few rows the memory is the limit: a group's products are summed by tensor cores and multiplied by its scale
 afterwards, in float32, which is one operation for each row where scaling weights would be one for each weight, and
 rounds nothing. With many rows the tensor cores are the limit: weights are scaled first. The parts of long rows are
-walked side by side, and what they give is added up by the kernel that reads it.
+walked side by side, and what they give is added up by the kernel that reads it. Matrices of several formats that have
+the same inputs are one kernel's, some blocks each: a Q4_K_M file has queries and keys in Q4_K, and values in Q6_K.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
-from jaxllm.pallas_kernels.late import Unsummed
+from jaxllm.pallas_kernels.late import Unsummed, late_sum
 from jaxllm.pallas_kernels.packed_matrix import ROWS, PackedMatrix
 
 FEW_ROWS = 16
@@ -56,24 +57,24 @@ def matmul(
     interpret: bool = False,
 ) -> Float[Array, "T o"]:
     """`x @ matrix.T`, summed in float32."""
-    out = late_matmul(x, matrix, dtype=dtype, tiling=tiling, interpret=interpret)
-    return out.summed().astype(dtype) if isinstance(out, Unsummed) else out
+    return late_sum(late_matmul(x, [matrix], dtype=dtype, tiling=tiling, interpret=interpret)).astype(dtype)
 
 
 def late_matmul(
     x: Float[Array, "T i"],
-    matrix: PackedMatrix,
+    matrices: Sequence[PackedMatrix],
     *,
     dtype: Any = jnp.float32,
     tiling: Tiling | None = None,
     interpret: bool = False,
 ) -> Float[Array, "T o"] | Unsummed:
-    """See `matmul`; where rows are walked in parts, what these give."""
+    """`x` times each of some matrices, side by side; where rows are walked in parts, what these give."""
     count = x.shape[0]
-    if count >= matrix.format.expanded_from and tiling is None:
-        return expanded.matmul(x, matrix, dtype=dtype, interpret=interpret)
+    if count >= min(matrix.format.expanded_from for matrix in matrices) and tiling is None:
+        found = [expanded.matmul(x, matrix, dtype=dtype, interpret=interpret) for matrix in matrices]
+        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
     tile_rows = min(MOST_ROWS, max(8, pl.next_power_of_2(count)))
-    sums = _multiply(x, matrix, None, count, tile_rows, None, dtype, tiling, interpret)
+    sums = _multiply(x, matrices, None, count, tile_rows, None, dtype, tiling, interpret)
     return sums[0] if len(sums) == 1 else Unsummed(sums)
 
 
@@ -89,7 +90,7 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> Float[Array, "N o"]:
     """What `matmul.grouped_matmul` gives, of a stack of matrices; lists are of tiles of `tile_rows`."""
-    return _multiply(x, matrix, lists, rows, tile_rows, activation, dtype, None, interpret)[0]
+    return _multiply(x, [matrix], lists, rows, tile_rows, activation, dtype, None, interpret)[0]
 
 
 def gates(matrix: PackedMatrix) -> bool:
@@ -97,58 +98,79 @@ def gates(matrix: PackedMatrix) -> bool:
     return matrix.shape[-2] % (2 * ROWS) == 0
 
 
+@dataclass(frozen=True)
+class Section:
+    """A matrix among those of a kernel: some blocks of programs are its.
+
+    Attributes:
+        matrix: the matrix, without its arrays.
+        names: of these among what the kernel is given.
+        step: inputs that are walked at a time.
+        blocks: of outputs.
+    """
+
+    matrix: PackedMatrix
+    names: tuple[str, ...]
+    tiling: Tiling
+    step: int
+    outputs: int
+    blocks: int
+
+
 def _multiply(
-    x: jax.Array, matrix: PackedMatrix, lists: RowLists | None, rows: int, tile_rows: int,
+    x: jax.Array, matrices: Sequence[PackedMatrix], lists: RowLists | None, rows: int, tile_rows: int,
     activation: GateActivation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
 ) -> Float[Array, "P T o"]:  # fmt: skip
     """What each part of the inputs gives: float32, or of `dtype` where there is only one."""
-    x, (outputs, inputs) = x.astype(matrix.dtype), matrix.shape[-2:]
-    if tiling is None:
-        tiling = _few(matrix, tile_rows, activation is not None) if tile_rows <= FEW_ROWS else _many(matrix)
-    if activation is not None:
-        tiling = replace(tiling, tiles=2)
-    step = step_of(inputs, matrix, tiling.step)
-    split = 2 if tile_rows > SOME_ROWS and (activation is not None or step > tiling.step) else 1
+    x = x.astype(matrices[0].dtype)
+    inputs = x.shape[1]
+    tilings = [tiling or _best(matrix, tile_rows, activation is not None) for matrix in matrices]
+    warps = min(each.warps for each in tilings)
+    tilings = [replace(each, warps=warps) for each in tilings]
+    steps = [step_of(inputs, matrix, each.step) for matrix, each in zip(matrices, tilings, strict=True)]
+    longer = any(step > each.step for step, each in zip(steps, tilings, strict=True))
+    split = 2 if tile_rows > SOME_ROWS and (activation is not None or longer) else 1
     tile_rows //= split
-    if tile_rows * step > LOADED:
-        tiling = replace(tiling, stages=1)
-    wide = outputs if activation is None else outputs // 2
-    blocks = pl.cdiv(wide, ROWS * tiling.warps * (tiling.tiles if activation is None else 1))
+    stages = 1 if tile_rows * max(steps) > LOADED else min(each.stages for each in tilings)
+    given: dict[str, Any] = {} if lists is None else {"tiles": lists.tiles, "rows": lists.rows}
+    sections = []
+    for index, (matrix, each, step) in enumerate(zip(matrices, tilings, steps, strict=True)):
+        arrays = {f"{index} {name}": array for name, array in arrays_by_name(matrix).items()}
+        outputs = matrix.shape[-2]
+        wide = outputs if activation is None else outputs // 2
+        blocks = pl.cdiv(wide, ROWS * warps * (each.tiles if activation is None else 1))
+        bare = jax.tree.map(lambda _: None, matrix)
+        sections.append(Section(bare, tuple(arrays), each, step, outputs, blocks))
+        given |= arrays
+    total = sum(section.blocks for section in sections)
+    wide = sum(section.outputs for section in sections) // (1 if activation is None else 2)
     row_tiles = pl.cdiv(rows, tile_rows) if lists is None else len(lists.tiles) * split
     parts = 1
     if lists is None:
-        most = min(MOST_PARTS, inputs // tiling.least, inputs // step)
-        parts = max(1, min(tiling.programs // (blocks * row_tiles), most))
-    given = arrays_by_name(matrix) | ({} if lists is None else {"tiles": lists.tiles, "rows": lists.rows})
-    if matrix.format.has_shift and not tiling.scaled:
-        given["sums"] = _group_sums(x, matrix.format.group)
+        most = min(MOST_PARTS, inputs // max(each.least for each in tilings), inputs // max(steps))
+        parts = max(1, min(min(each.programs for each in tilings) // (total * row_tiles), most))
     return pl.pallas_call(
         functools.partial(
             _kernel,
             names=tuple(given),
-            matrix=jax.tree.map(lambda _: None, matrix),
-            tiling=tiling,
+            sections=tuple(sections),
             tile_rows=tile_rows,
             split=split,
-            outputs=outputs,
-            step=step,
-            steps=pl.cdiv(inputs // step, parts),
             share=rows // x.shape[0],
             activation=activation,
             plain=interpret,
         ),
         out_shape=jax.ShapeDtypeStruct((parts, rows, wide), dtype if parts == 1 else jnp.float32),
-        grid=(blocks, row_tiles, parts),
+        grid=(total, row_tiles, parts),
         interpret=interpret,
-        compiler_params=triton_compiler_params(tiling.warps, tiling.stages),
+        compiler_params=triton_compiler_params(warps, stages),
         name="packed_matmul",
     )(x, *given.values())
 
 
-def _group_sums(x: Float[Array, "T i"], group: int) -> Float[Array, "g T"]:
-    """Of each group's inputs, in float32: what is added to a group's numbers is multiplied by that, once for all
-    outputs. A program that took them from the rows that it loads would do more for them than for the products."""
-    return jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], -1, group), axis=-1).T
+def _best(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
+    tiling = _few(matrix, tile_rows, gated) if tile_rows <= FEW_ROWS else _many(matrix)
+    return replace(tiling, tiles=2) if gated else tiling
 
 
 def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
@@ -172,13 +194,13 @@ def _many(matrix: PackedMatrix) -> Tiling:
 
 
 def _kernel(
-    x_ref: Any, *refs: Any, names: tuple[str, ...], matrix: PackedMatrix, tiling: Tiling, tile_rows: int, split: int,
-    outputs: int, step: int, steps: int, share: int, activation: GateActivation | None, plain: bool,
+    x_ref: Any, *refs: Any, names: tuple[str, ...], sections: tuple[Section, ...], tile_rows: int, split: int,
+    share: int, activation: GateActivation | None, plain: bool,
 ) -> None:  # fmt: skip
     *arrays, out_ref = refs
     given = dict(zip(names, arrays, strict=True))
-    block, row_tile, part = (pl.program_id(axis) for axis in range(3))
-    _, rows, wide = out_ref.shape
+    program, row_tile, part = (pl.program_id(axis) for axis in range(3))
+    parts, rows, _ = out_ref.shape
     if "tiles" in given:
         group, first, count = (given["tiles"][lax.div(row_tile, split), column] for column in range(3))
         before = lax.rem(row_tile, split) * tile_rows
@@ -186,12 +208,13 @@ def _kernel(
     else:
         group, first, count = 0, row_tile * tile_rows, rows - row_tile * tile_rows
 
-    def run() -> None:
+    def run(section: Section, block: Array, first_output: int) -> None:
+        tiling = section.tiling
         at = first + jnp.arange(tile_rows)
         live = jnp.arange(tile_rows) < count
         row = triton_load(given["rows"].at[at], mask=live, other=rows) if "rows" in given else at
         of_tile = jnp.arange(ROWS * tiling.warps)
-        own = outputs // ROWS  # tiles of this group's matrix
+        own = section.outputs // ROWS  # tiles of this group's matrix
         half = own // 2
 
         def place(index: int) -> Array:
@@ -202,20 +225,31 @@ def _kernel(
                 return group * own + jnp.minimum(number, own - 1)
             return group * own + index * half + jnp.minimum(number, half - 1)
 
-        walk = Walk(given, matrix, tiling, step, [place(index) for index in range(tiling.tiles)], plain)
+        arrays = {name.split(" ", 1)[1]: given[name] for name in section.names}
+        places = [place(index) for index in range(tiling.tiles)]
+        walk = Walk(arrays, section.matrix, tiling, section.step, places, plain)
+        steps = pl.cdiv(x_ref.shape[1] // section.step, parts)
         found = walk(x_ref, lax.div(row, share), live, part * steps, steps)
+        wide = section.outputs
         if activation is not None:
             gate, up = found
-            found = (activation(gate) * up,)
+            found, wide = (activation(gate) * up,), wide // 2
         for index, sums in enumerate(found):
             output = (block * len(found) + index) * len(of_tile) + of_tile
             triton_store(
-                out_ref.at[part, row[None, :], output[:, None]],
+                out_ref.at[part, row[None, :], first_output + output[:, None]],
                 sums.astype(out_ref.dtype),
                 mask=live[None, :] & (output < wide)[:, None],
             )
 
-    if "tiles" in given:
-        pl.when(count > 0)(run)
-    else:
-        run()
+    block, output = program, 0
+    for index, section in enumerate(sections):
+        mine = functools.partial(run, section, block, output)
+        if len(sections) > 1:
+            here = block < section.blocks if index == 0 else (block >= 0) & (block < section.blocks)
+            pl.when(here)(mine)
+        elif "tiles" in given:
+            pl.when(count > 0)(mine)
+        else:
+            mine()
+        block, output = block - section.blocks, output + section.outputs

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.late import Late, Later, Residual, Unsummed
+from jaxllm.pallas_kernels.late import Late, Later, Residual, Unsummed, late_sum
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
@@ -44,8 +44,14 @@ def linear(
         return reference_linear(x, weight, norm, residual, dtype)
     x = x if norm is None else norm(x)
     given = dtype if residual is None else residual.dtype
-    late = late and len(matrices) == 1
-    out = _joined([_product(x, matrix, given, interpret, late=late) for matrix in matrices])
+    if all(isinstance(matrix, PackedMatrix) for matrix in matrices):
+        from jaxllm.pallas_kernels.gpu import packed
+
+        out = packed.late_matmul(x, matrices, dtype=given, interpret=interpret)
+        out = out if late else late_sum(out).astype(given)
+    else:
+        late = late and len(matrices) == 1
+        out = _joined([_product(x, matrix, given, interpret, late=late) for matrix in matrices])
     return out if residual is None else (residual + out).astype(dtype)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu.float8 import round_to_even, to_e4m3
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
+from jaxllm.pallas_kernels.late import Unsummed
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import LARGEST_CODE, SCALE_BYTES, Pages
@@ -35,16 +36,19 @@ def rotate_and_store(
     spec: AttentionSpec,
     angles: Any,
     norms: tuple[RootMeanSquare, RootMeanSquare] | None,
+    unsummed: Unsummed | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """The queries and the pages with the new keys and values; without `angles` heads are not rotated.
 
-    What is not finite is stored as zero; see `pages.write_pages`.
+    What is not finite is stored as zero; see `pages.write_pages`. With `unsummed`, q, k and v are the sum of its parts,
+    and those are read in their place.
     """
     tokens = q.shape[0]
-    # The parts of one product lie side by side already: joined again they are that product, and nothing is copied.
-    qkv = jnp.concatenate([part.reshape(tokens, -1) for part in (q, k, v)], axis=1)
+    # The segments of one product lie side by side already: joined again they are that product, and nothing is copied.
+    joined = jnp.concatenate([segment.reshape(tokens, -1) for segment in (q, k, v)], axis=1)
+    qkv = joined[None] if unsummed is None else unsummed.parts
     tables = [
         *(() if angles is None else (angles.cos, angles.sin)),
         *(() if norms is None else (n.weight for n in norms)),
@@ -95,7 +99,8 @@ def _kernel(
 
     def load(head: Array, channel: Array, mask: Array) -> Array:
         at = head * spec.head_dim + channel[None, :]
-        return triton_load(qkv_ref.at[token, at], mask=mask, other=0).astype(jnp.float32)
+        first, *rest = (triton_load(qkv_ref.at[n, token, at], mask=mask, other=0) for n in range(qkv_ref.shape[0]))
+        return sum(rest, first).astype(spec.dtype).astype(jnp.float32)
 
     def prepared(head: Array, live: Array, which: int) -> Array:
         """Heads `head [n, 1]`, normed and rotated, float32."""

@@ -87,18 +87,15 @@ class Walk:
             mask = jnp.broadcast_to(live[:, None], (len(x_row), len(column)))
             return triton_load(x_ref.at[x_row[:, None], column[None, :]], mask=mask, other=0)
 
-        def load_sums(group: Array) -> Array:
-            return triton_load(self.given["sums"].at[group, x_row], mask=live, other=0)[None, :]
-
         add: Any = functools.partial(self._add_scaled, load_rows)
         if not self.tiling.scaled:
-            add = functools.partial(self._add, load_sums, load_rows)
+            add = functools.partial(self._add, load_rows)
         if not self.tiling.ahead:
             return lax.fori_loop(first, end, lambda index, sums: add(index, sums, self.scales(index)), nothing)
 
         def body(index: Array, carry: Any) -> Any:
             sums, scales = carry
-            following = self.scales(jnp.minimum(index + 1, most - 1))
+            following = self.scales(jnp.minimum(index + 1, end - 1))
             return add(index, sums, scales), following
 
         return lax.fori_loop(first, end, body, (nothing, self.scales(jnp.minimum(first, most - 1))))[0]
@@ -170,29 +167,31 @@ class Walk:
             self.format, words, halves, start % self.format.block // self.format.group, self.matrix.scale
         )
 
-    def _add(
-        self, load_sums: Any, load_rows: Any, index: Array, sums: tuple[Array, ...], scales: Any
-    ) -> tuple[Array, ...]:
-        """A step more in the sums; each group's sum is multiplied by its scale, and each block's by its own."""
+    def _add(self, load_rows: Any, index: Array, sums: tuple[Array, ...], scales: Any) -> tuple[Array, ...]:
+        """A step more in the sums; each group's sum is multiplied by its scale, and each block's by its own.
+
+        What is added to a group's numbers is multiplied by the sum of its inputs, which is their product with ones.
+        """
         found, format, kind = list(sums), self.format, self.kind
         low, high = self.codes("low", index), self.codes("high", index)
         add = functools.partial(multiply_add, plain=self.plain)
         of_group: list[Any] = [None] * len(found)
         of_block: list[Any] = [None] * len(found)
         shifts: list[Any] = [None] * len(found)
-        groups = self.step // format.group
-        row_sums = [load_sums(index * groups + number) for number in range(groups if kind.shifts else 0)]
+        ones = jnp.ones((len(self.lane), format.width), self.matrix.dtype)
+        row_sum: Any = None
         for number in range(self.step // format.width):
             start = number * format.width
             end = start + format.width
             rows = load_rows(index * self.step + start + self.byte)
             for place in range(len(found)):
                 product = _product(self._numbers(low[place], high[place], number), rows)
+                if kind.shifts and place == 0:
+                    row_sum = _product(ones, rows) + (0 if start % format.group == 0 else row_sum)
                 of_group[place] = product if start % format.group == 0 else of_group[place] + product
                 if end % format.group:
                     continue
                 scale, shift = self._group_scale(scales[place], start)
-                row_sum: Any = row_sums[start // format.group] if kind.shifts else None
                 if not kind.blocks:
                     found[place] = add(of_group[place], scale[:, None], found[place])
                     if shift is not None:

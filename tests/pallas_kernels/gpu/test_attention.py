@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.models.layers.rope import RopeConfig, rope_angles, rotate
-from jaxllm.pallas_kernels import RootMeanSquare, reference
+from jaxllm.pallas_kernels import RootMeanSquare, Unsummed, reference
 from jaxllm.pallas_kernels.gpu import decode
 from jaxllm.pallas_kernels.gpu.attention import paged_attention
 from jaxllm.pallas_kernels.gpu.prefill import prefill_tiles
@@ -184,6 +184,22 @@ def test_heads_are_normed_and_rotated_on_the_way(dim, interleaved, head_dim, nor
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     for buffer, expected_buffer in zip(pages, expected_pages, strict=True):
         np.testing.assert_allclose(buffer[1:], expected_buffer[1:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_heads_of_a_product_by_parts_are_added_up_on_the_way(normed):
+    """What is given as the heads' sum is not read."""
+    batch = ragged_batch(**MIXED, head_dim=80, unused=NAN)
+    rotary = rotary_inputs(batch, 64, interleaved=False, normed=normed)
+    expected, expected_pages = run(batch, scale=0.1, angles=rotary.angles, norms=rotary.norms)
+    heads = np.concatenate([np.reshape(x, (len(batch.q), -1)) for x in (batch.q, batch.k, batch.v)], axis=1)
+    some, more = np.random.default_rng(6).standard_normal((2, *heads.shape)).astype(np.float32)
+    unsummed = Unsummed(jnp.stack([some, more, heads - some - more]))
+    unread = dataclasses.replace(batch, **{name: jnp.full_like(getattr(batch, name), NAN) for name in "qkv"})
+    out, pages = run(unread, scale=0.1, angles=rotary.angles, norms=rotary.norms, unsummed=unsummed)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    for buffer, expected_buffer in zip(pages, expected_pages, strict=True):
+        np.testing.assert_allclose(buffer[1:], expected_buffer[1:], rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_finite_is_stored_as_zero():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.models.layers.mlp import ACTIVATIONS
+from jaxllm.pallas_kernels import LATER, late_sum
 from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
@@ -21,6 +22,7 @@ from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
 from jaxllm.quantization.groups import Groups, GroupsKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.unpacked import BLOCKS
+from jaxllm.quantization.weight import fuse
 from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 from tests.gpu_here import INTERPRET
 
@@ -121,6 +123,17 @@ def test_many_rows(name: str, rows: int) -> None:
     x = draw(rows, 256, F32)
     found = linear(x, weight, residual=jnp.ones((rows, 144)), interpret=INTERPRET)
     assert_near(found, np.asarray(x, np.float64) @ exact.T + 1, 3e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 40, 300])
+def test_matrices_of_several_formats_are_one_product(rows: int) -> None:
+    """As queries, keys and values of a file are: each with its own blocks, the last of each not whole."""
+    made = [tiles(name, outputs, 512) for name, outputs in (("Q4_K", 80), ("Q4_0", 16), ("Q6_K", 48))]
+    weight, exact = fuse([weight for weight, _ in made]), np.concatenate([exact for _, exact in made])
+    x = draw(rows, 512, F32)
+    expected = np.asarray(x, np.float64) @ exact.T
+    assert_near(linear(x, weight, interpret=INTERPRET), expected, 3e-6)
+    assert_near(late_sum(linear(x, weight, residual=LATER, interpret=INTERPRET)), expected, 3e-6)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "4 bits by 128", "MXFP4"])
