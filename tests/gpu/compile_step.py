@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import sparse
+from tests.gpu import sparse, sparse_gguf
 from tests.gpu.hlo import Program
 from tests.gpu.ptx import DUMP, taken_by_kernels
 from tests.gpu.targets import mesh_of
 
+Q4_K_M = "q4_k_m"
 MEMORY = 80 * 10**9
 PAGES = 8 * 2**30
 
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--isq", help="quantize the weights")
-    parser.add_argument("--packing", help="of a checkpoint of a Llama: one of sparse.PACKINGS")
+    parser.add_argument("--packing", help=f"of a checkpoint of a Llama: {Q4_K_M} or one of sparse.PACKINGS")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--defaults", action="store_true", help="leave the compiler's options as XLA has them")
     parser.add_argument(
@@ -56,7 +57,10 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     from jaxllm.weights import open_checkpoint
 
     folder, load_format = given.config.parent, "dummy"
-    if given.packing:
+    if given.packing == Q4_K_M:
+        folder, load_format = folder / "model.gguf", "auto"
+        sparse_gguf.write(json.loads(given.config.read_text()), folder)
+    elif given.packing:
         folder, load_format = folder / given.packing, "auto"
         sparse.write(json.loads(given.config.read_text()), given.packing, folder)
     config = EngineConfig(

@@ -15,7 +15,7 @@ H100 = Path(__file__).with_name("h100.txtpb").read_text()
 
 def _like_an_h100(major: int, extension: str, minor: int = 0, **values: Any) -> str:
     """Another GPU of whose facts only some differ: its compute capability, and fields of the text by name."""
-    capability = f"major: {major}\n    {f'minor: {minor}\n    ' if minor else ''}feature_extension: {extension}"
+    capability = f"major: {major}\n    minor: {minor}\n    feature_extension: {extension}"
     text = re.sub(r"major: 9\n    feature_extension: \w+", capability, H100)
     for name, value in values.items():
         text = re.sub(rf"\b{name}: .*", f"{name}: {value}", text)

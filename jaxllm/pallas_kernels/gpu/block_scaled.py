@@ -4,7 +4,7 @@ One program per (block of outputs, part of the inputs, or tile of a group's rows
 a time as share a scale while the next ones are loaded, makes 16-bit floats of codes in registers, and multiplies the
 sums by the scale, in float32: that is one operation for each row where scaling weights would be one for each weight,
 and rounds nothing. Outputs come first in the tensor cores' products, of which then 8 rows are enough. The parts of long
-rows are walked side by side, and their sums joined by one more kernel.
+rows are walked side by side, and what they give is added up by the kernel that reads it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jaxllm.pallas_kernels.gpu.float8 import numbers_of_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.late import Unsummed
 
 MOST_ROWS = 16
 """As many as are multiplied at a time; `matmul` is for more."""
@@ -51,15 +52,15 @@ def knows(matrix: KernelMatrix) -> bool:
 
 def few_rows(
     x: Float[Array, "T i"], matrix: KernelMatrix, dtype: Any = jnp.float32, *, interpret: bool = False
-) -> Float[Array, "T o"]:
-    """`x @ matrix.T` of at most MOST_ROWS rows, summed in float32."""
+) -> Float[Array, "T o"] | Unsummed:
+    """`x @ matrix.T` of at most MOST_ROWS rows, summed in float32; where rows are walked in parts, what these give."""
     outputs, inputs = matrix.shape
     blocks, steps = pl.cdiv(outputs, BLOCK_OUT), inputs // _step(matrix)
     parts = max(1, min(PROGRAMS // blocks, steps // PART_STEPS))
     sums = _call(
         x, matrix, (), x.shape[0], outputs, (blocks, parts), jnp.float32 if parts > 1 else dtype, None, interpret
     )
-    return sums[0] if parts == 1 else jnp.sum(sums, axis=0).astype(dtype)
+    return sums[0] if parts == 1 else Unsummed(sums)
 
 
 def grouped_few_rows(

@@ -21,6 +21,7 @@ from jaxllm.compat import triton_compiler_params, triton_load
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.late import Unsummed
 
 MOST_ROWS = 16
 """As many as the tensor cores multiply by at least; `matmul` is for more."""
@@ -41,13 +42,15 @@ def knows(matrix: KernelMatrix) -> bool:
     return grouped and matrix.group_stored == pl.next_power_of_2(matrix.group_stored)
 
 
-def few_rows(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False) -> Float[Array, "T o"]:
-    """`x @ matrix.T` in float32, of at most MOST_ROWS rows."""
+def few_rows(
+    x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False
+) -> Float[Array, "T o"] | Unsummed:
+    """`x @ matrix.T` in float32, of at most MOST_ROWS rows; where rows are walked in parts, what these give."""
     outputs, stored = matrix.codes.shape
     blocks = pl.cdiv(outputs, BLOCK_OUT)
     parts = 1 if blocks > MANY_PROGRAMS else pl.cdiv(pl.cdiv(stored, _block_bytes(matrix)), PART_STEPS)
     sums = _call(x, matrix, (), x.shape[0], outputs, (blocks, parts), jnp.float32, None, interpret)
-    return sums[0] if parts == 1 else jnp.sum(sums, axis=0)
+    return sums[0] if parts == 1 else Unsummed(sums)
 
 
 def grouped_few_rows(

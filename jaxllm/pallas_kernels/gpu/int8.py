@@ -22,6 +22,7 @@ from jaxllm.pallas_kernels.gpu.float8 import round_to_even
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.late import Unsummed
 from jaxllm.pallas_kernels.rounded import RUN
 
 FEWEST_ROWS, MOST_ROWS = 16, 128
@@ -55,8 +56,8 @@ ROUNDED_RUNS = 16
 
 def matmul(
     x: Float[Array, "T i"], matrix: KernelMatrix, dtype: Any = jnp.float32, *, interpret: bool = False
-) -> Float[Array, "T o"]:
-    """`x @ matrix.T` with `x` rounded, summed in float32."""
+) -> Float[Array, "T o"] | Unsummed:
+    """`x @ matrix.T` with `x` rounded, summed in float32; where rows are walked in parts, what these give."""
     outputs, inputs = matrix.shape
     size = min(MOST_ROWS, max(FEWEST_ROWS, pl.next_power_of_2(x.shape[0])))
     tiling = _tiling(size)
@@ -65,7 +66,7 @@ def matmul(
     parts = 1 if tiles > 1 else max(1, min(tiling.programs // blocks, steps // PART_STEPS))
     out = jax.ShapeDtypeStruct((parts, x.shape[0], outputs), jnp.float32 if parts > 1 else dtype)
     sums = _call(x, matrix, (), size, (blocks, max(tiles, parts)), out, None, interpret)
-    return sums[0] if parts == 1 else jnp.sum(sums, axis=0).astype(dtype)
+    return sums[0] if parts == 1 else Unsummed(sums)
 
 
 def grouped_matmul(

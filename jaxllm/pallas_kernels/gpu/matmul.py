@@ -82,7 +82,8 @@ def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
     inputs = tile_rows * step * matrix.planes * number
     weights = BLOCK_OUT * step * code
     expanded = 0 if matrix.scale is None else BLOCK_OUT * step * matrix.planes * number
-    most = MAX_STAGES - (matrix.planes > 1 and tile_rows > 64)  # what is loaded ahead takes registers for its addresses
+    # What is loaded ahead takes registers for its addresses.
+    most = MAX_STAGES - (matrix.planes > 1 and tile_rows > 64) - (matrix.planes > 2)
     return max(2, min(most, (SHARED_BYTES - expanded) // (inputs + weights)))
 
 

@@ -174,23 +174,31 @@ def _best(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
 
 
 def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
-    """The best of those measured on an H200, where the scales of what is loaded ahead fit into registers."""
-    if matrix.format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
-        return replace(FEW, warps=2, step=256, ahead=not gated)
+    """The best of those measured on an H200, as far as no GPU's compiler spills registers: scales of what is loaded
+    ahead must fit into them."""
+    format = matrix.format
+    if format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
+        return replace(FEW, warps=2, step=256, ahead=not (gated or format.has_shift))
+    if gated and format.high:
+        return replace(FEW, warps=2, stages=2, ahead=False)
     if gated:
-        return replace(FEW, warps=2, stages=2, ahead=False) if matrix.format.high else replace(FEW, ahead=False)
-    if matrix.format.bits == 8:
+        return replace(FEW, step=128 if format.has_shift or format.e2m1 else 256, ahead=False)
+    if format.bits == 8:
         return replace(FEW, warps=2)
-    if tile_rows > 8 and not matrix.format.high:
-        return replace(FEW, warps=2, step=256, ahead=not matrix.format.has_shift)
-    if matrix.format.e2m1 or matrix.format.scales == "zero":
+    if tile_rows > 8 and not format.high:
+        return replace(FEW, warps=2, step=256, ahead=not format.has_shift)
+    if tile_rows > 8 and format.has_shift:
+        return replace(FEW, ahead=False)
+    if format.e2m1 or format.scales == "zero":
         return replace(FEW, step=256, ahead=False)
     return FEW
 
 
 def _many(matrix: PackedMatrix) -> Tiling:
-    """Of two levels of scales over two planes, an A100 would spill those that are not loaded ahead."""
-    return replace(MANY, ahead=bool(matrix.format.high and matrix.format.scales == "k_pairs"))
+    """Scales of two levels, or for many inputs, would be spilled if they were not loaded ahead."""
+    format = matrix.format
+    ahead = format.scales == "k_pairs" or format.group >= 128
+    return replace(MANY, warps=8 if format.width < 32 and format.has_shift else 4, ahead=ahead)
 
 
 def _kernel(

@@ -55,7 +55,8 @@ def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
 
 def _warps(tile_rows: int, spec: AttentionSpec) -> int:
     """Enough of them that a thread's share of the sums, and of codes that are expanded, fits into its registers."""
-    return 8 if tile_rows >= 128 or spec.parts[0].padded >= 256 or spec.quantized else 4
+    part = spec.parts[0]
+    return 8 if tile_rows >= 128 or part.padded >= 256 or part.size < part.padded or spec.quantized else 4
 
 
 def prefill_tiles(meta: StepMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:

@@ -38,20 +38,23 @@ def linear(
     A library rounds its sums to `dtype` itself; to convert them afterwards would be one more kernel. For somebody who
     adds later, a product that a kernel makes by parts of the inputs stays `Unsummed`.
     """
-    matrices, late = weight.kernel_matrices, isinstance(residual, Later)
-    residual = None if isinstance(residual, Later) else residual
+    matrices = weight.kernel_matrices
     if matrices is None:
-        return reference_linear(x, weight, norm, residual, dtype)
+        return reference_linear(x, weight, norm, None if isinstance(residual, Later) else residual, dtype)
     x = x if norm is None else norm(x)
-    given = dtype if residual is None else residual.dtype
-    if all(isinstance(matrix, PackedMatrix) for matrix in matrices):
+    given = dtype if residual is None or isinstance(residual, Later) else residual.dtype
+    if len(matrices) == 1:
+        out = _product(x, matrices[0], given, interpret)
+    elif all(isinstance(matrix, PackedMatrix) for matrix in matrices):
         from jaxllm.pallas_kernels.gpu import packed
 
         out = packed.late_matmul(x, matrices, dtype=given, interpret=interpret)
-        out = out if late else late_sum(out).astype(given)
     else:
-        late = late and len(matrices) == 1
-        out = _joined([_product(x, matrix, given, interpret, late=late) for matrix in matrices])
+        parts = [late_sum(_product(x, matrix, given, interpret)).astype(given) for matrix in matrices]
+        out = jnp.concatenate(parts, axis=-1)
+    if isinstance(residual, Later):
+        return out
+    out = late_sum(out).astype(given)
     return out if residual is None else (residual + out).astype(dtype)
 
 
@@ -75,17 +78,14 @@ def add_norm(
     return kernel.add_norm(x, out if isinstance(out, Mixture | Unsummed) else out.astype(x.dtype), norm)
 
 
-def _product(
-    x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool, *, late: bool
-) -> Late:
-    """With `late` it may be `Unsummed`."""
+def _product(x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:
+    """May be `Unsummed`."""
     if isinstance(matrix, OrderedMatrix):
-        return _product(matrix.arranged(x), matrix.matrix, dtype, interpret, late=late)
+        return _product(matrix.arranged(x), matrix.matrix, dtype, interpret)
     if isinstance(matrix, PackedMatrix):
         from jaxllm.pallas_kernels.gpu import packed
 
-        multiply = packed.late_matmul if late else packed.matmul
-        return multiply(x, matrix, dtype=dtype, interpret=interpret)
+        return packed.late_matmul(x, [matrix], dtype=dtype, interpret=interpret)
     if matrix.rounds:
         from jaxllm.pallas_kernels.gpu import int8
 
@@ -96,18 +96,15 @@ def _product(
         if x.shape[0] <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
             return block_scaled.few_rows(x, matrix, dtype, interpret=interpret)
         if x.shape[0] <= few_rows.MOST_ROWS and few_rows.knows(matrix):
-            return few_rows.few_rows(x, matrix, interpret=interpret).astype(dtype)
+            out = few_rows.few_rows(x, matrix, interpret=interpret)
+            return out if isinstance(out, Unsummed) else out.astype(dtype)
         return matmul.matmul(x, matrix, interpret=interpret).astype(dtype)
     factors = matrix.dtype if matrix.scale is None else x.dtype
-    out = lax.dot_general(
+    product = lax.dot_general(
         x.astype(factors),
         matrix.codes.astype(factors),
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if factors == jnp.float32 else None,
         preferred_element_type=dtype if matrix.scale is None and dtype == factors else jnp.float32,
     )
-    return (out if matrix.scale is None else out * matrix.scale[:, 0]).astype(dtype)
-
-
-def _joined(parts: list[Late]) -> Late:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    return (product if matrix.scale is None else product * matrix.scale[:, 0]).astype(dtype)

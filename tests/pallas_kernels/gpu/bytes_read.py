@@ -1,7 +1,8 @@
 """The bytes that a Pallas kernel loads of each of its arrays, counted by running its programs one after the other.
 
 A kernel is run as JAX traced it, operation by operation, so that every load is seen with the indices and the mask that
-it has: what a program loads again is in its cache and counts once. What no index, mask or branch depends on is never computed. Nothing needs a GPU.
+it has: what a program loads again is in its cache and counts once. What no index, mask or branch depends on is never
+computed. Nothing needs a GPU.
 """
 
 from __future__ import annotations

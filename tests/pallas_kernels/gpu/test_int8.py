@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.pallas_kernels import late_sum
 from jaxllm.pallas_kernels.gpu.groups import list_rows
 from jaxllm.pallas_kernels.gpu.int8 import grouped_matmul, matmul, round_runs
+from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.pallas_kernels.rounded import quantize_runs
 from jaxllm.quantization.per_channel import PerChannel
 from tests.gpu_here import INTERPRET
@@ -72,14 +74,14 @@ def test_inputs_are_rounded_as_in_plain_xla(size: int) -> None:
 def test_sums_of_integers(shape: tuple[int, int], rows: int) -> None:
     """Outputs that no block divides, a run that is not whole, and parts of a row, of which the last is shorter."""
     weight, x = weights(*shape), inputs(rows, shape[1])
-    found = matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=INTERPRET)
+    found = late_sum(matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=INTERPRET))
     assert found.dtype == jnp.float32
     close(found, rounded(x) @ by_hand(weight).T)
 
 
 def test_the_type_that_is_asked_for() -> None:
     weight, x = weights(64, 1216), inputs(3, 1216)
-    found = matmul(jnp.asarray(x), weight.kernel_matrices[0], jnp.bfloat16, interpret=INTERPRET)
+    found = linear(jnp.asarray(x), weight, dtype=jnp.bfloat16, interpret=INTERPRET)
     assert found.dtype == jnp.bfloat16
     close(found, rounded(x) @ by_hand(weight).T, 1e-2)
 
