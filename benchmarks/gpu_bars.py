@@ -74,11 +74,11 @@ BARS = (
     Bar("prefill of 2,048 tokens and more, TFLOP/s", 400, worst("prefill", "TFLOPs", lambda r: r["tokens"] >= 2048)),
     *(
         Bar(f"{name} at one stream, times bf16", 2.2, ratio((1, name), (1, "")))
-        for name in ("int4", "q4_0", "q4k", "gptq128", "mxfp4")
+        for name in ("int4", "q4_0", "q4k", "q4_k_m", "gptq128", "mxfp4")
     ),
     *(
         Bar(f"{name}, 1 stream's share of the floor", 0.85, of_decode("share", 1, name))
-        for name in ("q4_0", "q4k", "gptq128", "mxfp4")
+        for name in ("q4_0", "q4k", "q4_k_m", "gptq128", "mxfp4", "fp8")
     ),
     Bar("host dispatch of a decode step, ms", 1, worst("decode", "host_ms", most=True), most=True),
 )

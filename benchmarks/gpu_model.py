@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu_bars import ATTENTION_SHARE
-from benchmarks.gpu_slice import QUANTIZED, Slice, model_folder
+from benchmarks.gpu_slice import QUANTIZED, Slice, model_config, model_folder
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import COMPILER_OPTIONS
 from jaxllm.engine.device.keys import PLAIN, SAMPLED, Variant
@@ -48,7 +48,7 @@ def measure_model(run: Slice) -> None:
     elif name in QUANTIZED:
         if name in OTHERS:
             SCHEMES["int4"] = OTHERS[name]  # of this process, in place of what int4 means elsewhere
-        scheme = "int4" if name in OTHERS else name
+        scheme = "int4" if name in OTHERS else SCHEME_OF.get(name, name)
         Model(given, given.rows, min(given.contexts) + ROOM, 16, scheme, name).decode(run, PLAIN, given.contexts[:1])
     else:
         decodes, longest = (4, 64) if given.tiny else (MIXED_DECODES, max(given.prefill))
@@ -64,6 +64,16 @@ OTHERS: dict[str, Callable[[np.dtype], GroupsKind]] = {
 }
 """Kinds that only checkpoints have."""
 
+SCHEME_OF = {"q4_k_m": "q4k"}
+"""What most of a mixture is encoded in."""
+
+
+def _more_bits(layers: int) -> dict[str, str]:
+    """The tensors to which llama.cpp's Q4_K_M gives Q6_K: in the first and the last eighth, and a third between."""
+    first = layers // 8
+    found = [n for n in range(layers) if n < first or n >= 7 * layers // 8 or (n - first) % 3 == 2]
+    return {f"*.{n}.{name}.weight": "q6k" for n in found for name in ("self_attn.v_proj", "mlp.down_proj")}
+
 
 class Model:
     """A model with random weights, its compiled steps and the state that they pass on."""
@@ -76,6 +86,7 @@ class Model:
         config = EngineConfig(
             model=str(folder), load_format="dummy", max_model_len=longest, max_num_seqs=max(*rows, 2),
             max_num_batched_tokens=max(batched, *rows), isq=isq or given.isq, cpu_kernels="off",
+            isq_map=_more_bits(model_config(given)["num_hidden_layers"]) if label == "q4_k_m" else None,
             kv_cache_memory=2**24 if given.tiny else None,
         )  # fmt: skip
         self.mesh = build_mesh(1)

@@ -19,7 +19,7 @@ WORK = ("config", "rows", "contexts", "attention_rows", "attention_contexts", "p
 STEP_SECONDS = 0.5
 TINY_STEP_SECONDS = 0.05
 """About how long one of three runs of a step is timed; with --tiny."""
-QUANTIZED = ("int4", "q4_0", "q4k", "gptq128", "mxfp4")
+QUANTIZED = ("int4", "q4_0", "q4k", "q4_k_m", "gptq128", "mxfp4", "fp8")
 """Slices of decode steps with other weights."""
 UNFINISHED = 3
 """Exit code of a slice that has more to measure."""
