@@ -70,9 +70,26 @@ class FairQueue:
         """The first request of each group at the most urgent priority; the one whose turn it is first."""
         if not self._levels:
             return []
+        return [lane.requests[0] for lane in self._in_turn()]
+
+    def first(self, count: int, tokens: int) -> list[Request]:
+        """The first requests of the groups at the most urgent priority: one of each in turn, at most `count`, of each
+        group until they have that many tokens together."""
+        found: list[Request] = []
+        lanes = [(lane, tokens) for lane in self._in_turn()] if self._levels else []
+        place = 0
+        while lanes and len(found) < count:
+            of_each = [lane.requests[place] for lane, _ in lanes]
+            found += of_each
+            place += 1
+            left = [(lane, room - len(r.token_ids)) for (lane, room), r in zip(lanes, of_each, strict=True)]
+            lanes = [(lane, room) for lane, room in left if room > 0 and place < len(lane.requests)]
+        return found[:count]
+
+    def _in_turn(self) -> list[Lane]:
+        """The groups with waiting requests at the most urgent priority."""
         level = self._levels[min(self._levels)]
-        lanes = sorted((lane for lane in level.values() if lane.requests), key=lambda lane: (lane.served, -lane.joined))
-        return [lane.requests[0] for lane in lanes]
+        return sorted((lane for lane in level.values() if lane.requests), key=lambda lane: (lane.served, -lane.joined))
 
     def remove(self, request: Request) -> None:
         """Take out a request, wherever it is."""

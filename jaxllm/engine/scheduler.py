@@ -217,7 +217,8 @@ class Scheduler:
         if len(self.waiting.groups | {request.group for request in self.running}) < 2:
             return {}
         running = ((request, self._remaining(request)) for request in self.running)
-        admissible = [r for r in self.waiting.heads() if self._has_places(r) and self._fits(r)]
+        first = self.waiting.first(len(self._free_slots), self.max_num_batched_tokens)
+        admissible = [request for request in first if self._has_places(request) and self._fits(request)]
         return prompt_shares(running, admissible, self.max_num_batched_tokens)
 
     def _room(self, request: Request, budget: int, shares: dict[Sharers, int]) -> int:

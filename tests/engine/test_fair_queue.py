@@ -234,6 +234,29 @@ def test_two_long_prompts_of_two_groups_run_side_by_side():
     engine.check_tokens()
 
 
+def test_short_prompts_of_two_groups_fill_a_step():
+    """Each may have half of it, in as many prompts as there are; and what one has no use for is the other's."""
+    engine = driver(budget=16, max_num_seqs=8)
+    for at in range(6):
+        engine.add([at % 3, 1], max_tokens=1, group=FLOOD)
+    for at in range(2):
+        engine.add([at % 3, 2], max_tokens=1, group=QUIET)
+    chunks = engine.step().chunks
+    assert [c.request.group for c in chunks].count(FLOOD) == 6 and [c.length for c in chunks] == [2] * 8
+    engine.finish()
+    engine.check_tokens()
+
+
+def test_the_first_of_each_group_are_counted_in_turn():
+    queue = FairQueue()
+    for at, length in enumerate((3, 3, 3)):
+        queue.add(request(f"a{at}", "a", at, length=length))
+    for at, length in enumerate((9, 1)):
+        queue.add(request(f"b{at}", "b", at, length=length))
+    assert names(queue.first(9, 6)) == "b0 a0 a1" and names(queue.first(2, 6)) == "b0 a0"
+    assert names(queue.first(9, 7)) == "b0 a0 a1 a2" and not queue.first(0, 9) and not FairQueue().first(3, 9)
+
+
 def test_a_quiet_group_gets_pages_in_the_next_step():
     engine = driver(num_pages=9, max_num_seqs=8)
     flood = [engine.add([at % 3, 1, 2, 0], max_tokens=8, group=FLOOD) for at in range(6)]
