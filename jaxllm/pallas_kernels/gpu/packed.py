@@ -28,7 +28,7 @@ from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.late import Unsummed, late_sum
-from jaxllm.pallas_kernels.packed_matrix import ROWS, PackedMatrix
+from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix
 
 FEW_ROWS = 16
 """As many as one instruction of the tensor cores multiplies by."""
@@ -182,16 +182,18 @@ def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
     if gated and format.high:
         return replace(FEW, warps=2, stages=2, ahead=False)
     if gated:
-        return replace(FEW, step=128 if format.has_shift or format.e2m1 else 256, ahead=False)
+        longer = format.bits < 8 and not (format.has_shift or format.e2m1)
+        return replace(FEW, warps=2, step=256, ahead=False) if longer else replace(FEW, ahead=False)
     if format.bits == 8:
-        return replace(FEW, warps=2)
-    if tile_rows > 8 and not format.high:
-        return replace(FEW, warps=2, step=256, ahead=not format.has_shift)
+        return replace(FEW, warps=2, ahead=not format.has_shift)
     if tile_rows > 8 and format.has_shift:
-        return replace(FEW, ahead=False)
+        warps = 4 if format.high and not SCALES[format.scales].blocks else 2
+        return replace(FEW, warps=warps, step=256 if format.group >= 128 else 128, ahead=False)
+    if tile_rows > 8 and not format.high:
+        return replace(FEW, warps=2, step=256)
     if format.e2m1 or format.scales == "zero":
         return replace(FEW, step=256, ahead=False)
-    return FEW
+    return replace(FEW, warps=2) if format.scales == "k_pairs" and not format.high else FEW
 
 
 def _many(matrix: PackedMatrix) -> Tiling:
