@@ -232,6 +232,13 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
     "test_same_answer.py": {
         "test_layers_with_a_state": ("lfm2",),
     },
+    "test_several_processes.py": {
+        "test_a_process_that_fails_ends_the_group_with_a_line": (
+            "kill-{'tensor_parallel_size': 2}",
+            "stop-{'pipeline_parallel_size': 2}",
+        ),
+        "test_stages_in_several_processes_say_what_one_process_says": ("a stage each", "half a stage each"),
+    },
     "test_stages.py": {
         "test_stages_say_what_one_device_says": ("llama_gqa-(2, 1)", "deepseek_v3-(3, 1)"),
     },
@@ -240,13 +247,6 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
         "test_every_beginning_of_a_prompt_gives_the_token_that_transformers_gives": ("falcon_h1",),
         "test_many_together_give_what_each_gives_alone": ("lfm2-decode_steps",),
         "test_of_a_chats_first_turn_hardly_anything_is_computed_again": ("lfm2",),
-    },
-    "test_two_processes.py": {
-        "test_a_process_that_fails_ends_the_group_with_a_line": (
-            "kill-{'tensor_parallel_size': 2}",
-            "stop-{'pipeline_parallel_size': 2}",
-        ),
-        "test_stages_in_several_processes_say_what_one_process_says": ("a stage each", "half a stage each"),
     },
     "text/test_llama_cpp_tokens.py": {
         "test_tokens_are_those_of_llama_cpp": ("smollm2-135m",),

@@ -1,4 +1,4 @@
-"""One model over several processes: `python -m tests.two_processes JSON` is one of them.
+"""One model over several processes: `python -m tests.several_processes JSON` is one of them.
 
 Process 0 writes what it answers, or answers until it is ended; both end with the group. A `fault` says what a process
 does wrong.
