@@ -28,6 +28,9 @@ from jaxllm.weights.saved import SavedCheckpoint
 NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight", "*.beta_decay.weight")
 """Small, and what they get wrong sends a token to other experts, or stays in a state for long."""
 
+ABSORBED = "*.kv_b.weight"
+"""What latent attention absorbs: not multiplied as others are, and so small that a GPU has it in 16-bit floats."""
+
 ENDS = ("embed.weight", "head.weight")
 
 
@@ -77,6 +80,9 @@ class KindChooser:
         return tuple(tiled(kind, rows, inputs, stack=stack) for kind in kinds) if self.tiles else kinds
 
     def _kinds(self, spec: ParamSpec) -> tuple[WeightKind, ...]:
+        saved = isinstance(self.checkpoint, SavedCheckpoint)
+        if self.gpu_tiles and not saved and fnmatch.fnmatchcase(spec.path, ABSORBED) and spec.dtype.itemsize == 2:
+            return spec.kinds
         if not self.checkpoint.tensors:
             return (self._scheme_kind(spec, spec.path),)
         kinds = tuple(self._of(spec, source) for source in find_sources(self.checkpoint, spec, self.names))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -26,7 +27,7 @@ from jaxllm.weights.loader import ParamSpec, load_parameters
 from jaxllm.weights.names import expand
 from tests.quantization.blocks import gguf_dequantize
 
-FLOAT32 = np.dtype(np.float32)
+BFLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
 
 class PackedCheckpoint:
@@ -69,6 +70,15 @@ def test_what_is_transposed_on_the_way_is_encoded_anew_and_said():
     k_b, v_b = (gguf_dequantize(checkpoint.blocks[name], "Q4_0") for name in arrays)
     expected = np.concatenate([k_b.swapaxes(1, 2), v_b], axis=1).reshape(-1, latent)
     np.testing.assert_allclose(jax.jit(lambda w: w.dequantize())(weight), expected, atol=0.02)
+
+    # A GPU has it in 16-bit floats, which its kernels absorb: nothing is encoded anew, or expanded in a step.
+    for_gpu = KindChooser(checkpoint, names, gpu_tiles=True)
+    chosen = for_gpu(replace(declared, dtype=BFLOAT16, kinds=(DenseKind(BFLOAT16),)))
+    assert chosen == (DenseKind(BFLOAT16),) and for_gpu.notes == []
+    spec = ParamSpec(path, declared.shape, BFLOAT16, declared.axes, layout, chosen)
+    (weight,) = load_parameters(checkpoint, [spec], names, build_mesh(1))
+    np.testing.assert_array_equal(weight.array, expected.astype(BFLOAT16))
+    assert KindChooser(checkpoint, names, isq="q4k", packed=False, gpu_tiles=True)(spec) == (DenseKind(BFLOAT16),)
 
 
 @pytest.mark.parametrize(("stored", "kept"), [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_K", "Q8_0")])
