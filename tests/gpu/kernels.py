@@ -34,7 +34,7 @@ from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.norm import add_norm
-from jaxllm.pallas_kernels.gpu.packed import matmul as packed_matmul
+from jaxllm.pallas_kernels.gpu.packed import late_matmul
 from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.gpu.ssd import decode as decode_states
@@ -167,8 +167,8 @@ def packed(kind: GgufKind | GroupsKind) -> Program:
     """In tiles: few rows of one part and of several, a hundred and more; experts, with few rows and many."""
 
     def run(x: Any, some: Any, many: Any, weight: Any, long_x: Any, long: Any, stack: Any, *arrays: Any) -> Any:
-        found = [packed_matmul(each, weight.tiles) for each in (x, some, many)]
-        found.append(packed_matmul(long_x, long.tiles))
+        found = [late_matmul(each, [weight.tiles]) for each in (x, some, many)]
+        found.append(late_matmul(long_x, [long.tiles]))
         for x, lists in zip(arrays[::2], arrays[1::2], strict=True):
             options = {"activation": ACTIVATIONS["silu"], "dtype": x.dtype}
             found.append(grouped_matmul(x, stack.tiles, lists, 2 * x.shape[0], **options))
@@ -186,6 +186,17 @@ def packed(kind: GgufKind | GroupsKind) -> Program:
         made(4096, 2048),
         array(16, 14336, dtype=kind.dtype), made(4096, 14336), made(8, 1536, 2048), *given,
     )  # fmt: skip
+
+
+def beside(*types: str) -> Program:
+    """Queries, keys and values in tiles of several formats, for few rows and many."""
+
+    def run(matrices: Any, *rows: Any) -> Any:
+        return [late_matmul(x, matrices) for x in rows]
+
+    kinds = [gpu_tiled(GgufKind(type_, BF16), [1024], 4096) for type_ in types]
+    matrices = [kind.abstract((1024, 4096)).tiles for kind in kinds]
+    return run, (matrices, *(array(rows, 4096, dtype=BF16) for rows in (2, 16, 100)))
 
 
 def few(kind: GroupsKind) -> Program:
@@ -377,6 +388,8 @@ CASES: dict[str, Callable[[], Program]] = {
     "few rows, fp8 in blocks": lambda: few_of_blocks(BF16),
     "few rows, fp8 in blocks, f16": lambda: few_of_blocks(F16),
     **{f"in tiles, {type_}": partial(packed, GgufKind(type_, BF16)) for type_ in BLOCKS},
+    "in tiles, Q4_K beside Q6_K": lambda: beside("Q4_K", "Q6_K"),
+    "in tiles, Q5_K beside Q6_K": lambda: beside("Q5_K", "Q6_K"),
     "in tiles, Q4_K in float16": lambda: packed(GgufKind("Q4_K", F16)),
     "in tiles, 4 bits": lambda: packed(GroupsKind(BF16)),
     "in tiles, 4 bits by 128": lambda: packed(GroupsKind(BF16, 4, 128)),

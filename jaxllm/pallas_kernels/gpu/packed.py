@@ -27,7 +27,7 @@ from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
-from jaxllm.pallas_kernels.late import Unsummed, late_sum
+from jaxllm.pallas_kernels.late import Unsummed
 from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix
 
 FEW_ROWS = 16
@@ -46,18 +46,6 @@ GateActivation = Callable[[jax.Array], jax.Array]
 
 FEW = Tiling(step=128)
 MANY = Tiling(warps=4, step=64, stages=3, programs=1, ahead=False, scaled=True)
-
-
-def matmul(
-    x: Float[Array, "T i"],
-    matrix: PackedMatrix,
-    *,
-    dtype: Any = jnp.float32,
-    tiling: Tiling | None = None,
-    interpret: bool = False,
-) -> Float[Array, "T o"]:
-    """`x @ matrix.T`, summed in float32."""
-    return late_sum(late_matmul(x, [matrix], dtype=dtype, tiling=tiling, interpret=interpret)).astype(dtype)
 
 
 def late_matmul(
@@ -104,7 +92,7 @@ class Section:
 
     Attributes:
         matrix: the matrix, without its arrays.
-        names: of these among what the kernel is given.
+        names: of those, in the order in which the kernel is given them.
         step: inputs that are walked at a time.
         blocks: of outputs.
     """
@@ -132,16 +120,16 @@ def _multiply(
     split = 2 if tile_rows > SOME_ROWS and (activation is not None or longer) else 1
     tile_rows //= split
     stages = 1 if tile_rows * max(steps) > LOADED else min(each.stages for each in tilings)
-    given: dict[str, Any] = {} if lists is None else {"tiles": lists.tiles, "rows": lists.rows}
+    given: list[jax.Array] = [] if lists is None else [lists.tiles, lists.rows]
     sections = []
-    for index, (matrix, each, step) in enumerate(zip(matrices, tilings, steps, strict=True)):
-        arrays = {f"{index} {name}": array for name, array in arrays_by_name(matrix).items()}
+    for matrix, each, step in zip(matrices, tilings, steps, strict=True):
+        arrays = arrays_by_name(matrix)
         outputs = matrix.shape[-2]
         wide = outputs if activation is None else outputs // 2
         blocks = pl.cdiv(wide, ROWS * warps * (each.tiles if activation is None else 1))
         bare = jax.tree.map(lambda _: None, matrix)
         sections.append(Section(bare, tuple(arrays), each, step, outputs, blocks))
-        given |= arrays
+        given += arrays.values()
     total = sum(section.blocks for section in sections)
     wide = sum(section.outputs for section in sections) // (1 if activation is None else 2)
     row_tiles = pl.cdiv(rows, tile_rows) if lists is None else len(lists.tiles) * split
@@ -152,8 +140,8 @@ def _multiply(
     return pl.pallas_call(
         functools.partial(
             _kernel,
-            names=tuple(given),
             sections=tuple(sections),
+            listed=lists is not None,
             tile_rows=tile_rows,
             split=split,
             share=rows // x.shape[0],
@@ -165,7 +153,7 @@ def _multiply(
         interpret=interpret,
         compiler_params=triton_compiler_params(warps, stages),
         name="packed_matmul",
-    )(x, *given.values())
+    )(x, *given)
 
 
 def _best(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
@@ -197,32 +185,33 @@ def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
 
 
 def _many(matrix: PackedMatrix) -> Tiling:
-    """Scales of two levels, or for many inputs, would be spilled if they were not loaded ahead."""
+    """Scales of two levels, or for many inputs, would be spilled if they were not loaded ahead; so would those of two
+    bits with minima, if there were not more threads."""
     format = matrix.format
     ahead = format.scales == "k_pairs" or format.group >= 128
     return replace(MANY, warps=8 if format.width < 32 and format.has_shift else 4, ahead=ahead)
 
 
 def _kernel(
-    x_ref: Any, *refs: Any, names: tuple[str, ...], sections: tuple[Section, ...], tile_rows: int, split: int,
-    share: int, activation: GateActivation | None, plain: bool,
+    x_ref: Any, *refs: Any, sections: tuple[Section, ...], listed: bool, tile_rows: int, split: int, share: int,
+    activation: GateActivation | None, plain: bool,
 ) -> None:  # fmt: skip
     *arrays, out_ref = refs
-    given = dict(zip(names, arrays, strict=True))
+    list_refs, left = (arrays[:2], iter(arrays[2:])) if listed else ([], iter(arrays))
     program, row_tile, part = (pl.program_id(axis) for axis in range(3))
     parts, rows, _ = out_ref.shape
-    if "tiles" in given:
-        group, first, count = (given["tiles"][lax.div(row_tile, split), column] for column in range(3))
+    if listed:
+        group, first, count = (list_refs[0][lax.div(row_tile, split), column] for column in range(3))
         before = lax.rem(row_tile, split) * tile_rows
         first, count = first + before, count - before
     else:
         group, first, count = 0, row_tile * tile_rows, rows - row_tile * tile_rows
 
-    def run(section: Section, block: Array, first_output: int) -> None:
+    def run(section: Section, given: dict[str, Any], block: Array, first_output: int) -> None:
         tiling = section.tiling
         at = first + jnp.arange(tile_rows)
         live = jnp.arange(tile_rows) < count
-        row = triton_load(given["rows"].at[at], mask=live, other=rows) if "rows" in given else at
+        row = triton_load(list_refs[1].at[at], mask=live, other=rows) if listed else at
         of_tile = jnp.arange(ROWS * tiling.warps)
         own = section.outputs // ROWS  # tiles of this group's matrix
         half = own // 2
@@ -235,9 +224,8 @@ def _kernel(
                 return group * own + jnp.minimum(number, own - 1)
             return group * own + index * half + jnp.minimum(number, half - 1)
 
-        arrays = {name.split(" ", 1)[1]: given[name] for name in section.names}
         places = [place(index) for index in range(tiling.tiles)]
-        walk = Walk(arrays, section.matrix, tiling, section.step, places, plain)
+        walk = Walk(given, section.matrix, tiling, section.step, places, plain)
         steps = pl.cdiv(x_ref.shape[1] // section.step, parts)
         found = walk(x_ref, lax.div(row, share), live, part * steps, steps)
         wide = section.outputs
@@ -253,12 +241,11 @@ def _kernel(
             )
 
     block, output = program, 0
-    for index, section in enumerate(sections):
-        mine = functools.partial(run, section, block, output)
+    for section in sections:
+        mine = functools.partial(run, section, {name: next(left) for name in section.names}, block, output)
         if len(sections) > 1:
-            here = block < section.blocks if index == 0 else (block >= 0) & (block < section.blocks)
-            pl.when(here)(mine)
-        elif "tiles" in given:
+            pl.when((block >= 0) & (block < section.blocks))(mine)
+        elif listed:
             pl.when(count > 0)(mine)
         else:
             mine()

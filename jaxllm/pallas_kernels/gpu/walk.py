@@ -186,7 +186,7 @@ class Walk:
             rows = load_rows(index * self.step + start + self.byte)
             for place in range(len(found)):
                 product = _product(self._numbers(low[place], high[place], number), rows)
-                if kind.shifts and place == 0:
+                if kind.shifts and place == 0:  # behind a product: in front of it, it takes registers that are needed
                     row_sum = _product(ones, rows) + (0 if start % format.group == 0 else row_sum)
                 of_group[place] = product if start % format.group == 0 else of_group[place] + product
                 if end % format.group:

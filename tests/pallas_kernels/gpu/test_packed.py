@@ -14,9 +14,10 @@ from jaxllm.pallas_kernels import LATER, late_sum
 from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu.packed import matmul
+from jaxllm.pallas_kernels.gpu.packed import late_matmul
 from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.pallas_kernels.gpu.walk import Tiling
+from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
 from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
 from jaxllm.quantization.groups import Groups, GroupsKind
@@ -61,6 +62,10 @@ def _in_float32(kept: Any) -> Any:
     return Groups(kept.codes, kept.scale, kept.zero, kept.bits, kept.levels, F32)
 
 
+def matmul(x: jax.Array, matrix: PackedMatrix, **options: Any) -> jax.Array:
+    return late_sum(late_matmul(x, [matrix], interpret=INTERPRET, **options))
+
+
 def draw(rows: int, inputs: int, dtype: Any) -> jax.Array:
     return jnp.asarray(np.random.default_rng().standard_normal((rows, inputs)), dtype)
 
@@ -76,7 +81,7 @@ def test_few_rows(name: str) -> None:
     (matrix,) = weight.kernel_matrices
     for rows in np.random.default_rng().choice(np.arange(1, 17), 2, replace=False):
         x = draw(rows, 512, F32)
-        assert_near(matmul(x, matrix, interpret=INTERPRET), np.asarray(x, np.float64) @ exact.T, 3e-6)
+        assert_near(matmul(x, matrix), np.asarray(x, np.float64) @ exact.T, 3e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -84,7 +89,7 @@ def test_few_rows(name: str) -> None:
 def test_codes_are_exact_in_16_bits(name: str, dtype: Any) -> None:
     weight, exact = tiles(name, 32, 256, dtype=np.dtype(dtype))
     x = draw(7, 256, dtype)
-    assert_near(matmul(x, weight.tiles, interpret=INTERPRET), np.asarray(x, np.float64) @ exact.T, 3e-6)
+    assert_near(matmul(x, weight.tiles), np.asarray(x, np.float64) @ exact.T, 3e-6)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,7 @@ def test_every_way_to_cut_it_gives_the_same(name: str, tiling: Tiling) -> None:
     """Parts of rows, the last with fewer steps; several tiles a program, some of them after the last."""
     weight, exact = tiles(name, 112, 768)
     x = draw(3, 768, F32)
-    found = matmul(x, weight.tiles, tiling=tiling, interpret=INTERPRET)
+    found = matmul(x, weight.tiles, tiling=tiling)
     assert_near(found, np.asarray(x, np.float64) @ exact.T, 3e-6)
 
 
@@ -145,7 +150,7 @@ def test_what_is_expanded_in_memory_is_expanded_exactly(name: str, monkeypatch: 
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected[32:])
     monkeypatch.setattr(expanded, "EXPANDED_BYTES", 3 * 16 * 512 * 2)
     x = draw(300, 512, jnp.bfloat16)
-    out = matmul(x, weight.tiles, interpret=INTERPRET)
+    out = matmul(x, weight.tiles)
     assert_near(out, np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
 
 
