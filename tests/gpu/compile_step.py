@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import sparse, sparse_gguf
+from tests.gpu import sparse
 from tests.gpu.hlo import Program
 from tests.gpu.ptx import DUMP, taken_by_kernels
 from tests.gpu.targets import mesh_of
@@ -55,6 +55,7 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     from jaxllm.engine.start.platform import Platform
     from jaxllm.speculative_config import SpeculativeConfig
     from jaxllm.weights import open_checkpoint
+    from tests.gpu import sparse_gguf
 
     folder, load_format = given.config.parent, "dummy"
     if given.packing == Q4_K_M:

@@ -200,9 +200,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, architecture.name, split_max_tensors=split, small_first_shard=bool(split))
     for key, value in keys.items():
         if value is not None:
-            _add(writer, f"{architecture.name}.{key}", value)
+            add_key(writer, f"{architecture.name}.{key}", value)
     for key, value in (also_keys or {}).items():
-        _add(writer, key, value)
+        add_key(writer, key, value)
     number = next(full[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if full.get(key))
     names = gguf.get_tensor_name_map(_enumerator(architecture.name), number)
     for tensor, weight in tensors.items():
@@ -235,7 +235,7 @@ def _complete(config: Config) -> Config:
     return {"num_hidden_layers": len(full.get("layers_block_type") or ())} | full | full.get("text_config", {})
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -51,7 +51,7 @@ def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_pr
     try:
         _copy_metadata(checkpoint.path, writer, _file_type(config, checkpoint))
         for name, info in checkpoint.tensors.items():
-            _announce(writer, name, info.shape, types.get(name, info.dtype))
+            announce(writer, name, info.shape, types.get(name, info.dtype))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -121,7 +121,8 @@ def _copy_metadata(source: Path, writer: gguf.GGUFWriter, file_type: int | None)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _announce(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], dtype: str) -> None:
+def announce(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    """Name a tensor whose contents will follow, of a GGML type."""
     kind = gguf.GGMLQuantizationType[dtype]
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     in_bytes = (*shape[:-1], shape[-1] // elements * nbytes)
