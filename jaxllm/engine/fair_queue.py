@@ -68,15 +68,13 @@ class FairQueue:
 
     def heads(self) -> list[Request]:
         """The first request of each group at the most urgent priority; the one whose turn it is first."""
-        if not self._levels:
-            return []
         return [lane.requests[0] for lane in self._in_turn()]
 
     def first(self, count: int, tokens: int) -> list[Request]:
         """The first requests of the groups at the most urgent priority: one of each in turn, at most `count`, of each
         group until they have that many tokens together."""
         found: list[Request] = []
-        lanes = [(lane, tokens) for lane in self._in_turn()] if self._levels else []
+        lanes = [(lane, tokens) for lane in self._in_turn()]
         place = 0
         while lanes and len(found) < count:
             of_each = [lane.requests[place] for lane, _ in lanes]
@@ -88,7 +86,7 @@ class FairQueue:
 
     def _in_turn(self) -> list[Lane]:
         """The groups with waiting requests at the most urgent priority."""
-        level = self._levels[min(self._levels)]
+        level = self._levels[min(self._levels)] if self._levels else {}
         return sorted((lane for lane in level.values() if lane.requests), key=lambda lane: (lane.served, -lane.joined))
 
     def remove(self, request: Request) -> None:
