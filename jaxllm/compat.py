@@ -261,14 +261,26 @@ def other_accelerators() -> bool:
 
 
 def join_processes(
-    address: str, number: int, count: int, devices: list[int], *, heartbeat_seconds: int, meeting_seconds: int
+    address: str,
+    number: int,
+    count: int,
+    devices: list[int],
+    *,
+    shares_steps: bool,
+    heartbeat_seconds: int,
+    meeting_seconds: int,
 ) -> None:
     """Make this process the `number`th of `count` for JAX. Raises RuntimeError where the coordinator is not reached.
 
     SIGTERM stays the program's own, which JAX's preemption service would take. The compile cache works in every process
     and has the same keys in all: JAX would let the first alone write, and on a CPU tell the processes apart. There each
     has as many virtual devices as it is to use, whatever JAX_NUM_CPU_DEVICES says of a process that is alone.
+
+    With `shares_steps` processes run steps together. Those of CPUs run one step at a time then: two that do not wait
+    for each other could begin their collectives in another order than in the next process, which ends both.
     """
+    if shares_steps:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_num_cpu_devices", len(devices))
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

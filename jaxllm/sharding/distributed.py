@@ -16,10 +16,11 @@ CPU_THREADS = 16
 """Of XLA's pool on a CPU: a collective waits in one of them for the other processes."""
 
 
-def join(address: str, number: int, count: int, devices: list[int]) -> None:
+def join(address: str, number: int, count: int, devices: list[int], shares_steps: bool) -> None:
     """Make this process one of several for JAX; its backends must not have started. Returns when all have come.
 
-    `devices` are those of its machine that it uses, see `local_devices`.
+    `devices` are those of its machine that it uses, see `local_devices`. With `shares_steps` several processes have
+    devices of one mesh.
 
     Raises:
         ConfigError: JAX has started already, or its coordinator cannot be reached.
@@ -32,7 +33,13 @@ def join(address: str, number: int, count: int, devices: list[int]) -> None:
         os.environ.setdefault("NPROC", str(CPU_THREADS))
     try:
         compat.join_processes(
-            address, number, count, devices, heartbeat_seconds=HEARTBEAT_SECONDS, meeting_seconds=MEETING_SECONDS
+            address,
+            number,
+            count,
+            devices,
+            shares_steps=shares_steps,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            meeting_seconds=MEETING_SECONDS,
         )
     except RuntimeError as error:
         raise ConfigError(f"JAX's coordinator at {address} cannot be used: {one_line(error)}") from None

@@ -70,7 +70,8 @@ def join_group(config: EngineConfig, path: Path, on_broken: Callable[[str], None
     group = meet(config, agreement, on_broken)
     each = config.num_devices // config.num_processes
     devices = distributed.local_devices(each, group.place, group.neighbours)
-    distributed.join(group.address, group.number, group.count, devices)
+    shares_steps = config.num_processes > config.pipeline_parallel_size
+    distributed.join(group.address, group.number, group.count, devices, shares_steps)
     return group
 
 
