@@ -40,6 +40,8 @@ WITHOUT_STAGES: dict[str, Any] = {
     "speculative_config": None, "enable_lora": False, "decode_steps": 1, "kv_offload_memory": None,
 }  # fmt: skip
 """What the layers of a model cannot be parted into stages with, and the value that it must have."""
+WITHOUT_BATCHES: dict[str, Any] = {**WITHOUT_STAGES, "pipeline_parallel_size": 1}
+"""The same for batches that run side by side."""
 
 
 class EngineConfig(SettingsGroup):
@@ -135,6 +137,8 @@ class EngineConfig(SettingsGroup):
     """Give each of these devices a process of its own, on one machine; by default one process has all of them."""
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many engines of the model answer side by side, each in a process with devices or cores of its own."""
+    enable_dp_attention: bool = False
+    """Run data_parallel_size batches in one engine instead, each on devices of its own, which can share the experts."""
     enable_expert_parallel: bool = False
     """Give each device whole experts of a mixture-of-experts model, instead of a part of every expert."""
     num_processes: Annotated[int, Field(ge=1)] | None = None
@@ -202,7 +206,7 @@ class EngineConfig(SettingsGroup):
                 raise ValueError(f"{name} is {getattr(self, name)}, and multi_process is true, which sets it by itself")
         if self.cluster not in ("auto", "off"):
             raise ValueError(f"cluster is {self.cluster}, and multi_process is true: it starts the processes itself")
-        if self.data_parallel_size > 1:
+        if self.num_engines > 1:
             raise ValueError(
                 f"data_parallel_size is {self.data_parallel_size}, and multi_process is true: it is for one engine"
             )
@@ -212,16 +216,29 @@ class EngineConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _stages_go_with_the_rest(self) -> Self:
-        if self.pipeline_parallel_size == 1:
+        if self.pipeline_parallel_size > 1:
+            self._go_with(WITHOUT_STAGES, f"pipeline_parallel_size is {self.pipeline_parallel_size}: stages do")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_go_with_the_rest(self) -> Self:
+        if not self.enable_dp_attention:
             return self
-        stated = f"and pipeline_parallel_size is {self.pipeline_parallel_size}"
-        for name, accepted in WITHOUT_STAGES.items():
+        if self.data_parallel_size == 1:
+            raise ValueError(
+                "enable_dp_attention is true, and data_parallel_size is 1, so that there would be one batch: accepted "
+                "are 2 or more"
+            )
+        self._go_with(WITHOUT_BATCHES, "enable_dp_attention is true: batches side by side do")
+        return self
+
+    def _go_with(self, accepted_values: dict[str, Any], stated: str) -> None:
+        for name, accepted in accepted_values.items():
             value = getattr(self, name)
             if value is not None and value is not False and value != accepted:
                 shown = f"is {value}" if isinstance(value, int) else "is set"
                 rule = "leave it out" if accepted is None else f"accepted is {accepted}"
-                raise ValueError(f"{name} {shown}, {stated}: stages do not go with it yet; {rule}")
-        return self
+                raise ValueError(f"{name} {shown}, and {stated} not go with it yet; {rule}")
 
     @model_validator(mode="after")
     def _pages_can_travel(self) -> Self:
@@ -232,7 +249,7 @@ class EngineConfig(SettingsGroup):
                 "kv_transfer_config is set, and kv_offload_memory is not: pages wait in host memory, of which it says "
                 "how much they may take, as 4GiB"
             )
-        if self.kv_transfer_config.gives and self.data_parallel_size > 1:
+        if self.kv_transfer_config.gives and self.num_engines > 1:
             raise ValueError(
                 f"kv_transfer_config has kv_role {self.kv_transfer_config.kv_role}, and data_parallel_size is "
                 f"{self.data_parallel_size}: one engine listens at a port; accepted are kv_consumer, or 1"
@@ -242,7 +259,17 @@ class EngineConfig(SettingsGroup):
     @property
     def num_devices(self) -> int:
         """How many devices an engine has."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_batches
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches an engine runs side by side."""
+        return self.data_parallel_size if self.enable_dp_attention else 1
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines answer side by side."""
+        return 1 if self.enable_dp_attention else self.data_parallel_size
 
     @property
     def in_group(self) -> bool:

@@ -237,7 +237,11 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
             "kill-{'tensor_parallel_size': 2}",
             "stop-{'pipeline_parallel_size': 2}",
         ),
-        "test_stages_in_several_processes_say_what_one_process_says": ("a stage each", "half a stage each"),
+        "test_stages_and_batches_in_several_processes_say_what_one_process_says": (
+            "a stage each",
+            "half a stage each",
+            "a batch each",
+        ),
     },
     "test_stages.py": {
         "test_stages_say_what_one_device_says": ("llama_gqa-(2, 1)", "deepseek_v3-(3, 1)"),

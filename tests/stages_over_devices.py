@@ -14,13 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import LLM, PoolingParams, SamplingParams, Steer
+from jaxllm import LLM, SamplingParams, Steer
 from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.packing import decode_packing
 from jaxllm.errors import JaxLLMError
-from jaxllm.requests.structured_outputs import StructuredOutputs
-from tests.sizes import FIELDS, few_pages
+from tests.parallel_answers import SIZES, told
 
 LAYOUTS: dict[str, list[tuple[int, int]]] = {
     "llama_gqa": [(2, 1), (2, 2)],
@@ -32,63 +31,6 @@ LAYOUTS: dict[str, list[tuple[int, int]]] = {
 of a table that is the head as well."""
 EVERY_KIND = ("llama_gqa", (2, 1))
 """Where requests ask for all that there is: each kind is one more step to compile."""
-SIZES = FIELDS | {"skip_tokenizer_init": False}
-FEW_PAGES = {"qwen3_5": 32}
-"""20 of others: requests are preempted, and yet some prefixes are still there; a state is kept of fewer."""
-REGEX = StructuredOutputs(regex=r"(ab|cd){2,6} [0-9]{4}")
-ADJUSTED = {
-    "temperature": 0.8, "presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.2,
-    "logit_bias": {4: 2.0}, "min_p": 0.01, "top_k": 40, "top_p": 0.95, "seed": 4, "logprobs": 1,
-}  # fmt: skip
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1},
-    ADJUSTED,
-    {"temperature": 1, "seed": 5, "structured_outputs": REGEX},
-]
-
-
-def asked(every_kind: bool) -> tuple[list[list[int]], list[SamplingParams]]:
-    """More prompts than there are slots, of ragged lengths, some in several chunks, and requests for them."""
-    dice = np.random.default_rng(3)
-    prompts = [dice.integers(3, 140, count).tolist() for count in (1, 7, 40, 16, 71, 9, 33, 8, 12)]
-    prompts.append([*prompts[2][:32], 5, 6])
-    kinds = KINDS if every_kind else KINDS[:1]
-    fields = [kinds[index % len(kinds)] for index in range(len(prompts))]
-    ends = [{} if "structured_outputs" in one else {"ignore_eos": True} for one in fields]
-    return prompts, [SamplingParams(max_tokens=14, **one, **end) for one, end in zip(fields, ends, strict=True)]
-
-
-def told(model: Path, every_kind: bool, stages: int = 1, tp: int = 1) -> dict[str, Any]:
-    """What an engine says: tokens, their log-probabilities, those of prompts, and vectors; then the tokens again."""
-    prompts, params = asked(every_kind)
-    parallel = {"pipeline_parallel_size": stages, "tensor_parallel_size": tp}
-    with few_pages(FEW_PAGES.get(model.name, 20)), LLM(str(model), **SIZES, **parallel) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        again = llm.generate(prompts, params, use_tqdm=False)
-        vectors = llm.pool(prompts[:3], PoolingParams(kind="mean"), use_tqdm=False)
-        stats = llm.stats()
-    first = [output.outputs[0] for output in outputs]
-    scored = [
-        [found[token].logprob for token, found in zip(one.token_ids, one.logprobs, strict=True)]
-        for one in first
-        if one.logprobs
-    ]
-    prompt_scores = [
-        [found[token].logprob for token, found in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
-        for prompt, output in zip(prompts, outputs, strict=True)
-        if output.prompt_logprobs
-    ]
-    return {
-        "tokens": [one.token_ids for one in first],
-        "again": [output.outputs[0].token_ids for output in again],
-        "cached": sum(output.num_cached_tokens for output in again),
-        "logprobs": scored,
-        "prompt_logprobs": prompt_scores,
-        "vectors": [np.asarray(vector.values).tolist() for vector in vectors],
-        "preemptions": stats.num_preemptions,
-        "left": stats.num_pages - stats.num_free_pages,
-    }
 
 
 def order_of_stages(llm: LLM) -> list[tuple[str, list[int]]]:
@@ -133,7 +75,9 @@ def main(out: str, models: str, *names: str) -> None:
         for layout in layouts:
             if names and f"{name} {layout}" not in names:
                 continue
-            found[f"{name} {layout}"] = told(Path(models) / name, (name, layout) == EVERY_KIND, *layout)
+            stages, tp = layout
+            parallel = {"pipeline_parallel_size": stages, "tensor_parallel_size": tp}
+            found[f"{name} {layout}"] = told(Path(models) / name, (name, layout) == EVERY_KIND, **parallel)
     with LLM(str(Path(models) / "llama_gqa"), **SIZES, pipeline_parallel_size=2) as llm:
         found |= {"order": order_of_stages(llm), "refused": refusals(llm)}
     np.savez(out, devices=len(jax.devices()), told=json.dumps(found))

@@ -142,6 +142,10 @@ def test_no_example_opens_a_port_to_other_machines_without_a_key(path: Path) -> 
     assert config.host in ("127.0.0.1", "localhost", "::1") or config.api_key is not None
 
 
+NEEDS_MORE = ("log_prompts", "multi_process", "prefix_affinity", "enable_dp_attention")
+"""Switches that are refused without other settings."""
+
+
 @pytest.mark.parametrize("name", ServeConfig.model_fields)
 def test_a_switch_is_no_number(name):
     """`max_model_len: yes` in a YAML file would be a context of one token."""
@@ -150,7 +154,12 @@ def test_a_switch_is_no_number(name):
         try:
             value = getattr(ServeConfig(**{name: switch}), name)
         except ValidationError as error:
-            assert "bool" not in kinds or name in ("log_prompts", "multi_process", "prefix_affinity"), error
+            assert "bool" not in kinds or name in (
+                "log_prompts",
+                "multi_process",
+                "prefix_affinity",
+                "enable_dp_attention",
+            ), error
         else:
             assert value is switch and "bool" in kinds
 

@@ -56,19 +56,20 @@ def test_two_processes_say_what_one_says(model: Path, tmp_path: Path) -> None:
     assert ends[1][1] == ""
 
 
-STAGES = {
+PARTS = {
     "a stage each": (2, {"pipeline_parallel_size": 2}),
     "a stage each, of three": (3, {"pipeline_parallel_size": 3}),
     "half a stage each": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     "two devices of a stage each": (2, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    "a batch each": (2, {"data_parallel_size": 2, "enable_dp_attention": True}),
 }
 
 
-@pytest.mark.parametrize("layout", list(STAGES))
-def test_stages_in_several_processes_say_what_one_process_says(
+@pytest.mark.parametrize("layout", list(PARTS))
+def test_stages_and_batches_in_several_processes_say_what_one_process_says(
     model: Path, alone: dict[str, Any], tmp_path: Path, layout: str
 ) -> None:
-    count, parts = STAGES[layout]
+    count, parts = PARTS[layout]
     expected, out, tokenizer = dict(alone), tmp_path / "said.json", str(real_model("smollm2-135m"))
     ready = {"enforce_eager": layout != "a stage each"}
     with programs(model, count=count, out=str(out), parts=parts, tokenizer=tokenizer, **ready) as processes:

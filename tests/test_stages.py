@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxllm import LLM, ConfigError
@@ -17,10 +16,11 @@ from jaxllm.engine.device.stage_keys import keys_of
 from jaxllm.models.caches import Paged, Shared
 from jaxllm.models.stages import places_to_part, share_layers
 from tests.devices import over_devices, shared_folder
+from tests.parallel_answers import assert_same, told
 from tests.reference.tiny import write_checkpoint
 from tests.serving.mixed_requests import write_model
 from tests.sizes import FIELDS
-from tests.stages_over_devices import EVERY_KIND, LAYOUTS, told
+from tests.stages_over_devices import EVERY_KIND, LAYOUTS
 
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
@@ -65,13 +65,7 @@ def test_stages_say_what_one_device_says(
     """In batches, with requests preempted, and then again, when their prompts are cached."""
     expected, found = of_one[f"{name} {(name, layout) == EVERY_KIND}"], of_stages[f"{name} {layout}"]
     rounded = layout[1] > 1 or name == "qwen3_5"  # whose states add up by chunks, wherever those begin
-    near = 2e-5 if rounded else 0
-    for numbers in ("logprobs", "prompt_logprobs", "vectors"):
-        for one, other in zip(expected[numbers], found[numbers], strict=True):
-            np.testing.assert_allclose(other, one, rtol=near, atol=near)
-    assert (found["tokens"], found["again"]) == (expected["tokens"], expected["again"])
-    assert found["preemptions"] > 0 and found["cached"] > 0 and found["left"] == 0
-    assert len({tuple(tokens) for tokens in found["tokens"]}) == len(found["tokens"])
+    assert_same(found, expected, near=2e-5 if rounded else 0)
 
 
 def test_a_stage_is_told_what_was_sampled_when_it_runs_it_and_not_before(of_stages: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from jaxllm.engine.messages import (
     EngineRequest,
     EngineStats,
     TokenDelta,
+    TransferInfo,
 )  # fmt: skip
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.page_pool import PagePool
@@ -259,6 +260,12 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Requests that are added from now on share nothing with earlier ones, whose pages are used again in time."""
         self._cache_generation += 1
+
+    @property
+    def transfer(self) -> TransferInfo | None:
+        """How it exchanges pages with other servers, if it does."""
+        peers = None if self._tiers is None else self._tiers.peers
+        return None if peers is None else peers.info
 
     @property
     def weights(self) -> ReadsWeights:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 class Adjustments(NamedTuple):
     """One slot's rows that only some requests need: those whose logits are adjusted."""
 
-    slot: Int[Array, ""]
+    slot: Int[Array, "1"]
     bias_ids: Int[Array, "B"]
     bias_values: Float[Array, "B"]
     blocked_ids: Int[Array, "M"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.pallas_kernels.pages import BY_HEAD, QUANTIZED, SCALE_BYTES, PageLayout
-from jaxllm.sharding.mesh import TENSOR, Axes
+from jaxllm.sharding.mesh import TENSOR, Axes, num_pieces
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Buffer(NamedTuple):
 
     def bytes_per_device(self, tp: int) -> int:
         """What one of `tp` devices holds of it."""
-        return math.prod(self.shape) * self.dtype.itemsize // (tp if any(self.axes) else 1)
+        return math.prod(self.shape) * self.dtype.itemsize // num_pieces(self.axes, tp)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
     """Embedding, a stack of layers, a last norm, and the output head."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
-        check_parallel(config, options.tp, options.expert_parallel)
+        check_parallel(config, options.tp, options.expert_parallel, options.dp)
         vocab, size = config.vocab_size, config.hidden_size
         stage = options.stage or Stage(0, 1, 0, config.num_layers)
         self.config = config

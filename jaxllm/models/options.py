@@ -58,6 +58,7 @@ class BuildOptions:
         tp: the degree of tensor parallelism.
         kernels: what runs the products and attention.
         expert_parallel: each device has whole experts, not a part of each.
+        dp: how many batches run side by side; with `expert_parallel` their devices share the experts.
         adapters: products add what adapters give, of which the model has tables; without, it knows of none.
         stage: the part of the model that is built; None is all of it.
     """
@@ -68,3 +69,4 @@ class BuildOptions:
     expert_parallel: bool = False
     adapters: AdapterSizes | None = None
     stage: Stage | None = None
+    dp: int = 1

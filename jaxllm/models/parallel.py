@@ -25,8 +25,11 @@ def allowed_degrees(config: DecoderConfig, expert_parallel: bool = False, most: 
     return [degree for degree in range(1, most + 1) if all(d.fits(degree) for d in _divided(config, expert_parallel))]
 
 
-def check_parallel(config: DecoderConfig, tp: int, expert_parallel: bool = False) -> None:
-    """Raises ConfigError naming the allowed degrees when `tp` does not divide the model."""
+def check_parallel(config: DecoderConfig, tp: int, expert_parallel: bool = False, dp: int = 1) -> None:
+    """Raises ConfigError naming the allowed degrees when `tp` does not divide the model.
+
+    With `expert_parallel` the devices of `dp` batches share the experts.
+    """
     if expert_parallel and config.moe is None:
         raise ConfigError("enable_expert_parallel is true, but this model has no experts; accepted is false")
     allowed = allowed_degrees(config, expert_parallel, max(tp, 64))
@@ -35,6 +38,11 @@ def check_parallel(config: DecoderConfig, tp: int, expert_parallel: bool = False
         raise ConfigError(
             f"tensor_parallel_size is {tp}, which does not divide this model ({sizes}); accepted are "
             f"{', '.join(map(str, allowed))}"
+        )
+    if expert_parallel and config.moe is not None and config.moe.num_experts % (tp * dp):
+        raise ConfigError(
+            f"data_parallel_size is {dp} and tensor_parallel_size is {tp}, with enable_dp_attention and "
+            f"enable_expert_parallel: {config.moe.num_experts} experts are not shared equally by {tp * dp} devices"
         )
 
 

@@ -28,7 +28,7 @@ from jaxllm.research.scores import ScoredCompletion, pairs, scored
 if TYPE_CHECKING:
     import jax
 
-    from jaxllm.engine.core import EngineCore
+    from jaxllm.engine.data_parallel.core import Core
     from jaxllm.engine.device.ran_step import StepKind
     from jaxllm.engine.front.thread_client import ThreadClient
     from jaxllm.models.decoder import Decoder
@@ -344,7 +344,7 @@ class Inside:
             self._open = OpenModel(parts)
         return self._open
 
-    def _ask(self, ask: Callable[[EngineCore], T]) -> T:
+    def _ask(self, ask: Callable[[Core], T]) -> T:
         return self._client().ask(ask)
 
     def _client(self) -> ThreadClient:
@@ -365,11 +365,11 @@ def _check_ended(delta: TokenDelta) -> None:
         raise failure(delta)
 
 
-def _unembed(states: np.ndarray, normed: bool, core: EngineCore) -> np.ndarray:
+def _unembed(states: np.ndarray, normed: bool, core: Core) -> np.ndarray:
     return core.unembed(states, normed)
 
 
-def _live(core: EngineCore) -> LiveModel:
+def _live(core: Core) -> LiveModel:
     if core.model is None:
         raise ConfigError("pipeline_parallel_size is more than 1: it must be 1 to look at the model as a whole")
     return core.model

@@ -63,7 +63,7 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
             if name in config.model_fields_set:
                 raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")
         return []
-    if config.data_parallel_size > 1:
+    if config.num_engines > 1:
         raise ConfigError(
             f"data_parallel_size is {config.data_parallel_size}: several engines are for a server of one model"
         )
@@ -157,7 +157,7 @@ def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -
         entry: CatalogEntry = make_config(CatalogEntry, **settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if entry.data_parallel_size > 1:
+    if entry.num_engines > 1:
         raise ConfigError(f"{where}: data_parallel_size is {entry.data_parallel_size}; it is for servers of one model")
     for name in entry.names:
         if not is_served_name(name):

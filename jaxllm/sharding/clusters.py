@@ -132,17 +132,24 @@ def _check(config: EngineConfig, place: Mapping[str, object]) -> None:
         raise ConfigError(f"process_id is {number}, but num_processes is {count}: accepted is 0 to {count - 1}")
     split_address(str(place["coordinator_address"]))
     _check_devices(config, count)
-    if config.data_parallel_size > 1:
+    if config.num_engines > 1:
         raise ConfigError(
             f"data_parallel_size is {config.data_parallel_size}, but num_processes is {count}: engines side by side "
-            "are for one process; start several groups instead"
+            "are for one process; start several groups instead, or set enable_dp_attention"
         )
 
 
 def _check_devices(config: EngineConfig, count: int) -> None:
     """Each process has equally many devices: whole stages, or a part of one stage."""
-    tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    tp, stages, batches = config.tensor_parallel_size, config.pipeline_parallel_size, config.num_batches
     ending = "set cluster to off where each process is to have an engine of its own"
+    if batches > 1:
+        if tp * batches % count:
+            raise ConfigError(
+                f"data_parallel_size is {batches} and tensor_parallel_size is {tp}, and {count} processes share the "
+                f"model: accepted are products of the two that are multiples of {count}; {ending}"
+            )
+        return
     if stages == 1 and tp % count:
         raise ConfigError(
             f"tensor_parallel_size is {tp}, and {count} processes share the model: accepted are multiples of {count}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -16,38 +17,50 @@ from jaxllm.sharding.devices import find_devices
 TENSOR = "tensor"
 DATA = "data"
 
-Axes = tuple[str | None, ...]
-"""One mesh axis name or None for each dimension of an array."""
+EVERY = (DATA, TENSOR)
+"""Both axes: an array whose dimension lies along them has a piece on every device."""
+
+Axes = tuple[str | tuple[str, ...] | None, ...]
+"""For each dimension of an array the mesh axis that divides it, several, or None."""
 
 
-def build_mesh(tensor_parallel_size: int) -> Mesh:
-    """A `(data=1, tensor=tensor_parallel_size)` mesh over the first devices of the default platform.
+def num_pieces(axes: Axes, tp: int, dp: int = 1) -> int:
+    """Into how many pieces a mesh of `(data=dp, tensor=tp)` divides an array."""
+    sizes = {DATA: dp, TENSOR: tp}
+    names = [name for axis in axes if axis for name in ([axis] if isinstance(axis, str) else axis)]
+    return math.prod(sizes[name] for name in names)
+
+
+def build_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh:
+    """A `(data_parallel_size, tensor_parallel_size)` mesh over the first devices of the default platform.
 
     Where there are several processes, each has as many of them.
 
     Raises:
         ConfigError: there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
     """
-    return build_meshes(tensor_parallel_size, 1)[0]
+    return build_meshes(tensor_parallel_size, 1, data_parallel_size)[0]
 
 
-def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> list[Mesh]:
+def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int, data_parallel_size: int = 1) -> list[Mesh]:
     """One such mesh for each stage, over the next devices each; process 0, which reads what the last stage gives, has
     that one. Raises as `build_mesh`.
     """
-    tp, count = tensor_parallel_size, tensor_parallel_size * pipeline_parallel_size
+    tp, dp = tensor_parallel_size, data_parallel_size
+    of_stage, count = dp * tp, dp * tp * pipeline_parallel_size
     devices = _evenly(find_devices(), count)
     if count > len(devices):
         hint = f" (set JAX_NUM_CPU_DEVICES={count} for virtual ones)" if devices[0].platform == "cpu" else ""
         stages = f" and pipeline_parallel_size {pipeline_parallel_size}" if pipeline_parallel_size > 1 else ""
+        batches = f" and data_parallel_size {dp}" if dp > 1 else ""
         raise ConfigError(
-            f"tensor_parallel_size is {tp}{stages}, but this machine has {len(devices)} {devices[0].platform} "
+            f"tensor_parallel_size is {tp}{stages}{batches}, but this machine has {len(devices)} {devices[0].platform} "
             f"device(s){hint}"
         )
-    starts = list(range(0, count, tp))
+    starts = list(range(0, count, of_stage))
     if len({device.process_index for device in devices}) > 1:
         starts.reverse()
-    return [compat.make_mesh((1, tp), (DATA, TENSOR), devices=devices[start : start + tp]) for start in starts]
+    return [compat.make_mesh((dp, tp), (DATA, TENSOR), devices=devices[start : start + of_stage]) for start in starts]
 
 
 def _evenly(devices: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:

@@ -85,5 +85,5 @@ def _adjustments(request: Request, vocab_size: int, eos_token_ids: Sequence[int]
     bad_words[:, -1] = vocab_size
     for row, tokens in zip(bad_words, request.bad_words, strict=False):
         row[-len(tokens) :] = tokens
-    nowhere = np.int32(-1)
+    nowhere = np.array([-1], np.int32)
     return Adjustments(nowhere, ids, values, blocked, allowed, bad_words)  # type: ignore[arg-type]

@@ -50,6 +50,10 @@ class Device:
         self.recent.append(key)
         return found[-1] if uses.output else None
 
+    def all_decode(self, decodes: bool) -> bool:
+        """Whether the next step is best a decode: of a batch that `decodes`, or has other work as well."""
+        return decodes
+
     def wait(self) -> None:
         """Block until all steps have run."""
         jax.block_until_ready(self._parts)

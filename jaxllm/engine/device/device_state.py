@@ -14,7 +14,7 @@ from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.device.slots import Slots, slot_shapes
 from jaxllm.models.caches import Cache
 from jaxllm.models.layers.steering import SteeringState
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import DATA, Axes
 from jaxllm.weights.loader import ParamSpec
 
 
@@ -89,23 +89,44 @@ class StateShapes:
     def new_on_demand(self, name: str) -> Any:
         """A part of `on_demand` that concerns nobody yet, on the devices."""
         part = self.on_demand()[name]
-        return self.jit(lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), part), (), P(), donate=())()
+
+        def make() -> Any:
+            return jax.tree.map(lambda a: jnp.zeros(a.sharding.shard_shape(a.shape), a.dtype), part)
+
+        return self.jit(make, (), state_specs(part), donate=())()
 
     def hidden(self, *rows: int) -> Any:
         """Hidden states, so many."""
         return self.replicated((*rows, self._sizes.hidden_size), self.hidden_dtype)
 
     def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
-        """int32 numbers that every device has all of."""
+        """int32 numbers that every device of a batch has all of."""
         return self.replicated(shape, jnp.int32)
 
     def replicated(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array that every device has all of."""
+        """An array that every device of a batch has all of."""
         return self.sharded(shape, dtype, ())
 
     def sharded(self, shape: tuple[int, ...], dtype: Any, axes: Axes) -> Any:
-        """An array whose axes the mesh divides by `axes`."""
+        """An array of each batch, whose axes the mesh divides by `axes`.
+
+        Where several batches run side by side, theirs lie one after the other along the first axis, so that a batch's
+        devices have an array of this shape, or their part of one. An empty array is nobody's, and has no parts.
+        """
+        if self.num_batches > 1 and all(shape):
+            first, *others = axes or (None,)
+            assert first is None, "what a batch has of its own is divided along a later axis"
+            shape, axes = (self.num_batches * shape[0], *shape[1:]), (DATA, *others)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P(*axes)))
+
+    def to_all(self, array: jax.ShapeDtypeStruct) -> Any:
+        """What `sharded` gave, of which every device is to have all."""
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(self._mesh, P()))
+
+    @property
+    def num_batches(self) -> int:
+        """How many run side by side, each on its own part of the data axis."""
+        return self._mesh.shape[DATA]
 
     def jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:
         """`step` on every device of the mesh at once, jitted; `inputs` and `outputs` say how its arrays lie on it."""

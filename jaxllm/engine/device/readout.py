@@ -93,7 +93,7 @@ class Readout:
         size = self._device.most_rows
         padded = np.zeros((size, states.shape[1]), self._device.hidden_dtype)
         padded[: len(states)] = states
-        return np.asarray(self._device.run(Key("unembed", size), padded, np.int32(normed)))[: len(states)]
+        return np.asarray(self._device.run(Key("unembed", size), padded, np.array([normed], np.int32)))[: len(states)]
 
     def pool(self, chunks: list[tuple[Chunk, int]]) -> list[Pooled]:
         """What the requests that pool want of these chunks, each of which begins at a row of the hidden states."""

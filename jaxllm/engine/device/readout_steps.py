@@ -65,9 +65,9 @@ class ReadoutSteps(StepBuilder):
 
         def step(weights: Any, states: jax.Array, normed: jax.Array) -> Any:
             model = self._model(weights)
-            return (model.logits(jnp.where(normed, states, model.norm(states))),)
+            return (model.logits(jnp.where(normed[0], states, model.norm(states))),)
 
-        return self._build(Key("unembed", rows), step, self.state.hidden(rows), self.state.ints())
+        return self._build(Key("unembed", rows), step, self.state.hidden(rows), self.state.ints(1))
 
     def _scoring(self, kind: Kind, rows: int, score: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         packing = score_packing(rows)

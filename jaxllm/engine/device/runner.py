@@ -151,7 +151,7 @@ class Runner:
         leaving = self._copies.read(batch.leaving)
         self._copies.write(batch.returning)
         for rows, place in batch.entering:
-            self._device.run(Key("adapt"), np.int32(place), *rows)
+            self._device.run(Key("adapt"), _one(place), *rows)
         for request in batch.admitted:
             self._admit(request)
         handle = joined([self._dispatch(part, fill) for part in parts_of(batch, self._device.num_parts)])
@@ -161,7 +161,8 @@ class Runner:
     def _dispatch(self, batch: Batch, fill: FillMasks | None) -> Handle:
         if batch.verifies:
             return self._verify(batch, fill)
-        return self._decode(batch) if batch.decode_only and not batch.masked else self._prefill(batch)
+        decodes = self._device.all_decode(batch.decode_only and not batch.masked)
+        return self._decode(batch) if decodes else self._prefill(batch)
 
     def _begin(self) -> None:
         self._device.recent.clear()
@@ -329,7 +330,7 @@ class Runner:
         ints = admission(request, settings, self._sizes.pages_per_seq)
         floats = np.concatenate([settings.floats, adapter_scales(request, self._sizes.adapter_places)])
         self._device.run(Key("admit"), ints, floats)
-        slot = np.int32(request.slot)
+        slot = _one(request.slot)
         if settings.adjustments is not None:
             self._device.run(Key("adjust"), *settings.adjustments._replace(slot=slot))  # type: ignore[arg-type]
         if request.num_preemptions == 0:
@@ -349,13 +350,13 @@ class Runner:
         if steering is not None:
             vectors[list(steering.layers)] = steering.rows()
             ends[:] = steering.start, steering.stop
-        self._device.run(Key("steer"), np.int32(request.slot), vectors, ends)
+        self._device.run(Key("steer"), _one(request.slot), vectors, ends)
         (self._steered.discard if steering is None else self._steered.add)(request.slot)
 
     def _process(self, request: Request) -> None:
         """Tell a slot which logits processors its request uses, or that it uses none any more."""
         row = self._processors.row(request.params.chosen_processors)
-        self._device.run(Key("process"), np.int32(request.slot), row)
+        self._device.run(Key("process"), _one(request.slot), row)
         (self._processed.add if request.params.processes_logits else self._processed.discard)(request.slot)
 
     def _pack_new_pages(self, rows: np.ndarray, batch: Batch) -> None:
@@ -390,6 +391,11 @@ class Runner:
         if padding:
             for chunk in chunks:
                 chunk.request.padding += padding * chunk.length / used
+
+
+def _one(number: int) -> np.ndarray:
+    """A number as steps take it."""
+    return np.array([number], np.int32)
 
 
 def copy_to_host(handle: Handle) -> None:

@@ -110,12 +110,12 @@ def admit(slots: Slots, ints: Int[Array, "n"], floats: Float[Array, "F"]) -> Slo
 
 def adjust(slots: Slots, adjustments: Adjustments) -> Slots:
     """What adjusts the logits of the request that took the slot."""
-    return _put(slots, adjustments.slot, **{k: v for k, v in adjustments._asdict().items() if k != "slot"})
+    return _put(slots, adjustments.slot[0], **{k: v for k, v in adjustments._asdict().items() if k != "slot"})
 
 
-def remember(slots: Slots, slot: Int[Array, ""], history: Int[Array, "L"]) -> Slots:
+def remember(slots: Slots, slot: Int[Array, "1"], history: Int[Array, "L"]) -> Slots:
     """The tokens of the request that took the slot, up to those that steps will write."""
-    return _put(slots, slot, history=history)
+    return _put(slots, slot[0], history=history)
 
 
 def took(slots: Slots, slot: Int[Array, "R"], tokens: Int[Array, "R"]) -> Slots:

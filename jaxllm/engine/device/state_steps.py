@@ -38,12 +38,12 @@ class StateSteps(StepBuilder):
         def step(slots: Slots, *fields: jax.Array) -> tuple[Slots]:
             return (adjust(slots, Adjustments(*fields)),)
 
-        return self._build(Key("adjust"), step, self.state.ints(), *rows)
+        return self._build(Key("adjust"), step, self.state.ints(1), *rows)
 
     def remember(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(slots, slot, history) -> (slots,)`: the tokens that a request has when it takes its slot."""
         length = self.state.abstract().slots.history.shape[1]
-        return self._build(Key("remember"), lambda *x: (remember(*x),), self.state.ints(), self.state.ints(length))
+        return self._build(Key("remember"), lambda *x: (remember(*x),), self.state.ints(1), self.state.ints(length))
 
     def recall(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(slots, ints) -> (slots,)`: a part of a text that drafts are looked for in."""
@@ -58,10 +58,10 @@ class StateSteps(StepBuilder):
         tables = self._adapted.tables if self._adapted is not None else ()
 
         def step(adapters: Any, place: jax.Array, *rows: jax.Array) -> tuple[Any]:
-            return (tuple(t.at[place].set(row) for t, row in zip(adapters, rows, strict=True)),)
+            return (tuple(t.at[place[0]].set(row) for t, row in zip(adapters, rows, strict=True)),)
 
         rows = [self.state.sharded(t.shape[1:], t.dtype, t.axes[1:]) for t in tables]
-        return self._build(Key("adapt"), step, self.state.ints(), *rows)
+        return self._build(Key("adapt"), step, self.state.ints(1), *rows)
 
     def put_row(self, kind: Kind) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(part, slot, *row) -> (part,)`: what the request that took a slot is steered by, or is processed with."""
@@ -69,10 +69,10 @@ class StateSteps(StepBuilder):
 
         def step(state: Any, slot: jax.Array, *rows: jax.Array) -> tuple[Any]:
             pairs = zip(jax.tree.leaves(state), rows, strict=True)
-            return (jax.tree.unflatten(tree, [part.at[slot].set(row) for part, row in pairs]),)
+            return (jax.tree.unflatten(tree, [part.at[slot[0]].set(row) for part, row in pairs]),)
 
         rows = [self.state.replicated(part.shape[1:], part.dtype) for part in parts]
-        return self._build(Key(kind), step, self.state.ints(), *rows)
+        return self._build(Key(kind), step, self.state.ints(1), *rows)
 
     def read_pages(self, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`(caches, pages) -> (rows,)`: of each buffer that has pages `count` of them."""

@@ -165,7 +165,10 @@ class StepFunctions(ReadoutSteps, StateSteps):
             if drafter is not None:
                 caches, slots = drafter.follow(Ran(ids, states, meta), caches, before, slots)
             taken = () if records is None else (records.taken,)
-            return caches, slots, lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)), *taken
+            hidden = hidden.astype(buffer.dtype)
+            if self.state.num_batches > 1:  # one with nothing in this step may have yet to read what it left in another
+                hidden = jnp.where(x["num_seqs"] > 0, hidden, buffer[:tokens])
+            return caches, slots, lax.dynamic_update_slice(buffer, hidden, (0, 0)), *taken
 
         return self._build(Key("backbone", tokens, variant), step, *sent)
 

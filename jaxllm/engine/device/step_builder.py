@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jaxllm.models.abstract import AdaptedModel
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
 from jaxllm.models.layers.steering import Steered
+from jaxllm.sharding.collectives import data_size, gather_over_data, own_rows
 from jaxllm.weights.loader import ParamSpec, Value
 
 GRAPHED = ("gpu", "cuda")
@@ -64,7 +66,6 @@ class StepBuilder:
         self.state = StateShapes(mesh, sizes, hidden_dtype, tables, self.processors.width)
         self._packing = WeightPacking(specs, joins=self.platform not in GRAPHED)
         self._weights = self._packing.abstract(mesh)
-        self._weight_specs = tuple(a.sharding.spec for a in self._weights)
 
     @property
     def platform(self) -> str:
@@ -127,16 +128,28 @@ class StepBuilder:
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`step` jitted, and its abstract arguments: what it takes of the device's, then what the host sends.
 
-        `output` says how what follows for the host lies on the mesh; by default every device has all of it.
+        `output` says how what follows for the host lies on the mesh; by default every device has all of it. Where
+        several batches run side by side, it is a tuple of what each of them gives.
         """
         uses, state = key.uses, self.state.abstract()
-        parts = {"weights": self._weights, **state._asdict()}
-        specs = {"weights": self._weight_specs, "caches": state_specs(state.caches), "slots": P(), "hidden": P()}
-        specs |= {"adapters": state_specs(state.adapters), "steering": P(), "processing": P()}
-        parts |= self.state.on_demand()
+        if self.state.num_batches > 1:
+            step, sent = partial(_for_each_batch, step, len(sent), uses.output), tuple(map(self.state.to_all, sent))
+        parts = {"weights": self._weights, **state._asdict(), **self.state.on_demand()}
+        specs = {name: state_specs(part) for name, part in parts.items()}
         inputs = (*(specs[name] for name in uses.takes), *(a.sharding.spec for a in sent))
         outputs = (*(specs[name] for name in uses.gives), *([output or P()] if uses.output else []))
         donated = tuple(index for index, name in enumerate(uses.takes) if name in uses.gives)
         if key.variant.adapted or key.variant.steered or key.variant.processed:
             step = with_parts(step, [name for name in uses.takes if name in StepWeights._fields])
         return self.state.jit(step, inputs, outputs, donated), (*(parts[name] for name in uses.takes), *sent)
+
+
+def _for_each_batch(step: Callable[..., Any], num_sent: int, has_output: bool, *given: Any) -> Any:
+    """`step`, where every device is sent the vectors of all batches, and gives what all of them give."""
+    own, sent = given[: len(given) - num_sent], given[len(given) - num_sent :]
+    found = step(*own, *map(own_rows, sent))
+    if not has_output:
+        return found
+    *kept, output = found
+    gathered = gather_over_data(output)
+    return *kept, tuple(jax.tree.map(itemgetter(batch), gathered) for batch in range(data_size()))

@@ -26,7 +26,7 @@ from jaxllm.looking import What
 from jaxllm.progress import watched_by
 
 if TYPE_CHECKING:
-    from jaxllm.engine.core import EngineCore
+    from jaxllm.engine.data_parallel.core import Core
     from jaxllm.engine.lockstep.leader import Leader
     from jaxllm.engine.lockstep.meeting import Group
 
@@ -193,7 +193,7 @@ class FrontDoor:
     def _obey(self, asked: Obey) -> None:
         """In a thread of its own, which waits until the loop has done its part."""
 
-        def ask(ask: Callable[[EngineCore], Any]) -> Any:
+        def ask(ask: Callable[[Core], Any]) -> Any:
             question = Question(ask)
             self.inbox.put(question)
             return question.answer.result()
@@ -318,7 +318,7 @@ def process_name(config: EngineConfig, share: Share | None) -> str:
     return f"engine/{name}" + ("" if share is None else f"/{share.number}")
 
 
-def run_loop(front_door: FrontDoor, core: EngineCore, kept: BinaryIO | None = None) -> NoReturn:
+def run_loop(front_door: FrontDoor, core: Core, kept: BinaryIO | None = None) -> NoReturn:
     """Call `core` for as long as the process lives. Raises what ends it."""
     core.when_prepared(lambda: front_door.inbox.put(None))
     core.on_begin = lambda request_ids: front_door.send(Began(request_ids))

@@ -18,7 +18,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxllm.engine.front.replicas import Replicas
-    from jaxllm.engine.front.routing import Policy
+    from jaxllm.engine.routing import Policy
 
 
 def start_engine(
@@ -60,12 +60,12 @@ def start_client(
     With `room` it asks for its place in memory, see there. `keeper` is where it may leave its weights, and find those
     of an engine before it. `processors` are functions of logits that requests may use.
     """
-    if processors and (config.engine_process or config.data_parallel_size > 1 or config.in_group):
+    if processors and (config.engine_process or config.num_engines > 1 or config.in_group):
         raise ConfigError(
             "logits_processors are functions, which reach only an engine in this process: engine_process must be "
             "False, and data_parallel_size and num_processes 1"
         )
-    if config.data_parallel_size > 1:
+    if config.num_engines > 1:
         return start_replicas(config, given_up, keeper)
     if config.engine_process:
         from jaxllm.engine.front.process_client import ProcessClient

@@ -56,7 +56,7 @@ def start_followers(config: EngineConfig, name: str, on_failure: Callable[[str, 
     """
     resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     count = config.num_devices
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     setting = " * ".join(name for name in sizes if getattr(config, name) > 1)
     group = {
         "multi_process": False, "num_processes": count, "cluster": "off", "cluster_secret": secrets.token_urlsafe(32),

@@ -12,9 +12,9 @@ from multiprocessing.connection import wait
 import msgspec
 
 from jaxllm.engine.front.process_client import ProcessClient
-from jaxllm.engine.front.routing import Policy, PrefixFirst, Replica, nodes_of
 from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, TokenDelta
 from jaxllm.engine.orders import Order
+from jaxllm.engine.routing import Policy, PrefixFirst, Replica, nodes_of
 from jaxllm.engine.stats import counted, together
 from jaxllm.errors import EngineDeadError, JaxLLMError
 

@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.threads import start_thread
 
 if TYPE_CHECKING:
-    from jaxllm.engine.core import EngineCore
+    from jaxllm.engine.data_parallel.core import Core
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +35,18 @@ T = TypeVar("T")
 POLL_SECONDS = 0.01
 """How often an engine that is to pause is asked whether something still runs."""
 
-Ask = Callable[[Callable[["EngineCore"], Any]], Any]
+Ask = Callable[[Callable[["Core"], Any]], Any]
 """Has something done with a core between two turns of its loop, and gives what comes of it."""
 
 
 class Question:
     """Something to do with a core between two turns, and a future of what comes of it."""
 
-    def __init__(self, ask: Callable[[EngineCore], Any]):
+    def __init__(self, ask: Callable[[Core], Any]):
         self._ask = ask
         self.answer: Future[Any] = Future()
 
-    def put_to(self, core: EngineCore) -> None:
+    def put_to(self, core: Core) -> None:
         """What it raises is its asker's, and the loop's only where the engine has died of it."""
         try:
             self.answer.set_result(self._ask(core))
@@ -97,7 +97,7 @@ class Inbox:
         """The loop sees it between two turns."""
         self._items.put(item)
 
-    def drain(self, core: EngineCore, wait: bool) -> None:
+    def drain(self, core: Core, wait: bool) -> None:
         """Hand everything to `core`; with `wait`, block a moment for the first. Raises what is to end the loop."""
         try:
             item = self._items.get(block=wait, timeout=IDLE_SECONDS if wait else None)
@@ -118,13 +118,13 @@ class Inbox:
 class Loop:
     """Turns a core over in a thread of its own, which is all that holds the core: both go at `end`."""
 
-    def __init__(self, core: EngineCore):
+    def __init__(self, core: Core):
         self.inbox = Inbox()
         self.outbox: queue.SimpleQueue[list[TokenDelta] | None] = queue.SimpleQueue()
         self.dead: str | None = None
         """Why there will be no more turns."""
         self.last_turn = 0.0
-        self._core: EngineCore | None = core
+        self._core: Core | None = core
         self._last_stats = EngineStats()
         self._stopping = threading.Event()
         self._pid = os.getpid()
@@ -186,7 +186,7 @@ class Loop:
 class ThreadClient:
     """The engine loop in a daemon thread. It ends with `shutdown`, or when its client is forgotten."""
 
-    def __init__(self, core: EngineCore, info: EngineInfo):
+    def __init__(self, core: Core, info: EngineInfo):
         self.info = info
         self._loop = Loop(core)
         self._forgotten = weakref.finalize(self, self._loop.end)
@@ -220,7 +220,7 @@ class ThreadClient:
     def has_begun(self, request_id: str) -> bool:
         return True  # nobody asks: an engine in a thread is not started again by itself
 
-    def ask(self, ask: Callable[[EngineCore], T]) -> T:
+    def ask(self, ask: Callable[[Core], T]) -> T:
         """What `ask` gives of the engine's core between two turns of the loop, and no turn runs meanwhile.
 
         Raises:

@@ -54,7 +54,7 @@ def compile_ahead(
         )
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     checkpoint = open_model(config, path)
-    meshes = build_meshes(config.tensor_parallel_size, config.pipeline_parallel_size)
+    meshes = build_meshes(config.tensor_parallel_size, config.pipeline_parallel_size, config.num_batches)
     whole = make_blueprint(config, checkpoint, Platform.of(meshes[0].devices.flat[0]))
     checkpoint.close()
     output.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -16,43 +16,31 @@ from jax.sharding import Mesh
 from jaxllm import compat, cpu_kernels, machine
 from jaxllm.config import EngineConfig
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
-from jaxllm.engine.adapters.base_weights import BaseWeights
-from jaxllm.engine.adapters.places import AdapterPlaces
-from jaxllm.engine.adapters.reading import AdapterReader
-from jaxllm.engine.adapters.store import AdapterStore
-from jaxllm.engine.core import EngineCore
-from jaxllm.engine.device.encoder_runner import EncoderRunner
+from jaxllm.engine.data_parallel.core import Core
 from jaxllm.engine.device.kept_weights import Kept
-from jaxllm.engine.device.runner import Runner
-from jaxllm.engine.encoder_scheduler import EncoderScheduler
 from jaxllm.engine.lockstep.leader import Leader
 from jaxllm.engine.lockstep.meeting import Group
 from jaxllm.engine.messages import EngineInfo
-from jaxllm.engine.page_pool import PagePool
-from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group, open_exchange
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.clock import Clock
+from jaxllm.engine.start.cores import new_core
 from jaxllm.engine.start.draft import check_draft_vocabulary, load_draft
 from jaxllm.engine.start.foresight import foresee
 from jaxllm.engine.start.host_memory import check_host_memory
 from jaxllm.engine.start.leave import die
 from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.new_weights import WeightReader
-from jaxllm.engine.start.offload import check_offload, page_tiers
-from jaxllm.engine.start.options import draft_depth, wants_cpu_kernels
-from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.offload import check_offload
+from jaxllm.engine.start.options import wants_cpu_kernels
+from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform, prepare_backend
 from jaxllm.engine.start.prepared import Prepared, PreparedStage, Weights, new_device
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.engine.start.stage_steps import prepare_stages
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
-from jaxllm.engine.state_cache import StateCache
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
 from jaxllm.models.importance import with_importance
-from jaxllm.models.parts import LiveModel, ModelParts
-from jaxllm.models.registry import adapter_names
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress, progress_bar, tell
 from jaxllm.requests.logits_processors import LogitsProcessor
@@ -68,9 +56,6 @@ from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)
 
-KEPT_ADAPTERS = 4
-"""Adapters kept in host memory for each place on the devices, where nothing is said."""
-
 
 @compat.under_own_settings
 def build_core(
@@ -80,7 +65,7 @@ def build_core(
     on_group: Callable[[Group], None] = lambda group: None,
     on_broken: Callable[[str], None] = die,
     processors: Sequence[LogitsProcessor] = (),
-) -> tuple[EngineCore, EngineInfo]:
+) -> tuple[Core, EngineInfo]:
     """Everything up to the point where requests can run; the log says what took how long.
 
     With `room` the engine is planned first, and asks for its place before it touches a device. Weights that another
@@ -155,7 +140,7 @@ def plan_and_compile(
     check_free_memory(here, config.gpu_memory_utilization)
     prepare_backend(config.gpu_memory_utilization)
     tell("Looking at the devices and the kernels")
-    meshes = build_meshes(config.tensor_parallel_size, config.pipeline_parallel_size)
+    meshes = build_meshes(config.tensor_parallel_size, config.pipeline_parallel_size, config.num_batches)
     platform = Platform.of(local_device(meshes))
     if group is not None:
         platform = agree_on_memory(group, platform)
@@ -240,10 +225,10 @@ def device_line(meshes: Sequence[Mesh], memory: int, planned: int) -> str:
 
 def _assemble(
     prepared: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
-) -> tuple[EngineCore, EngineInfo]:
+) -> tuple[Core, EngineInfo]:
     """What goes on while the first executables are compiled, and the core that has them."""
     config, checkpoint, blueprint, stages, _, _, clock = prepared
-    mesh, functions, executables = prepared.last[1:]
+    functions, executables = prepared.last.functions, prepared.last.executables
     grammars = None
     encodes = blueprint.plan.buckets.encodes
     if tokenizer is not None and not encodes:
@@ -255,10 +240,7 @@ def _assemble(
             clock.lap("vocabulary")
     weights = load_weights(prepared, kept)
     eos = tokenizer.eos_token_ids if tokenizer else eos_token_ids(checkpoint)
-    vocab = blueprint.spec.config.vocab_size
-    outputs = blueprint.spec.config.num_outputs
     device = new_device(prepared, weights, leader)
-    runner = (EncoderRunner if encodes else Runner)(device, blueprint.sizes, outputs, eos, functions.processors)
     gather_weights(prepared, weights)
     with progress_bar("Compiling what the first request needs") as on_progress:
         for stage in stages:
@@ -268,41 +250,16 @@ def _assemble(
         tell("Waiting until the other processes have compiled as much")
         leader.begin([] if config.enforce_eager else executables.covering_keys())
         clock.lap("the others' compile")
-    plan = blueprint.plan
-    states = StateCache(plan.num_states - plan.num_snapshots, plan.num_snapshots) if plan.num_snapshots else None
-    shares = config.enable_prefix_caching and (states is not None or not blueprint.sizes.has_states)
-    pool = PagePool(plan.num_pages, plan.page_size, shares)
-    tiers = page_tiers(config, blueprint, mesh, checkpoint.path, pool)
-    limits = (plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
-    rule = blueprint.spec.config.length_rule
-    scheduler = (
-        EncoderScheduler(pool, *limits)
-        if encodes
-        else Scheduler(
-            pool,
-            *limits,
-            rule,
-            plan.decode_steps,
-            states,
-            draft_depth(config),
-            AdapterPlaces(plan.adapter_places),
-            tiers,
-        )
-    )
-    adapters = adapter_store(blueprint, config, checkpoint.path)
-    backend = tokenizer.backend if tokenizer else None
-    parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, mesh)
-    model = LiveModel(parts, lambda: functions.unpack_weights(device.weights)) if not blueprint.stages else None
-    reader = WeightReader(config, blueprint, functions, mesh)
-    core = EngineCore(scheduler, pool, runner, backend, eos, config.seed, grammars, adapters, model, reader)
+    core = new_core(prepared, device, tokenizer, eos, grammars)
+    plan, num_batches = blueprint.plan, config.num_batches
     info = EngineInfo(
         model_name=config.model,
-        vocab_size=vocab,
+        vocab_size=blueprint.spec.config.vocab_size,
         max_model_len=plan.max_model_len,
         eos_token_ids=eos,
-        num_pages=plan.num_pages - 1,
+        num_pages=num_batches * (plan.num_pages - 1),
         page_size=plan.page_size,
-        max_num_seqs=plan.max_num_seqs,
+        max_num_seqs=num_batches * plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         kv_cache_memory=plan.kv_bytes or None,
         state_cache_memory=plan.state_cache_bytes,
@@ -316,27 +273,13 @@ def _assemble(
         max_logprobs=config.max_logprobs,
         platform=plan.platform,
         logits_processors=functions.processors.declared,
-        transfer=None if tiers is None or tiers.peers is None else tiers.peers.info,
+        transfer=core.transfer,
     )
     checkpoint.close()
     logger.info("started: %s", clock)
     for stage in stages:
         stage.executables.announce_end()
     return core, info
-
-
-def adapter_store(blueprint: Blueprint, config: EngineConfig, path: Path) -> AdapterStore | None:
-    """Where the engine of the model at `path` finds adapters; None where it runs without."""
-    adapted, sizes = blueprint.adapted, blueprint.sizes.adapters
-    if adapted is None or sizes is None:
-        return None
-    weights = {param.path: param for param in blueprint.params}
-
-    def base() -> BaseWeights:
-        return BaseWeights(lambda: open_model(config, path), blueprint.spec.names)
-
-    reader = AdapterReader(adapted.tables, weights, adapter_names(blueprint.spec), sizes, base)
-    return AdapterStore(reader, config.max_cpu_loras or KEPT_ADAPTERS * sizes.places)
 
 
 def _sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:

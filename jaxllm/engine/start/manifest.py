@@ -48,6 +48,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "sizes": f"{stated}, caches {fingerprint((sizes.buffers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,
         "expert_parallel": str(blueprint.options.expert_parallel),
+        "batches side by side": str(blueprint.options.dp),
         "stage": str(blueprint.options.stage or "all layers"),
     }
 

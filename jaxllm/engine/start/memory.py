@@ -19,6 +19,7 @@ from jaxllm.models.registry import ModelSpec
 from jaxllm.pallas_kernels.packed_matrix import EXPANDED_BYTES
 from jaxllm.quantization.gpu_tiles import GpuTiledKind
 from jaxllm.setting_values import format_bytes
+from jaxllm.sharding.mesh import num_pieces
 from jaxllm.weights.loader import ParamSpec
 
 CPU_KV_BYTES = 2 * 2**30
@@ -144,10 +145,10 @@ def count_parameters(spec: ModelSpec, params: list[ParamSpec] | None = None) -> 
     return sum(math.prod(p.shape) for p in params) - extra
 
 
-def weight_bytes(params: list[ParamSpec], tp: int) -> int:
-    """What one of `tp` devices holds of the weights."""
+def weight_bytes(params: list[ParamSpec], tp: int, dp: int = 1) -> int:
+    """What one device of a `(data=dp, tensor=tp)` mesh holds of the weights."""
     leaves = [leaf for param in params for leaf in param.leaves()]
-    return sum(a.size * a.dtype.itemsize // (tp if any(axes) else 1) for a, axes in leaves)
+    return sum(a.size * a.dtype.itemsize // num_pieces(axes, tp, dp) for a, axes in leaves)
 
 
 def workspace_bytes(
@@ -172,8 +173,9 @@ def workspace_bytes(
         recurrent, matrices = 4 * c.ssd.inner + 2 * c.ssd.shared * tp, math.prod(c.ssd.cache.shapes[1]) // tp
     among_texts = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim // tp if c.encoder else 0
     mixer = max([*attention, among_texts, recurrent // tp])
-    # A token has a row for each expert that it uses.
-    experts = c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0
+    # A token has a row for each expert that it uses; experts that all batches share are given the tokens of all.
+    batches = options.dp if options.expert_parallel else 1
+    experts = batches * c.moe.top_k * (c.hidden_size + c.moe.hidden) + c.moe.shared_hidden if c.moe else 0
     width = max(experts, *map(c.intermediate_size_of, c.layers))
     layer = tokens * (4 * c.hidden_size + 3 * width // tp + 2 * mixer) * 4
     tried = max_num_seqs * (1 + num_drafts)
@@ -205,7 +207,7 @@ def _tentative_width(c: DecoderConfig, tp: int) -> int:
 def expanded_bytes(params: list[ParamSpec], tp: int, tokens: int) -> int:
     """What a step of so many tokens expands of one weight at a time, of those in tiles for GPUs."""
     whole = (
-        math.prod(param.shape) // (tp if any(param.axes) else 1) * param.dtype.itemsize
+        math.prod(param.shape) // num_pieces(param.axes, tp) * param.dtype.itemsize
         for param in params
         for kind in param.kinds
         if isinstance(kind, GpuTiledKind) and len(param.shape) == 2 and tokens >= kind.format.expanded_from

@@ -60,7 +60,7 @@ def build_options(
         native=wants_cpu_kernels(config, platform) and _runs_cpu_kernels(),
         uses=uses,
     )
-    return BuildOptions(dtype, tp, kernels, config.enable_expert_parallel)
+    return BuildOptions(dtype, tp, kernels, config.enable_expert_parallel, dp=config.num_batches)
 
 
 def choose_kinds(

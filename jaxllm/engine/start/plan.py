@@ -93,6 +93,8 @@ class EnginePlan(Limits):
     pipeline_parallel_size: int = 1
     stages: tuple[StagePlan, ...] = ()
     """What each stage holds, where there are several; bytes of weights and caches are those of the fullest."""
+    data_parallel_size: int = 1
+    """How many batches run side by side, each of up to `max_num_seqs` sequences, with `num_pages` of its own."""
 
     @property
     def kv_tokens(self) -> int:
@@ -134,7 +136,7 @@ class EnginePlan(Limits):
             return self._encoder_summary()
         many = self.kv_tokens / self.max_model_len
         states = f"{self.num_snapshots:,} states of {format_bytes(self.state_bytes)} of prefixes, "
-        several = self.tensor_parallel_size * self.pipeline_parallel_size > 1
+        several = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size > 1
         used = ", taken as it is used" if self.attention_backend == "cpu" and sys.platform == "linux" else ""
         adapters = f"adapters {format_bytes(self.adapter_bytes)} (max_loras, max_lora_rank), "
         draft = f"draft model {format_bytes(self.draft_bytes)} (speculative_config), "
@@ -154,9 +156,11 @@ class EnginePlan(Limits):
 
     @property
     def _devices(self) -> str:
-        """'2 stages (layers 0 to 3, 4 to 5) of 1 cpu device'."""
+        """'2 stages (layers 0 to 3, 4 to 5) of 1 cpu device', '2 batches side by side, each on 1 cpu device'."""
         count = self.tensor_parallel_size
         devices = f"{count} {self.platform} device{'s' if count > 1 else ''}"
+        if self.data_parallel_size > 1:
+            return f"{self.data_parallel_size} batches side by side, each on {devices}"
         layers = ", ".join(stage.layers for stage in self.stages)
         return f"{len(self.stages)} stages (layers {layers}) of {devices}" if self.stages else devices
 
@@ -215,11 +219,15 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     check_imatrix(config)
     spec = model_spec(checkpoint)
     model_config, tp, page = spec.config, config.tensor_parallel_size, config.block_size
-    check_parallel(model_config, tp, config.enable_expert_parallel)
+    check_parallel(model_config, tp, config.enable_expert_parallel, config.num_batches)
     wanted = config.max_model_len or _default_length(model_config)
     batched = config.max_num_batched_tokens or (512 if platform.memory_limit is None else 2048)
     notes: tuple[str, ...] = ()
     encodes = model_config.encoder is not None
+    if encodes and config.enable_dp_attention:
+        raise ConfigError(
+            "enable_dp_attention is true, and this model is an encoder, whose engines answer side by side without it"
+        )
     if encodes:
         wanted, batched, notes = text_sizes(config, model_config, longest_text(checkpoint), batched)
     max_num_seqs = config.max_num_seqs or _default_num_seqs(platform, -(-wanted // page))
@@ -275,7 +283,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             offloads=config.kv_offload_memory is not None,
         )
     )
-    one_step = encodes or len(models) > 1
+    one_step = encodes or len(models) > 1 or options.dp > 1
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -318,6 +326,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         device=platform.device,
         pipeline_parallel_size=config.pipeline_parallel_size,
         stages=tuple(held) if len(held) > 1 else (),
+        data_parallel_size=options.dp,
     )
     whole = Blueprint(plan, spec, options, model, params, sizes, adapted, draft)
     stages = (

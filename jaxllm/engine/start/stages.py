@@ -41,7 +41,7 @@ class StageModel(NamedTuple):
         """What a device of it holds; `draft` are the caches of a draft model."""
         own = (*held_caches(caches, self.stage), *draft)
         layers = f"0 to {len(caches) - 1}" if self.stage is None else f"{self.stage.begin} to {self.stage.end - 1}"
-        weights, page = weight_bytes(self.params, self.options.tp), layout.page_bytes(own)
+        weights, page = weight_bytes(self.params, self.options.tp, self.options.dp), layout.page_bytes(own)
         return StagePlan(layers, weights, page // layout.page_size, layout.state_bytes(own))
 
 

@@ -21,9 +21,17 @@ from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Later, Mixture, Norm, Residual, StepMetadata, late_sum
 from jaxllm.pallas_kernels.grouped_matmul import sort_by_group
-from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank, tensor_size
+from jaxllm.sharding.collectives import (
+    data_size,
+    device_rank,
+    gather_over_data,
+    share_out_over_data,
+    sum_over_tensor,
+    tensor_rank,
+    tensor_size,
+)
 from jaxllm.sharding.layout import Layout, Segment
-from jaxllm.sharding.mesh import TENSOR, Axes
+from jaxllm.sharding.mesh import EVERY, TENSOR, Axes
 
 SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),
@@ -146,6 +154,9 @@ class MoE(nnx.Module):
 
     Over the tensor axis either every expert's hidden size is divided, or (`expert_parallel`) the experts themselves.
     Activations are whole on every device, so that both end in one sum over the axis.
+
+    Where several batches run side by side, experts are divided over the data axis as well. A device is then given the
+    rows of all batches, and each batch gets its own rows back.
     """
 
     def __init__(
@@ -179,7 +190,7 @@ class MoE(nnx.Module):
 
     def unsummed(self, x: Float[Array, "T E"], meta: StepMetadata) -> Mixture | Float[Array, "T E"]:
         """The layer's output, where kernels and one device have it as a mixture that is yet to be summed."""
-        out = self._mixed(x, meta, x) if tensor_size() == 1 else self(x, meta)
+        out = self._mixed(x, meta, x) if tensor_size() * data_size() == 1 else self(x, meta)
         return out if isinstance(out, Mixture) else out.astype(x.dtype)
 
     def _mixed(
@@ -189,15 +200,20 @@ class MoE(nnx.Module):
         with jax.named_scope("router"):
             logits, bias = self.router(before if self.config.beside_dense else x)
         here = self.experts.here
-        first = tensor_rank() * here if here < self.config.num_experts else 0
+        first = device_rank() * here if here < self.config.num_experts else 0
         with jax.named_scope("experts"):
             rows = x if self.latent_down is None else self.latent_down(x)
+            if self.experts.serve_all_batches:
+                rows, logits, sequences = _of_all_batches(rows, logits, meta.seq_ids)
+                meta = replace(meta, seq_ids=sequences)  # they say which rows are padding
             out: Any = None
             if not (self.config.expert_scale or self.config.scale_inputs):
                 out = self.experts.mixture(rows, logits, bias, self.config, first, meta)
             if out is None:
                 weights, experts = route(logits, self.config, bias)
                 out = self._routed(rows, self.router.scaled(weights, experts), experts, first, meta.live)
+            if self.experts.serve_all_batches:
+                out = share_out_over_data(late_sum(out))
             if self.latent_up is not None:
                 out = self.latent_up.partial(late_sum(out).astype(x.dtype))
         with jax.named_scope("shared_experts"):
@@ -236,6 +252,12 @@ class MoE(nnx.Module):
         out = self.experts(rows, sizes)
         out = out.at[place].get(mode="promise_in_bounds").reshape(num_tokens, top_k, -1)
         return (out if self.config.scale_inputs else out * weights[:, :, None]).sum(axis=1)
+
+
+def _of_all_batches(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The rows of every batch, one batch after the other."""
+    found: tuple[jax.Array, ...] = gather_over_data(arrays)
+    return tuple(a.reshape(-1, *a.shape[2:]) for a in found)
 
 
 class Router(nnx.Module):
@@ -294,9 +316,10 @@ class Experts(nnx.Module):
         segment = Segment(config.hidden, pieces)
         layout = Layout((segment, segment) if config.gated else (segment,), pieces, axis=1)
         whole = options.expert_parallel
+        sharing = options.tp * options.dp if whole else 1
         first = ExpertLinear(
             (config.num_experts, layout.rows, size),
-            (TENSOR, None, None) if whole else (None, TENSOR, None),
+            (EVERY, None, None) if whole else (None, TENSOR, None),
             options,
             layout,
             bias=config.expert_bias,
@@ -305,14 +328,16 @@ class Experts(nnx.Module):
         self.up = None if config.gated else first
         self.down = ExpertLinear(
             (config.num_experts, size, config.hidden),
-            (TENSOR, None, None) if whole else (None, None, TENSOR),
+            (EVERY, None, None) if whole else (None, None, TENSOR),
             options,
             bias=config.expert_bias,
         )
         self.activation = activation
         self.swiglu = config.swiglu
-        self.here = config.num_experts // options.tp if whole else config.num_experts
+        self.here = config.num_experts // sharing
         """How many of the experts a device has, or has a part of."""
+        self.serve_all_batches = whole and options.dp > 1
+        """Whether tokens of other batches use the experts that are here."""
         self.kernels = options.kernels
 
     def mixture(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxllm import SamplingParams
-from jaxllm.engine.front.routing import MOST_AHEAD, PrefixFirst, Replica, RoundRobin, nodes_of
 from jaxllm.engine.messages import EngineRequest
+from jaxllm.engine.routing import MOST_AHEAD, PrefixFirst, Replica, RoundRobin, nodes_of
 
 PAGE = 4
 names = iter(range(10**6))
