@@ -1,7 +1,7 @@
 """Compile a step for an H100 that need not be there, and say what the program is made of, as JSON.
 
-`python -m tests.gpu.compile_step CONFIG.json KIND SIZE VARIANT DIRECTORY [--tp N]`, with the CUDA plugin of PJRT on
-PYTHONPATH; XLA leaves its account of the program in DIRECTORY. `make check-gpu` runs it.
+`python -m tests.gpu.compile_step CONFIG.json KIND SIZE VARIANT DIRECTORY [--tp N] [--dp N]`, with the CUDA plugin of
+PJRT on PYTHONPATH; XLA leaves its account of the program in DIRECTORY. `make check-gpu` runs it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("variant", choices=("plain", "sampled"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1, help="batches side by side, whose devices share the experts")
     parser.add_argument("--isq", help="quantize the weights")
     parser.add_argument("--packing", help=f"of a checkpoint of a Llama: {Q4_K_M} or one of sparse.PACKINGS")
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -66,12 +67,13 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         sparse.write(json.loads(given.config.read_text()), given.packing, folder)
     config = EngineConfig(
         model=str(folder), load_format=load_format, tensor_parallel_size=given.tp,
+        data_parallel_size=given.dp, enable_dp_attention=given.dp > 1, enable_expert_parallel=given.dp > 1,
         max_model_len=given.max_model_len, kv_cache_memory=PAGES, isq=given.isq,
         speculative_config=SpeculativeConfig(num_speculative_tokens=3) if given.kind == "verify" else None,
     )  # fmt: skip
     checkpoint = open_checkpoint(folder, load_format)
-    blueprint = make_blueprint(config, checkpoint, Platform("gpu", given.tp, MEMORY, 0))
-    functions = StepFunctions(blueprint.model, blueprint.params, mesh_of(tp=given.tp), blueprint.sizes)
+    blueprint = make_blueprint(config, checkpoint, Platform("gpu", given.tp * given.dp, MEMORY, 0))
+    functions = StepFunctions(blueprint.model, blueprint.params, mesh_of(tp=given.tp, dp=given.dp), blueprint.sizes)
     variant = SAMPLED if given.variant == "sampled" else PLAIN
     function, arguments = functions.step(Key(given.kind, given.size, variant))
     if given.defect:
@@ -88,11 +90,12 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "layers": blueprint.spec.config.num_layers,
         "weights": blueprint.plan.weight_bytes,
+        "gathered": sorted(set(re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", text))),
         "sent": arguments[-1].size * arguments[-1].dtype.itemsize,
         "temporaries": memory.temp_size_in_bytes,
         "planned": blueprint.plan.workspace_bytes,
         "aliased": memory.alias_size_in_bytes,
-        "pages": sum(buffer.size * buffer.dtype.itemsize for buffer in buffers) // given.tp,
+        "pages": sum(buffer.size * buffer.dtype.itemsize for buffer in buffers) // (given.tp * given.dp),
         "copies": Program(text).copies(),
         "reduced": sorted(set(re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-reduce(?:-start)?\(", text))),
         "spilled": {name: kernel.spilled for name, kernel in taken.items() if kernel.spilled},

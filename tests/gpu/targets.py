@@ -50,7 +50,7 @@ The A100 has no more shared memory a block here than its smaller relatives (sm_8
 """
 
 
-def mesh_of(architecture: str = "sm_90a", tp: int = 1) -> Mesh:
+def mesh_of(architecture: str = "sm_90a", tp: int = 1, dp: int = 1) -> Mesh:
     """A (data, tensor) mesh of GPUs that can only be compiled for."""
     import numpy as np
     from jax.experimental import topologies
@@ -59,6 +59,6 @@ def mesh_of(architecture: str = "sm_90a", tp: int = 1) -> Mesh:
     from jaxllm.sharding.mesh import DATA, TENSOR
 
     devices = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGETS[architecture], topology=f"1x1x{tp}"
+        platform="cuda", target_config=TARGETS[architecture], topology=f"1x1x{dp * tp}"
     ).devices
-    return Mesh(np.array(devices).reshape(1, tp), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(np.array(devices).reshape(dp, tp), (DATA, TENSOR), axis_types=(AxisType.Auto,) * 2)

@@ -197,6 +197,14 @@ def test_experts_over_several_devices_are_one_graph_too(compiled: Any) -> None:
     assert found["reduced"] == ["bf16"]
 
 
+@pytest.mark.parametrize("tp", ["1", pytest.param("2", marks=slow)])
+def test_batches_side_by_side_are_one_graph_too(compiled: Any, tp: str) -> None:
+    """With the tokens that experts are given, and what is sampled, gathered inside it."""
+    found = compiled("Qwen3-30B-A3B", "decode", "16", "plain", "--dp", "2", "--tp", tp, layers=2)
+    check(found)
+    assert "u8" in found["gathered"]
+
+
 def test_a_decode_step_is_sent_little_whatever_the_context(compiled: Any) -> None:
     found = compiled("Llama-3.1-8B", "decode", "256", "plain", "--max-model-len", "131072", layers=2)
     assert found["sent"] < 4096  # bytes: a token, a slot and a page for each of 256 rows, and two counts
