@@ -308,6 +308,7 @@ class EngineCore:
             return
         for part in self._runner.read_pages(self._tiers.take_unsaved()):
             self._tiers.save(part.digests, part.contents)
+        self._tiers.save_from_host()
 
     def _start_prepared(self) -> list[TokenDelta]:
         """Queue the requests for which all is ready; the deltas are of those for which something failed."""

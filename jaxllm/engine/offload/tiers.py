@@ -42,6 +42,8 @@ class PageTiers:
         """Where each prefix is that can be found there."""
         self._unsaved: dict[Digest, int] = {}
         """Pages on the devices that are on no disk, the oldest first."""
+        self._unsaved_on_host: dict[Digest, None] = {}
+        """Pages that were given away before they could be saved."""
         self._leaving: list[tuple[int, Digest]] = []
         self._jobs = Jobs("offload", urgent_threads=1)
         self.peers: Peers | None = None
@@ -78,6 +80,8 @@ class PageTiers:
         def arrive() -> None:
             for digest, page in zip(digests, pages(), strict=False):
                 self._host.add(digest, page)
+                if self._disk is not None and digest not in self._disk:
+                    self._unsaved_on_host[digest] = None
 
         self._submit(arrive)
 
@@ -143,8 +147,8 @@ class PageTiers:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether pages on the devices are still to be copied to disk."""
-        return bool(self._unsaved)
+        """Whether pages are still to be copied to disk."""
+        return bool(self._unsaved or self._unsaved_on_host)
 
     def take_unsaved(self) -> list[tuple[int, Digest]]:
         """Some pages on the devices that are on no disk; they count as saved from now on."""
@@ -159,6 +163,21 @@ class PageTiers:
                 self._to_disk(digest, page)
 
         self._submit(write)
+
+    def save_from_host(self) -> None:
+        """Write some pages in host memory to disk that are not there; they count as saved from now on."""
+        digests = list(self._unsaved_on_host)[:SAVED_AT_ONCE]
+        for digest in digests:
+            del self._unsaved_on_host[digest]
+
+        def write() -> None:
+            for digest in digests:
+                page = self._host.get(digest)
+                if page is not None:  # else it has given way, and is on disk
+                    self._to_disk(digest, page)
+
+        if digests:
+            self._submit(write)
 
     def wait(self) -> None:
         """Block until all that was given to `keep` and `save` is where it is kept."""

@@ -195,6 +195,7 @@ def test_pages_wait_for_each_other_on_their_way(tmp_path: Path):
     tiers.keep([digest for _, digest in leaving], lambda: [page(number) for number, _ in leaving])
     tiers.wait()
     assert (tiers.num_host, tiers.num_disk) == (2, 2)
+    assert tiers.has_unsaved, "the two in host memory"
     wanted = tiers.on_disk(None, tokens)
     assert len(wanted) == 2 and tiers.on_disk("salt", tokens) == []
     tiers.read(wanted)
@@ -203,4 +204,28 @@ def test_pages_wait_for_each_other_on_their_way(tmp_path: Path):
     tiers.read(tiers.on_disk(None, tokens[:4]))
     found = tiers.find(None, tokens)
     np.testing.assert_array_equal(found, [page(number) for number in held[:2]])
+    tiers.close()
+
+
+def test_pages_that_were_given_away_unsaved_are_saved_from_host_memory(tmp_path: Path):
+    """Of an engine that was never idle before they lost their place."""
+    pool = PagePool(5, 2)
+    tiers = PageTiers(pool, 10 * SIZE, disk(tmp_path))
+    held = pool.allocate(4)
+    node = None
+    for index, number in enumerate(held):
+        node = pool.register(number, node, [2 * index, 2 * index + 1])
+    pool.release(held)
+    pool.allocate(3)
+    leaving = tiers.take_leaving()
+    tiers.keep([digest for _, digest in leaving], lambda: [page(number) for number, _ in leaving])
+    tiers.wait()
+    on_device = tiers.take_unsaved()
+    tiers.save([digest for _, digest in on_device], lambda: [page(number) for number, _ in on_device])
+    assert tiers.has_unsaved
+    tiers.save_from_host()
+    tiers.wait()
+    assert not tiers.has_unsaved and len(disk(tmp_path)) == tiers.num_disk == 4
+    for number, digest in [*leaving, *on_device]:
+        np.testing.assert_array_equal(disk(tmp_path).read(digest), page(number))
     tiers.close()
