@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from jaxllm import LLM, ConfigError
-from jaxllm.config import EngineConfig, make_config
+from jaxllm.config import EngineConfig, ServeConfig, make_config
 from jaxllm.engine.start.plan import EnginePlan, plan_engine
 from jaxllm.engine.start.platform import Platform
 from tests.batches_over_devices import EVERY_KIND, LAYOUTS, parallel, seen_inside
@@ -106,3 +107,9 @@ def test_experts_and_models_that_do_not_fit_say_so(tmp_path: Path) -> None:
         planned(encoder, {"skip_tokenizer_init": True, **parallel(2, 1, experts=False)})
     with pytest.raises(ConfigError, match="data_parallel_size 64, but this machine has"):
         LLM(str(model), **SIZES, **parallel(64, 1, experts=False))
+
+
+def test_the_example_says_how_many_devices_it_takes() -> None:
+    fields = yaml.safe_load((Path(__file__).parents[1] / "examples/scale/dp_attention.yaml").read_text())
+    config = make_config(ServeConfig, **fields)
+    assert (config.num_devices, config.num_batches, config.num_engines) == (8, 8, 1)
