@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from jaxllm.engine.messages import EngineRequest
+from jaxllm.engine.messages import EngineRequest, TokenDelta
 
 MOST_AHEAD = 4.0
 """A prefix is worth waiting for at most this much more to do than the least busy engine has: see `Replica.load`."""
@@ -102,3 +102,49 @@ class RoundRobin:
     def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
         self._turn += 1
         return replicas[self._turn % len(replicas)]
+
+
+class ReplicaRouter:
+    """Knows which of `replicas` runs each unfinished sequence."""
+
+    def __init__(self, replicas: Sequence[Replica], policy: Policy | None = None):
+        self.replicas = replicas
+        self.owners: dict[str, int] = {}
+        """Unfinished sequence -> the number of its replica."""
+        self._policy = policy or PrefixFirst()
+
+    def choose(self, request: EngineRequest, among: Sequence[Replica] | None = None) -> Replica:
+        """The replica that a request is best sent to, of all or of some."""
+        return self._policy.choose(request, self.replicas if among is None else among)
+
+    def begin(self, request: EngineRequest, replica: Replica) -> None:
+        """A replica has been sent the request."""
+        replica.begin(request, nodes_of(request, replica.page_size))
+        self.owners[request.request_id] = replica.number
+
+    def note(self, deltas: Iterable[TokenDelta]) -> None:
+        """What replicas have said."""
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.forget([delta.request_id])
+            elif (owner := self.owners.get(delta.request_id)) is not None:
+                self.replicas[owner].computed(delta.request_id)
+
+    def of(self, number: int, request_ids: Iterable[str]) -> list[str]:
+        """Those sequences that a replica runs."""
+        return [name for name in request_ids if self.owners.get(name) == number]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Those sequences are over, whoever runs them."""
+        for name in request_ids:
+            owner = self.owners.pop(name, None)
+            if owner is not None:
+                self.replicas[owner].end([name])
+
+    def lose(self, number: int) -> list[str]:
+        """Another engine takes a replica's place; returns the sequences that it ran."""
+        lost = self.of(number, list(self.owners))
+        self.replicas[number].forget()
+        for name in lost:
+            del self.owners[name]
+        return lost

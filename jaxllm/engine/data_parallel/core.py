@@ -16,7 +16,7 @@ from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta, TransferInfo
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
-from jaxllm.engine.routing import PrefixFirst, Replica, nodes_of
+from jaxllm.engine.routing import Replica, ReplicaRouter
 from jaxllm.engine.stats import together
 from jaxllm.models.parts import LiveModel
 
@@ -34,18 +34,11 @@ class DataParallelCore:
     def __init__(self, cores: Sequence[EngineCore], ranks: Ranks):
         self._cores = cores
         self._ranks = ranks
-        self._policy = PrefixFirst()
-        self._replicas = [
-            Replica(
-                number,
-                num_pages=core.sizes.num_pages - 1,
-                page_size=core.sizes.page_size,
-                step_tokens=core.sizes.max_num_batched_tokens,
-            )
-            for number, core in enumerate(cores)
-        ]
-        self._owners: dict[str, int] = {}
-        """Unfinished sequence -> its rank."""
+        sizes = cores[0].sizes
+        rooms = {"num_pages": sizes.num_pages - 1, "page_size": sizes.page_size}
+        step = sizes.max_num_batched_tokens
+        replicas = [Replica(rank, **rooms, step_tokens=step) for rank in range(len(cores))]
+        self._router = ReplicaRouter(replicas)
         self._pool = ThreadPoolExecutor(len(cores), "rank")
 
     @property
@@ -87,16 +80,15 @@ class DataParallelCore:
         return sum(running), sum(waiting)
 
     def add(self, message: EngineRequest) -> None:
-        chosen = self._policy.choose(message, self._replicas)
-        chosen.begin(message, nodes_of(message, chosen.page_size))
-        self._owners[message.request_id] = chosen.number
+        chosen = self._router.choose(message)
+        self._router.begin(message, chosen)
         self._cores[chosen.number].add(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        for number, core in enumerate(self._cores):
-            if mine := [name for name in request_ids if self._owners.get(name) == number]:
+        for rank, core in enumerate(self._cores):
+            if mine := self._router.of(rank, request_ids):
                 core.abort(mine)
-        self._forget(request_ids)
+        self._router.forget(request_ids)
 
     def turn(self) -> list[TokenDelta]:
         """One turn of each rank that has work, side by side; raises what one of them does, once all have ended."""
@@ -113,11 +105,7 @@ class DataParallelCore:
             if error is not None:
                 raise error
         deltas = [*deltas, *(delta for future in others for delta in future.result())]
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                self._forget([delta.request_id])
-            elif (owner := self._owners.get(delta.request_id)) is not None:
-                self._replicas[owner].computed(delta.request_id)
+        self._router.note(deltas)
         return deltas
 
     def _turn(self, rank: int) -> list[TokenDelta]:
@@ -125,12 +113,6 @@ class DataParallelCore:
             return self._cores[rank].turn()
         finally:
             self._ranks.end(rank)
-
-    def _forget(self, request_ids: Sequence[str]) -> None:
-        for name in request_ids:
-            owner = self._owners.pop(name, None)
-            if owner is not None:
-                self._replicas[owner].end([name])
 
     @property
     def last_steps(self) -> dict[StepKind, RanStep]:

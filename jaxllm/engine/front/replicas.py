@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from multiprocessing.connection import wait
@@ -14,7 +14,7 @@ import msgspec
 from jaxllm.engine.front.process_client import ProcessClient
 from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, TokenDelta
 from jaxllm.engine.orders import Order
-from jaxllm.engine.routing import Policy, PrefixFirst, Replica, nodes_of
+from jaxllm.engine.routing import Policy, Replica, ReplicaRouter
 from jaxllm.engine.stats import counted, together
 from jaxllm.errors import EngineDeadError, JaxLLMError
 
@@ -43,59 +43,59 @@ class Replicas:
         self, count: int, start: StartReplica, *, given_up: threading.Event | None = None, policy: Policy | None = None
     ):
         self._start = start
-        self._policy = policy or PrefixFirst()
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._clients: dict[int, ProcessClient] = _start_all(count, start, given_up or threading.Event())
         one = self._clients[0].info
         self.info = msgspec.structs.replace(one, max_num_seqs=count * one.max_num_seqs, num_pages=count * one.num_pages)
-        self._replicas = [
-            Replica(number, num_pages=one.num_pages, page_size=one.page_size, step_tokens=one.max_num_batched_tokens)
-            for number in range(count)
-        ]
-        self._owners: dict[str, int] = {}
-        """Unfinished sequence -> the engine that runs it."""
+        rooms = {"num_pages": one.num_pages, "page_size": one.page_size}
+        step = one.max_num_batched_tokens
+        replicas = [Replica(number, **rooms, step_tokens=step) for number in range(count)]
+        self._router = ReplicaRouter(replicas, policy)
         self._ended = EngineStats()
         """What engines counted that have died."""
 
     @property
     def loads(self) -> list[float]:
         """What each engine has to do, see Replica."""
-        return [replica.load for replica in self._replicas]
+        return [replica.load for replica in self._router.replicas]
 
     @property
     def last_turn(self) -> float:
         """Of the engine that has work and has said nothing for longest."""
         with self._lock:
-            busy = [self._clients[number].last_turn for number in set(self._owners.values()) if number in self._clients]
+            busy = [
+                self._clients[number].last_turn
+                for number in set(self._router.owners.values())
+                if number in self._clients
+            ]
         return min(busy, default=0.0)
 
     def add(self, request: EngineRequest) -> None:
         with self._lock:
-            alive = [self._replicas[number] for number in self._clients]
+            alive = [self._router.replicas[number] for number in self._clients]
             while alive:
-                chosen = self._policy.choose(request, alive)
+                chosen = self._router.choose(request, alive)
                 try:
                     self._clients[chosen.number].add(request)
                 except EngineDeadError:
                     alive.remove(chosen)  # `outputs` is going to hear of it
                     continue
-                chosen.begin(request, nodes_of(request, chosen.page_size))
-                self._owners[request.request_id] = chosen.number
+                self._router.begin(request, chosen)
                 return
         raise EngineDeadError("all engines of the model have stopped")
 
     def abort(self, request_ids: list[str]) -> None:
         with self._lock:
             for number, client in self._clients.items():
-                if mine := [name for name in request_ids if self._owners.get(name) == number]:
+                if mine := self._router.of(number, request_ids):
                     client.abort(mine)
-            self._forget(request_ids)
+            self._router.forget(request_ids)
 
     def outputs(self, timeout: float) -> list[TokenDelta]:
         with self._lock:
             pipes = {client.pipe: number for number, client in self._clients.items()}
-            least = timeout if len(pipes) == len(self._replicas) else min(timeout, LOOK_SECONDS)
+            least = timeout if len(pipes) == len(self._router.replicas) else min(timeout, LOOK_SECONDS)
         try:
             ready = wait(list(pipes), least)
         except OSError:  # one was closed meanwhile; which one is told when it is read
@@ -108,11 +108,7 @@ class Replicas:
             except EngineDeadError as error:
                 deltas += self._lose(number, error)
         with self._lock:
-            for delta in deltas:
-                if delta.finish_reason is not None:
-                    self._forget([delta.request_id])
-                elif (owner := self._owners.get(delta.request_id)) is not None:
-                    self._replicas[owner].computed(delta.request_id)
+            self._router.note(deltas)
         return deltas
 
     @property
@@ -126,7 +122,7 @@ class Replicas:
 
     def has_begun(self, request_id: str) -> bool:
         with self._lock:
-            client = self._clients.get(self._owners.get(request_id, -1))
+            client = self._clients.get(self._router.owners.get(request_id, -1))
             return client is not None and client.has_begun(request_id)
 
     @property
@@ -151,14 +147,8 @@ class Replicas:
         self._closing.set()
         with self._lock:
             clients = list(self._clients.values())
-        with ThreadPoolExecutor(len(self._replicas)) as pool:
+        with ThreadPoolExecutor(len(self._router.replicas)) as pool:
             list(pool.map(lambda client: client.shutdown(), clients))
-
-    def _forget(self, request_ids: Iterable[str]) -> None:
-        for name in request_ids:
-            owner = self._owners.pop(name, None)
-            if owner is not None:
-                self._replicas[owner].end([name])
 
     def _lose(self, number: int, error: EngineDeadError) -> list[TokenDelta]:
         """What becomes of the requests of an engine that has died. Raises the error where it was the last one."""
@@ -169,12 +159,9 @@ class Replicas:
                 self._closing.set()  # others are started in our place, not by us
                 raise error
             client = self._clients.pop(number)
-            lost = [name for name, owner in self._owners.items() if owner == number]
-            self._replicas[number].forget()
-            for name in lost:
-                del self._owners[name]
+            lost = self._router.lose(number)
             self._ended = counted(self._ended, client.stats())
-        logger.error("engine %d of %d died: %s", number, len(self._replicas), error)
+        logger.error("engine %d of %d died: %s", number, len(self._router.replicas), error)
         threading.Thread(target=self._revive, args=(number,), name=f"revive {number}", daemon=True).start()
         return [
             TokenDelta(

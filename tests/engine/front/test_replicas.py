@@ -80,7 +80,7 @@ def test_one_that_dies_takes_its_own_requests_alone_and_comes_back(replicas: Rep
     with Stream(streams, [endless("a", 1)]) as first, Stream(streams, [endless("b", 2)]) as second:
         next(iter(first))
         next(iter(second))
-        pid = replicas._clients[replicas._owners[first.names[0]]]._process.pid
+        pid = replicas._clients[replicas._router.owners[first.names[0]]]._process.pid
         os.kill(pid, signal.SIGKILL)
         lost = [delta for gains in first for _, delta in gains][-1]
         assert lost.finish_reason == "error" and lost.is_dead and "the engine process is gone" in (lost.error or "")
