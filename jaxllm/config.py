@@ -152,6 +152,9 @@ class EngineConfig(SettingsGroup):
     cluster_secret: str | None = None
     """What processes, and servers that exchange KV pages, know each other by (default: a file only you can read)."""
 
+    numa_node: Literal["auto"] | Annotated[int, Field(ge=0)] | None = None
+    """On a CPU, keep each engine to the cores and memory of this NUMA node; auto: several engines take them in turn."""
+
     attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"
     """Which paged attention runs: plain XLA, or the Pallas kernels for NVIDIA GPUs or for TPUs."""
     cpu_kernels: Literal["auto", "off"] = "auto"
@@ -212,6 +215,17 @@ class EngineConfig(SettingsGroup):
             )
         if self.engine_process is False:
             raise ValueError("engine_process is false, and multi_process is true: process 0 is the engine's own")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_keep_to_nodes(self) -> Self:
+        if self.numa_node is None:
+            return self
+        if self.multi_process or self.in_group:
+            stated = "multi_process is true" if self.multi_process else f"num_processes is {self.num_processes}"
+            raise ValueError(f"numa_node is {self.numa_node}, and {stated}: it is for engines of one process")
+        if self.engine_process is False:
+            raise ValueError(f"numa_node is {self.numa_node}, and engine_process is false: a process keeps to a node")
         return self
 
     @model_validator(mode="after")

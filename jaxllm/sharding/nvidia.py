@@ -36,6 +36,12 @@ def cards() -> list[Card]:
     ]
 
 
+def used_cards() -> list[Card]:
+    """Those that JAX is going to use in this process, unless told otherwise by then."""
+    on_cpu = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu"
+    return [] if on_cpu or installed_cuda() is None else cards()
+
+
 def occupants() -> str:
     """'python (process 17, 70 GiB)', each that computes on them; empty where that cannot be seen, as in a container."""
     found = []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import msgspec
 
-from jaxllm import logs
+from jaxllm import logs, numa
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.front.share import Share
 from jaxllm.engine.front.thread_client import Inbox, Question, carry_out
@@ -20,10 +20,11 @@ from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, Token
 from jaxllm.engine.orders import Order
 from jaxllm.engine.start.leave import leave as leave_now
 from jaxllm.engine.start.room import MemoryRoom
-from jaxllm.errors import EngineDeadError, InvalidRequestError, JaxLLMError, one_line
+from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line
 from jaxllm.logs import LogSettings
 from jaxllm.looking import What
 from jaxllm.progress import watched_by
+from jaxllm.sharding import nvidia
 
 if TYPE_CHECKING:
     from jaxllm.engine.data_parallel.core import Core
@@ -277,8 +278,11 @@ def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: Surro
     front_door = FrontDoor(pipe)
     file = None if around.kept_in is None else open(around.kept_in, "r+b")  # noqa: SIM115  until the process ends
     try:
-        if around.share is not None:
-            around.share.take(config.num_devices)
+        share = around.share
+        if config.numa_node is not None:
+            share = take_node(config.numa_node, share)
+        if share is not None:
+            share.take(config.num_devices)
         if config.multi_process:
             from jaxllm.engine.front.local_group import start_followers
 
@@ -310,6 +314,23 @@ def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: Surro
         logger.exception("the engine died")
         front_door.send(Failed("", said))
         leave("it died", 1)
+
+
+def take_node(asked: int | str, share: Share | None) -> Share | None:
+    """Keep this process to a NUMA node; returns its part of that node, where several engines share it.
+
+    Raises:
+        ConfigError: there is no such node, or the engine runs on GPUs.
+    """
+    if nvidia.used_cards():
+        raise ConfigError(f"numa_node is {asked}, which is for CPUs, and this engine runs on GPUs; leave it out")
+    known = numa.nodes()
+    number = 0 if share is None else share.number
+    node = numa.choose_node(asked, number, known)
+    here = [n for n in range(1 if share is None else share.count) if numa.choose_node(asked, n, known) == node]
+    numa.keep_to_node(node, known)
+    logger.info("on the %d cores and the memory of NUMA node %d", len(known[node]), node)
+    return Share(here.index(number), len(here), "data_parallel_size") if len(here) > 1 else None
 
 
 def process_name(config: EngineConfig, share: Share | None) -> str:

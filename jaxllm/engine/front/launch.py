@@ -71,6 +71,11 @@ def start_client(
         from jaxllm.engine.front.process_client import ProcessClient
 
         return ProcessClient(config, given_up=given_up, room=room, keeper=keeper)
+    if config.numa_node is not None:
+        raise ConfigError(
+            f"numa_node is {config.numa_node}: a process keeps to a node, and this engine has none of its own; set "
+            "engine_process to true"
+        )
     from jaxllm.engine.front.thread_client import ThreadClient
     from jaxllm.engine.start.build import build_core
 

@@ -33,8 +33,7 @@ class Share:
                 f"{self.setting} is {self.count}, and JAX_PLATFORMS is {chosen}: processes that share a machine are "
                 "for NVIDIA's GPUs and for CPUs"
             )
-        cards = nvidia.cards() if chosen != "cpu" and nvidia.installed_cuda() is not None else []
-        if cards:
+        if cards := nvidia.used_cards():
             self._take_gpus(len(cards), each)
         else:
             self._take_cores()
