@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
+from jaxllm.kv_events_config import KVEventsConfig
 from jaxllm.kv_transfer_config import KVTransferConfig
 from jaxllm.server_config import ServerConfig
 from jaxllm.setting_values import (
@@ -128,6 +129,8 @@ class EngineConfig(SettingsGroup):
     """Bytes that kv_offload_dir may take for one model; the longest unused pages are deleted."""
     kv_transfer_config: Annotated[KVTransferConfig, BeforeValidator(parse_object)] | None = None
     """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/disaggregated.md."""
+    kv_events_config: Annotated[KVEventsConfig, BeforeValidator(parse_object)] | None = None
+    """Tell routers over ZeroMQ which prompts are cached, as {"topic": "kv@10.0.0.5:8000@qwen3"}."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """How many devices share each layer."""
@@ -253,6 +256,12 @@ class EngineConfig(SettingsGroup):
                 shown = f"is {value}" if isinstance(value, int) else "is set"
                 rule = "leave it out" if accepted is None else f"accepted is {accepted}"
                 raise ValueError(f"{name} {shown}, and {stated} not go with it yet; {rule}")
+
+    @model_validator(mode="after")
+    def _events_are_of_a_cache(self) -> Self:
+        if self.kv_events_config is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_events_config is set, and enable_prefix_caching is false: there is nothing to tell")
+        return self
 
     @model_validator(mode="after")
     def _pages_can_travel(self) -> Self:

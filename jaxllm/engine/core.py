@@ -21,6 +21,7 @@ from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.fair_shares import RecentGroups
 from jaxllm.engine.idle_check import IdleCheck
+from jaxllm.engine.kv_events.events import KVEvents
 from jaxllm.engine.masks import allow_only
 from jaxllm.engine.messages import (
     INITIAL_VERSION,
@@ -33,7 +34,7 @@ from jaxllm.engine.messages import (
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.preparation import Preparation
-from jaxllm.engine.request import Request, Status
+from jaxllm.engine.request import Request, Status, root_of
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.thinking_budget import Thinking
 from jaxllm.engine.work import Batch
@@ -63,8 +64,12 @@ class EngineCore:
         adapters: AdapterStore | None = None,
         model: LiveModel | None = None,
         weights: ReadsWeights | None = None,
+        kv_events: KVEvents | None = None,
     ):
-        """`model` is there for those who take it apart, `weights` for those who exchange them."""
+        """`model` is there for those who take it apart, `weights` for those who exchange them; `kv_events` tells others
+        of the prefix cache.
+        """
+        self._kv_events = kv_events
         self.model = model
         self._weights = weights
         self.weight_version = INITIAL_VERSION
@@ -197,6 +202,8 @@ class EngineCore:
         deltas += self._read_pending(handle)
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
+        if self._kv_events is not None:
+            self._kv_events.flush()
         self._counting.so_far.step_host_seconds += time.thread_time() - began
         if not self.has_work and not self._scheduler.running:
             self._idle_check.run()
@@ -260,6 +267,9 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Requests that are added from now on share nothing with earlier ones, whose pages are used again in time."""
         self._cache_generation += 1
+        if self._kv_events is not None:
+            self._kv_events.clear(root_of(None, self._cache_generation))
+            self._kv_events.flush()
 
     @property
     def transfer(self) -> TransferInfo | None:
@@ -293,6 +303,8 @@ class EngineCore:
         self._preparation.close()
         if self._tiers is not None:
             self._tiers.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def _hand_on(self, request: Request) -> None:
         """Copy the full pages of its prompt to host memory, where other servers find them."""

@@ -203,7 +203,7 @@ class Request:
         changes = tuple(change.digest for change in (self.steering, self.patching) if change is not None)
         if self.adapters or changes:
             root = (self.cache_salt, *((use.id, use.scale) for use in self.adapters), *changes)
-        return (root, "since reset", self.cache_generation) if self.cache_generation else root
+        return root_of(root, self.cache_generation)
 
     @property
     def order(self) -> tuple[int, float, str]:
@@ -246,3 +246,8 @@ class Request:
         """Tokens that its grammar forces need not be sampled: nobody asked for their logits or counts them."""
         counted = self.params.logprobs is not None or self.needs_history or self.thinking is not None
         return self.constraint is not None and not counted
+
+
+def root_of(root: PrefixNode, generation: int) -> PrefixNode:
+    """Where cached prefixes begin since the cache was last reset, the `generation`th time."""
+    return (root, "since reset", generation) if generation else root

@@ -100,9 +100,11 @@ def start_replicas(
     count = config.data_parallel_size
     if not config.engine_process:
         raise ConfigError(f"data_parallel_size is {count}: each engine has a process of its own, see engine_process")
-    one = config.model_copy(update={"data_parallel_size": 1})
 
     def start(number: int, given_up: threading.Event) -> ProcessClient:
+        events = config.kv_events_config
+        own = {"data_parallel_size": 1, "kv_events_config": None if events is None else events.of_rank(number)}
+        one = config.model_copy(update=own)
         return ProcessClient(one, given_up=given_up, keeper=keeper, share=Share(number, count))
 
     replicas = Replicas(count, start, given_up=given_up, policy=policy)

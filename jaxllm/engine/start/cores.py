@@ -17,6 +17,8 @@ from jaxllm.engine.device.device import Device
 from jaxllm.engine.device.encoder_runner import EncoderRunner
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.encoder_scheduler import EncoderScheduler
+from jaxllm.engine.kv_events.events import KVEvents
+from jaxllm.engine.kv_events.publisher import EventPublisher
 from jaxllm.engine.page_pool import PagePool
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.start.checkpoint import open_model
@@ -45,7 +47,7 @@ def new_core(
     parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, prepared.last.mesh)
     model = LiveModel(parts, lambda: functions.unpack_weights(device.weights)) if not blueprint.stages else None
 
-    def core(device: Device, seed: int) -> EngineCore:
+    def core(device: Device, rank: int) -> EngineCore:
         config, checkpoint = prepared.config, prepared.checkpoint
         scheduler = _new_scheduler(prepared)
         encodes = blueprint.plan.buckets.encodes
@@ -57,18 +59,19 @@ def new_core(
             ),
             tokenizer.backend if tokenizer else None,
             eos,
-            seed,
+            config.seed + rank,
             grammars,
             adapter_store(blueprint, config, checkpoint.path),
             model,
             WeightReader(config, blueprint, functions, prepared.last.mesh),
+            _new_events(config, scheduler.pool, rank),
         )
 
-    count, seed = prepared.config.num_batches, prepared.config.seed
+    count = prepared.config.num_batches
     if count == 1:
-        return core(device, seed)
+        return core(device, 0)
     ranks = Ranks(device, blueprint.sizes, count)
-    return DataParallelCore([core(RankDevice(device, ranks, rank), seed + rank) for rank in range(count)], ranks)
+    return DataParallelCore([core(RankDevice(device, ranks, rank), rank) for rank in range(count)], ranks)
 
 
 def _new_scheduler(prepared: Prepared) -> Scheduler:
@@ -90,6 +93,15 @@ def _new_scheduler(prepared: Prepared) -> Scheduler:
         AdapterPlaces(plan.adapter_places),
         tiers,
     )
+
+
+def _new_events(config: EngineConfig, pool: PagePool, rank: int) -> KVEvents | None:
+    """What tells others of the pool, which has no pages yet."""
+    asked = config.kv_events_config
+    if asked is None or not asked.publishes or not pool.enable_prefix_caching:
+        return None
+    publisher = EventPublisher(asked.of_rank(rank))
+    return KVEvents(pool, publisher.publish, publisher.close)
 
 
 def adapter_store(blueprint: Blueprint, config: EngineConfig, path: Path) -> AdapterStore | None:
