@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -20,14 +21,14 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.reference import load_golden
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config
 from tests.serving.real_server import assert_idle, engine_process, served, server_process
-from tests.serving.test_shutdown import ROOT
 
 CONCURRENCY = 64
+VOCABULARY = Path(__file__).with_name("vocabulary.json")
+"""Tokens that were learnt once from this project's documentation: what random models say depends on them."""
 VOCAB_SIZE = 512
 SETTINGS: dict[str, Any] = {
     "max_model_len": 256, "max_num_seqs": 48, "max_num_batched_tokens": 128, "kv_cache_memory": "4MiB",
@@ -56,21 +57,10 @@ Body = dict[str, Any]
 
 
 def write_model(directory: Path, name: str = "llama_gqa", **fields: Any) -> Path:
-    """A random model, by default a Llama, of 512 tokens that were learnt from this repository's documentation, with a
-    chat template.
+    """A random model, by default a Llama, with the tokens of VOCABULARY and a chat template.
 
     `fields` are of its config.json.
     """
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train([str(path) for path in sorted((ROOT / "docs").glob("*.md"))], trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     config = tiny_config(name)
     there = config["vocab_size"]
     shapes = {
@@ -78,7 +68,7 @@ def write_model(directory: Path, name: str = "llama_gqa", **fields: Any) -> Path
         for tensor, shape in load_golden(name).tensor_shapes.items()
     }
     save_checkpoint(config | {"vocab_size": VOCAB_SIZE} | fields, draw_weights(name, shapes), directory)
-    backend.save(str(directory / "tokenizer.json"))
+    shutil.copy(VOCABULARY, directory / "tokenizer.json")
     named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))
     return directory
