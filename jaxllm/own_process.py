@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
@@ -35,12 +36,13 @@ class PipedProcess:
         if main.__module__ == "__main__":
             raise ValueError(f"{main.__qualname__} must be a function of a module: the program itself is not run again")
         self.pipe, theirs = Pipe()
-        try:
-            self._process = _start(theirs, inherited)
-        finally:
-            theirs.close()
-        weakref.finalize(self, _kill, self._process, os.getpid())
-        _running.add(self)
+        with _starting:
+            try:
+                self._process = _start(theirs, inherited)
+            finally:
+                theirs.close()
+            weakref.finalize(self, _kill, self._process, os.getpid())
+            _running.add(self)
         try:
             self.pipe.send_bytes(pickle.dumps((main, arguments)))
         except OSError:
@@ -68,12 +70,21 @@ class PipedProcess:
 
 
 _running: weakref.WeakSet[PipedProcess] = weakref.WeakSet()
+_starting = threading.RLock()
+"""Held while a process begins: it is there before it is known."""
+START_SECONDS = 2.0
+"""How long the end of all processes waits for one that begins."""
 
 
 def kill_all() -> None:
-    """End every PipedProcess of this program now."""
-    for process in list(_running):
-        process.kill()
+    """End every PipedProcess of this program now, also one that a thread is about to start."""
+    known = _starting.acquire(timeout=START_SECONDS)
+    try:
+        for process in list(_running):
+            process.kill()
+    finally:
+        if known:
+            _starting.release()
 
 
 def enter(handle: int) -> None:

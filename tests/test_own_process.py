@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxllm import own_process
 from jaxllm.asked_process import AskedProcesses
 from jaxllm.own_process import PipedProcess, command
 from tests.reference.tiny import write_checkpoint
@@ -74,3 +80,25 @@ def test_a_function_of_the_program_itself_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(command, "__module__", "__main__")
     with pytest.raises(ValueError, match="command must be a function of a module"):
         PipedProcess(command)  # type: ignore[arg-type]
+
+
+def test_the_end_of_all_processes_takes_one_along_that_is_about_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, start = threading.Event(), own_process._start
+
+    def slowly(*given: Any) -> Any:
+        process = start(*given)
+        there.set()
+        time.sleep(0.5)  # it runs, and nobody knows of it
+        return process
+
+    monkeypatch.setattr(own_process, "_start", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(PipedProcess, wait_for_ever)
+        assert there.wait(60)
+        own_process.kill_all()
+        assert starting.result(60).wait(20)
+
+
+def wait_for_ever(pipe: Connection) -> None:
+    while True:
+        time.sleep(60)
