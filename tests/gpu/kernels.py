@@ -289,17 +289,19 @@ def delta(key_heads: int, heads: int, size: int) -> Program:
 
 
 def norm(size: int) -> Program:
-    """Behind a layer, behind a product by eight parts, and behind a mixture of six experts without shared ones and with
-    them."""
+    """Behind a layer, behind a product by two parts and by eight, and behind a mixture of six experts without shared
+    ones and with them."""
 
-    def run(x: Any, weight: Any, parts: Any, weights: Any, outputs: Any) -> Any:
+    def run(x: Any, weight: Any, few: Any, parts: Any, weights: Any, outputs: Any) -> Any:
         norm, alone = RootMeanSquare(weight, 1e-5), Mixture(weights, outputs)
-        return [add_norm(x, out, norm) for out in (x, Unsummed(parts), alone, replace(alone, shared=x.astype(F32)))]
+        sums = (x, Unsummed(few), Unsummed(parts), alone, replace(alone, shared=x.astype(F32)))
+        return [add_norm(x, out, norm) for out in sums]
 
     tokens, used = 64, 6
     return run, (
         array(tokens, size, dtype=BF16),
         array(size, dtype=F32),
+        array(2, tokens, size, dtype=F32),
         array(8, tokens, size, dtype=F32),
         array(tokens, used, dtype=F32),
         array(tokens, used, size, dtype=F32),

@@ -52,6 +52,7 @@ def _kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> N
     def load(ref: Any, *part: int) -> Array:
         return triton_load(ref.at[*part, row, channel], mask=mask, other=0).astype(jnp.float32)
 
+    x = load(x_ref)  # before what is added to it: behind that, sums of two parts would be spilled
     out = jnp.zeros(channel.shape, jnp.float32)
     if len(added_refs) > 1:
         mixed_ref, outputs_ref, *added_refs = added_refs
@@ -62,7 +63,7 @@ def _kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> N
     for ref in added_refs:
         for part in [(index,) for index in range(ref.shape[0])] if len(ref.shape) == 3 else [()]:
             out += load(ref, *part)
-    total = (load(x_ref) + out.astype(sum_ref.dtype).astype(jnp.float32)).astype(sum_ref.dtype)
+    total = (x + out.astype(sum_ref.dtype).astype(jnp.float32)).astype(sum_ref.dtype)
     triton_store(sum_ref.at[row, channel], total, mask=mask)
     total = total.astype(jnp.float32)
     factor = lax.rsqrt(jnp.sum(total * total) / size + eps)
