@@ -52,14 +52,9 @@ class PackedFormat:
         return SCALES[self.scales].groups * self.group
 
     @property
-    def span(self) -> int:
-        """Inputs of a tile in the sparsest plane: rows must be whole ones of it."""
-        return self.width * 8 // (self.high or self.bits)
-
-    @property
     def unit(self) -> int:
-        """Inputs that a kernel multiplies by at least: whole tiles with whole blocks of scales."""
-        return math.lcm(self.span, self.block)
+        """Inputs that a kernel walks at a time at least: whole tiles with whole blocks of scales."""
+        return math.lcm(*(self.tile_inputs(plane) for plane in range(self.planes)), self.block)
 
     @property
     def has_shift(self) -> bool:
@@ -75,9 +70,17 @@ class PackedFormat:
         """
         return 257 if self.unit <= 64 else 129
 
+    @property
+    def planes(self) -> int:
+        return 2 if self.high else 1
+
     def tile_inputs(self, plane: int) -> int:
         """Inputs that a tile of the low plane (0) or the high one (1) holds."""
         return self.width * 8 // (self.high if plane else self.bits)
+
+    def num_tiles(self, inputs: int, plane: int) -> int:
+        """Tiles of a row, of which the last may be padded."""
+        return -(-inputs // self.tile_inputs(plane))
 
     def low_place(self, number: int) -> tuple[int, int]:
         """Of the `number`th `width` inputs: the tile of the low plane, and the bit of its bytes where they begin."""
@@ -138,6 +141,8 @@ as in k_pairs, about 32, and a float16.
 class PackedMatrix:
     """A matrix `[o, i]`, or a stack of them, in tiles.
 
+    Scales are for whole blocks of inputs; a row's last tiles may hold codes after those, which are zero.
+
     Attributes:
         low, high: uint8 `[*stack, o / 16, i / inputs of a tile, 16, width]`; `high` may be None.
         words: int32 `[*stack, o / 16, i / block, words, 16]`, or None.
@@ -155,8 +160,9 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *stack, tiles, count, rows, _ = self.low.shape
-        return (*stack, tiles * rows, count * self.format.tile_inputs(0))
+        *stack, tiles, _, rows, _ = self.low.shape
+        blocks = self.halves[0].shape[-2] if self.halves else self.words.shape[-3]
+        return (*stack, tiles * rows, blocks * self.format.block)
 
 
 def half_in(word: jax.Array, index: int, dtype: np.dtype) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ from jaxllm.quantization.groups import FLOAT16, GroupsKind
 from jaxllm.quantization.ordered import OrderedKind
 from jaxllm.quantization.quantized import TILE as EXPANDED
 from jaxllm.quantization.stored import Stored
-from jaxllm.quantization.unpacked import BLOCKS, group_format, unpack_blocks, unpack_groups
+from jaxllm.quantization.unpacked import block_format, group_format, unpack_blocks, unpack_groups
 from jaxllm.quantization.weight import Weight, WeightKind, product
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import Axes
@@ -81,10 +80,15 @@ class GpuTiles(Weight):
 
 @dataclass(frozen=True)
 class GpuTiledKind:
-    """Tiles of what another kind keeps, in a format that holds it exactly."""
+    """Tiles of what another kind keeps, in a format that holds it exactly.
+
+    Attributes:
+        inputs: of a row that a device has: each device's last tiles are padded where those are no whole ones.
+    """
 
     stored: GgufKind | GroupsKind
     format: PackedFormat
+    inputs: int
     joins: ClassVar[bool] = True
 
     @property
@@ -93,15 +97,16 @@ class GpuTiledKind:
 
     @property
     def block(self) -> int:
-        return math.lcm(self.format.unit, self.stored.block)
+        return self.stored.block
 
     def abstract(self, shape: tuple[int, ...]) -> GpuTiles:
         *stack, rows, inputs = shape
         format, kind = self.format, SCALES[self.format.scales]
-        lead, blocks = (*stack, rows // ROWS), inputs // format.block
+        lead, blocks, devices = (*stack, rows // ROWS), inputs // format.block, inputs // self.inputs
 
         def plane(index: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((*lead, inputs // format.tile_inputs(index), ROWS, format.width), jnp.uint8)
+            tiles = devices * format.num_tiles(self.inputs, index)
+            return jax.ShapeDtypeStruct((*lead, tiles, ROWS, format.width), jnp.uint8)
 
         words = jax.ShapeDtypeStruct((*lead, blocks, kind.words, ROWS), jnp.int32) if kind.words else None
         types = (np.uint8 if format.scales == "power" else self.scale, np.int8)[: kind.halves]
@@ -117,33 +122,44 @@ class GpuTiledKind:
         """What the other kind makes of them, moved into tiles."""
         kept = self.stored.pack(tensors, layout)
         format = self.format
-        unpacked = (
-            unpack_blocks(kept.blocks, kept.type) if isinstance(kept, GgufBlocks) else unpack_groups(kept, format)
-        )
-        low = _plane(unpacked.codes & np.uint8((1 << format.bits) - 1), format.bits, format.width)
-        high = _plane(unpacked.codes >> np.uint8(format.bits), format.high, format.width) if format.high else None
+        if isinstance(kept, GgufBlocks):
+            unpacked = unpack_blocks(kept.blocks, kept.type, format)
+        else:
+            unpacked = unpack_groups(kept, format)
+
+        def plane(index: int, codes: np.ndarray, bits: int) -> np.ndarray:
+            return _plane(_padded(codes, self.inputs, format.tile_inputs(index)), bits, format.width)
+
+        low = plane(0, unpacked.codes & np.uint8((1 << format.bits) - 1), format.bits)
+        high = plane(1, unpacked.codes >> np.uint8(format.bits), format.high) if format.high else None
         words = None if unpacked.words is None else _tiled_words(unpacked.words)
         halves = tuple(_tiled_halves(half) for half in unpacked.halves)
         return GpuTiles(PackedMatrix(low, high, words, halves, format, self.dtype, self.scale))
 
 
 def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
-    """`kind` in tiles where there are such, and parts of `rows` rows by `inputs` inputs are whole tiles."""
+    """`kind` in tiles if it has such, and a device has whole tiles of `rows`, and whole blocks of `inputs`."""
     if isinstance(kind, OrderedKind):
         return replace(kind, kind=gpu_tiled(kind.kind, rows, inputs))
-    if any(count % ROWS for count in rows):
+    if any(count % ROWS for count in rows) or inputs % kind.block:
         return kind
     format = None
     if isinstance(kind, GgufKind):
-        format = BLOCKS[kind.type].format
+        format = block_format(kind.type, inputs)
     elif isinstance(kind, GroupsKind) and kind.levels in ((), E2M1):
         format = group_format(kind.bits, kind.block, kind.scale, symmetric=kind.symmetric, inputs=inputs)
         if kind.levels and format is not None:
             format = replace(format, offset=0, e2m1=True)
-    if format is None:
-        return kind
-    tiled = GpuTiledKind(kind, format)  # type: ignore[arg-type]
-    return tiled if inputs % tiled.block == 0 else kind
+    return kind if format is None else GpuTiledKind(kind, format, inputs)  # type: ignore[arg-type]
+
+
+def _padded(codes: np.ndarray, inputs: int, tile: int) -> np.ndarray:
+    """With zeros after each device's `inputs`, so that they are whole tiles."""
+    missing = -inputs % tile
+    if missing == 0:
+        return codes
+    parts = codes.reshape(*codes.shape[:-1], -1, inputs)
+    return np.pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, missing)]).reshape(*codes.shape[:-1], -1)
 
 
 def _plane(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
@@ -216,14 +232,15 @@ def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
 
 def _codes(tiles: PackedMatrix) -> Int[Array, "*n i"]:
     format = tiles.format
+    inputs = (tiles.halves[0].shape[-1] if tiles.halves else tiles.words.shape[-2]) * format.block
     if format.bits == 8:
-        flat = tiles.low.reshape(*tiles.low.shape[:-2], -1)
+        flat = tiles.low.reshape(*tiles.low.shape[:-2], -1)[..., :inputs]
         return lax.bitcast_convert_type(flat, jnp.int8).astype(jnp.int32)
 
     def of_plane(plane: Any, bits: int) -> Any:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
         codes = (plane[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
-        return codes.reshape(*plane.shape[:-2], -1).astype(jnp.int32)
+        return codes.reshape(*plane.shape[:-2], -1)[..., :inputs].astype(jnp.int32)
 
     low = of_plane(tiles.low, format.bits)
     return low if tiles.high is None else low | (of_plane(tiles.high, format.high) << format.bits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import ml_dtypes
@@ -34,15 +34,23 @@ class Unpacked:
     halves: tuple[np.ndarray, ...]
 
 
-def unpack_blocks(blocks: BlocksOfRows, type: str) -> Unpacked:
-    """GGUF's blocks `[*stack, o, blocks, bytes]` of a type that `BLOCK_FORMATS` has."""
+def block_format(type: str, inputs: int) -> PackedFormat:
+    """The format for GGUF's blocks of a type of `BLOCKS`, of rows of that many inputs."""
+    format = BLOCKS[type].format
+    if format.scales == "pair" and inputs % format.block:
+        format = replace(format, scales="float")
+    return _fitting(format, inputs)
+
+
+def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpacked:
+    """GGUF's blocks `[*stack, o, blocks, bytes]`, for the format that `block_format` gives."""
     codes, words, halves = BLOCKS[type].unpack(blocks)
     codes = codes.reshape(*blocks.shape[:-2], -1)
-    return Unpacked(codes, words, halves)
+    return Unpacked(codes, _pairs(*halves), ()) if format.scales == "pair" else Unpacked(codes, words, halves)
 
 
 def group_format(bits: int, group: int, scale: np.dtype, *, symmetric: bool, inputs: int) -> PackedFormat | None:
-    """The format for groups of codes without levels, of rows of so many inputs; None if there is none."""
+    """The format for groups of codes without levels, of rows of that many inputs; None if there is none."""
     powers = scale == E8M0
     parted = group > MOST_GROUP and group % MOST_GROUP > 0
     if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
@@ -52,12 +60,16 @@ def group_format(bits: int, group: int, scale: np.dtype, *, symmetric: bool, inp
     pairs = symmetric and group == 32 and scale.itemsize == 2 and inputs % (2 * group) == 0
     offset = 0 if bits == 8 else 1 << (bits - 1)
     scales = "power" if powers else "pair" if pairs else "float" if symmetric else "zero"
-    format = PackedFormat(bits, 0, width, group, offset, scales)
-    return format if inputs % format.unit == 0 else None
+    return _fitting(PackedFormat(bits, 0, width, group, offset, scales), inputs)
 
 
 MOST_GROUP = 256
 """Inputs of a group that a kernel walks at a time; the scale of a longer one is repeated."""
+
+
+def _fitting(format: PackedFormat, inputs: int) -> PackedFormat:
+    """`format`, or with tiles half as wide where rows are no whole ones: less is padded then, mostly nothing."""
+    return format if inputs % format.unit == 0 else replace(format, width=16)
 
 
 def unpack_groups(weight: Groups, format: PackedFormat) -> Unpacked:
@@ -70,7 +82,7 @@ def unpack_groups(weight: Groups, format: PackedFormat) -> Unpacked:
     if weight.bits == 8:
         codes = codes ^ np.uint8(128)
     if format.scales == "pair":
-        return Unpacked(codes, np.ascontiguousarray(scale).view(INT32)[..., None], ())
+        return Unpacked(codes, _pairs(scale), ())
     if weight.zero is None:
         return Unpacked(codes, None, (scale.view(np.uint8) if format.scales == "power" else scale,))
     middle = 1 << (weight.bits - 1)
@@ -89,9 +101,9 @@ def _half(blocks: BlocksOfRows, start: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[..., start : start + 2]).view(F16)[..., 0]
 
 
-def _pairs(blocks: BlocksOfRows) -> np.ndarray:
-    """The float16 scales at the beginning of blocks, two in a word."""
-    return np.ascontiguousarray(_half(blocks, 0)).view(INT32)[..., None]
+def _pairs(scales: np.ndarray) -> np.ndarray:
+    """16-bit floats, two in a word."""
+    return np.ascontiguousarray(scales).view(INT32)[..., None]
 
 
 def _shifted(packed: BlocksOfRows, shifts: list[int], mask: int) -> np.ndarray:
@@ -119,7 +131,7 @@ def _flags(packed: BlocksOfRows) -> np.ndarray:
 
 
 def _q4_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 2:], 16), _pairs(blocks), ()
+    return _nibbles(blocks[..., 2:], 16), None, (_half(blocks, 0),)
 
 
 def _q4_1(blocks: BlocksOfRows) -> UnpackedParts:
@@ -127,7 +139,7 @@ def _q4_1(blocks: BlocksOfRows) -> UnpackedParts:
 
 
 def _q5_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 6:], 16) | _flags(blocks[..., 2:6]) << 4, _pairs(blocks), ()
+    return _nibbles(blocks[..., 6:], 16) | _flags(blocks[..., 2:6]) << 4, None, (_half(blocks, 0),)
 
 
 def _q5_1(blocks: BlocksOfRows) -> UnpackedParts:
@@ -135,7 +147,7 @@ def _q5_1(blocks: BlocksOfRows) -> UnpackedParts:
 
 
 def _q8_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return blocks[..., 2:], _pairs(blocks), ()
+    return blocks[..., 2:], None, (_half(blocks, 0),)
 
 
 def _q2_k(blocks: BlocksOfRows) -> UnpackedParts:

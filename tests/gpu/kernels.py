@@ -163,7 +163,7 @@ def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
     return Fp8Blocks(codes, array(count, outputs // 128, inputs // 128, dtype=F32), BF16)
 
 
-def packed(kind: GgufKind | GroupsKind) -> Program:
+def packed(kind: GgufKind | GroupsKind, inputs: int = 2048, long_inputs: int = 14336) -> Program:
     """In tiles: few rows of one part and of several, a hundred and more; experts, with few rows and many."""
 
     def run(x: Any, some: Any, many: Any, weight: Any, long_x: Any, long: Any, stack: Any, *arrays: Any) -> Any:
@@ -180,11 +180,10 @@ def packed(kind: GgufKind | GroupsKind) -> Program:
     given: list[Any] = []
     for rows in (16, 2048):
         tiles = most_tiles(rows, 8, choose_tile_rows(rows, 8))
-        given += [array(rows // 2, 2048, dtype=kind.dtype), RowLists(array(8 * rows // 2), array(tiles, 3))]
+        given += [array(rows // 2, inputs, dtype=kind.dtype), RowLists(array(8 * rows // 2), array(tiles, 3))]
     return run, (
-        array(2, 2048, dtype=kind.dtype), array(100, 2048, dtype=kind.dtype), array(300, 2048, dtype=kind.dtype),
-        made(4096, 2048),
-        array(16, 14336, dtype=kind.dtype), made(4096, 14336), made(8, 1536, 2048), *given,
+        *(array(rows, inputs, dtype=kind.dtype) for rows in (2, 100, 300)), made(4096, inputs),
+        array(16, long_inputs, dtype=kind.dtype), made(4096, long_inputs), made(8, 1536, inputs), *given,
     )  # fmt: skip
 
 
@@ -390,6 +389,15 @@ CASES: dict[str, Callable[[], Program]] = {
     "few rows, fp8 in blocks": lambda: few_of_blocks(BF16),
     "few rows, fp8 in blocks, f16": lambda: few_of_blocks(F16),
     **{f"in tiles, {type_}": partial(packed, GgufKind(type_, BF16)) for type_ in BLOCKS},
+    "in tiles, Q5_1 of 1408 inputs": lambda: packed(GgufKind("Q5_1", BF16), 1408, 14208),
+    "in tiles, Q5_1 of 704 inputs": lambda: packed(GgufKind("Q5_1", BF16), 704, 7104),
+    "in tiles, Q5_0 of 896 inputs": lambda: packed(GgufKind("Q5_0", BF16), 896, 352),
+    "in tiles, Q5_0 of 1120 inputs": lambda: packed(GgufKind("Q5_0", BF16), 1120, 14368),
+    "in tiles, Q4_0 of 1120 inputs": lambda: packed(GgufKind("Q4_0", BF16), 1120, 14368),
+    "in tiles, Q4_1 of 1120 inputs": lambda: packed(GgufKind("Q4_1", BF16), 1120, 14368),
+    "in tiles, 4 bits of 1120 inputs": lambda: packed(GroupsKind(BF16), 1120, 14368),
+    "in tiles, MXFP4 of 1120 inputs": lambda: packed(GroupsKind(BF16, 4, 32, True, E8M0, LEVELS), 1120, 14368),
+    "in tiles, 2 bits of 1120 inputs": lambda: packed(GroupsKind(BF16, 2), 1120, 14368),
     "in tiles, Q4_K beside Q6_K": lambda: beside("Q4_K", "Q6_K"),
     "in tiles, Q5_K beside Q6_K": lambda: beside("Q5_K", "Q6_K"),
     "in tiles, Q4_K in float16": lambda: packed(GgufKind("Q4_K", F16)),

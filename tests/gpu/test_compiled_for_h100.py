@@ -130,6 +130,15 @@ def test_a_layer_has_as_few_kernels_in_blocks(compiled: Any, kind: tuple[str, st
     assert (more["kernels"] - few["kernels"]) / 2 <= 10
 
 
+def test_experts_whose_rows_are_no_whole_tiles(compiled: Any) -> None:
+    """1,408 inputs, of which 256 divide nothing, in Q5_1: read as they are by kernels, as in other formats."""
+    few, more = (compiled("DeepSeek-V2-Lite", "decode", "16", "plain", "--isq", "q4k", layers=n) for n in (2, 4))
+    check(few)
+    check(more)
+    assert more["temporaries"] < 0.02 * more["weights"]
+    assert (more["kernels"] - few["kernels"]) / 2 <= 18
+
+
 @slow
 def test_hundreds_of_rows_expand_one_weight_at_a_time(compiled: Any) -> None:
     check(compiled("Llama-3.1-8B", "backbone", "2048", "plain", "--isq", "q4k", layers=4), decode=False)

@@ -31,6 +31,7 @@ ONE_OF_EACH = (
     "few rows, fp8 in blocks",
     "integers",
     "in tiles, Q4_K",
+    "in tiles, Q5_1 of 1408 inputs",
     "latents, plain",
     "delta rule of 128",
     "norm of 4096",

@@ -30,9 +30,9 @@ def random_blocks(type_: str, rows: int, inputs: int) -> np.ndarray:
     return blocks
 
 
-def packed(type_: str, blocks: np.ndarray, layout: Layout | None = None) -> GpuTiles:
+def packed(type_: str, blocks: np.ndarray, layout: Layout | None = None, tp: int = 1) -> GpuTiles:
     rows, inputs = blocks.shape[0], blocks.shape[1] * FORMATS[type_].elements
-    kind = gpu_tiled(GgufKind(type_, F32), [rows], inputs)
+    kind = gpu_tiled(GgufKind(type_, F32), [rows], inputs // tp)
     stored = Stored(blocks.reshape(rows, -1), type_, (rows, inputs), packed=True)
     kept = kind.pack([stored], layout)
     assert jax.tree.map(lambda array: (array.shape, array.dtype), kept) == jax.tree.map(
@@ -54,29 +54,44 @@ def test_tiles_hold_the_file_bit_for_bit(type_: str) -> None:
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) == blocks.nbytes
 
 
+@pytest.mark.parametrize("inputs", [1408, 704, 896, 352, 288, 96])
+@pytest.mark.parametrize("type_", [name for name in BLOCKS if FORMATS[name].elements == 32])
+def test_tiles_hold_any_number_of_blocks(type_: str, inputs: int) -> None:
+    """Those after a row's end hold nothing, and add little to rows that are not short."""
+    blocks = random_blocks(type_, 32, inputs)
+    exact = gguf.quants.dequantize(blocks.reshape(32, -1), gguf.GGMLQuantizationType[type_])
+    weight = packed(type_, blocks)
+    assert weight.shape == (32, inputs)
+    np.testing.assert_array_equal(np.asarray(weight.dequantize()), exact)
+    np.testing.assert_array_equal(np.asarray(weight.rows(jnp.asarray([17, 3]))), exact[[17, 3]])
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) <= (1.02 if inputs >= 352 else 1.2) * blocks.nbytes
+
+
+GROUPS = (
+    GroupsKind(F32, 2),
+    GroupsKind(F32, 4),
+    GroupsKind(F32, 4, 32, True),
+    GroupsKind(F32, 4, 128, False, F32),
+    GroupsKind(F32, 4, 512, True),
+    GroupsKind(F32, 4, 32, True, E8M0, LEVELS),
+    GroupsKind(F32, 8, 64),
+    GroupsKind(F32, 8, 48, True),
+)
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        GroupsKind(F32, 2),
-        GroupsKind(F32, 4),
-        GroupsKind(F32, 4, 32, True),
-        GroupsKind(F32, 4, 128, False, F32),
-        GroupsKind(F32, 4, 512, True),
-        GroupsKind(F32, 4, 32, True, E8M0, LEVELS),
-        GroupsKind(F32, 8, 64),
-        GroupsKind(F32, 8, 48, True),
-    ],
+    ("kind", "inputs"),
+    [(kind, inputs) for kind in GROUPS for inputs in (1536, 4704, 352) if inputs % kind.block == 0],
     ids=str,
 )
-def test_groups_are_the_same_in_tiles(kind: GroupsKind) -> None:
-    inputs = 1536
+def test_groups_are_the_same_in_tiles(kind: GroupsKind, inputs: int) -> None:
     values = np.random.default_rng().standard_normal((2, 32, inputs)).astype(np.float32)
     tensors = [Stored(values, "F32", values.shape)]
     plain = jax.tree.map(jnp.asarray, kind.pack(tensors, None))
     tiled = jax.tree.map(jnp.asarray, gpu_tiled(kind, [32], inputs).pack(tensors, None))
     np.testing.assert_array_equal(np.asarray(tiled.dequantize()), np.asarray(plain.dequantize()))
     here, there = (sum(leaf.nbytes for leaf in jax.tree.leaves(weight)) for weight in (tiled, plain))
-    assert here <= 1.02 * there
+    assert here <= (1.02 if inputs >= 1536 else 1.07) * there
     one = tiled.select(jnp.asarray(1))
     np.testing.assert_array_equal(np.asarray(one.dequantize()), np.asarray(plain.dequantize())[1])
     x = jnp.ones((3, inputs))
@@ -84,12 +99,13 @@ def test_groups_are_the_same_in_tiles(kind: GroupsKind) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_devices_part_is_whole_tiles(tp: int) -> None:
+@pytest.mark.parametrize(("type_", "inputs"), [("Q4_K", 1024), ("Q5_1", 1408), ("Q4_0", 576)])
+def test_a_devices_part_is_whole_tiles(type_: str, inputs: int, tp: int) -> None:
     """Of outputs, which the layout deals out, and of inputs."""
-    blocks = random_blocks("Q4_K", 64, 1024)
-    exact = gguf.quants.dequantize(blocks.reshape(64, -1), gguf.GGMLQuantizationType.Q4_K)
+    blocks = random_blocks(type_, 64, inputs)
+    exact = gguf.quants.dequantize(blocks.reshape(64, -1), gguf.GGMLQuantizationType[type_])
     layout = Layout((Segment(64, tp),), tp)
-    weight = packed("Q4_K", blocks, layout)
+    weight = packed(type_, blocks, layout, tp)
     for leaf, axes in zip(jax.tree.leaves(weight), weight.axes(("rows", "inputs")), strict=True):
         assert leaf.ndim == len(axes) and leaf.shape[0] % tp == 0 and leaf.shape[1] % tp == 0
     parts = [jax.tree.map(lambda leaf, at=at: np.split(leaf, tp, 1)[at], weight) for at in range(tp)]
@@ -101,7 +117,9 @@ def test_what_does_not_fit_stays_as_it_is() -> None:
     kind = GgufKind("Q4_0", F32)
     assert gpu_tiled(kind, [16, 48], 64) is not kind
     assert gpu_tiled(kind, [16, 24], 64) is kind
-    assert gpu_tiled(kind, [16], 96) is kind
+    assert gpu_tiled(kind, [16], 80) is kind
+    k_kind = GgufKind("Q4_K", F32)
+    assert gpu_tiled(k_kind, [16], 128) is k_kind
     levels = GroupsKind(F32, 4, 32, True, levels=tuple(map(float, range(16))))
     assert gpu_tiled(levels, [16], 64) is levels
     assert group_format(4, 8, F16, symmetric=True, inputs=64) is None

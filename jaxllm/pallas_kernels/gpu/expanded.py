@@ -56,7 +56,7 @@ def expand_tiles(matrix: PackedMatrix, first: int, count: int, *, interpret: boo
             plain=interpret,
         ),
         out_shape=jax.ShapeDtypeStruct((count * ROWS, inputs), matrix.dtype),
-        grid=(pl.cdiv(count, TILING.warps), inputs // step),
+        grid=(pl.cdiv(count, TILING.warps), pl.cdiv(inputs, step)),
         interpret=interpret,
         compiler_params=triton_compiler_params(TILING.warps, TILING.stages),
         name="expand_tiles",
@@ -65,7 +65,7 @@ def expand_tiles(matrix: PackedMatrix, first: int, count: int, *, interpret: boo
 
 def _kernel(*refs: Any, names: tuple[str, ...], matrix: PackedMatrix, first: int, step: int, plain: bool) -> None:
     *arrays, out_ref = refs
-    rows = out_ref.shape[0]
+    rows, inputs = out_ref.shape
     block, index = pl.program_id(0), pl.program_id(1)
     row = block * (ROWS * TILING.warps) + jnp.arange(ROWS * TILING.warps)
     inside = row < rows
@@ -75,9 +75,11 @@ def _kernel(*refs: Any, names: tuple[str, ...], matrix: PackedMatrix, first: int
     (low,), (high,) = walk.codes("low", index), walk.codes("high", index)
     width = matrix.format.width
     for number in range(step // width):
-        column = index * step + number * width + jnp.arange(width)
+        begin = index * step + number * width
+        column = begin + jnp.arange(width)
+        there = inside if number * width < (inputs % step or step) else inside & (begin < inputs)
         triton_store(
             out_ref.at[row[:, None], column[None, :]],
             walk.scaled(low, high, scales, number),
-            mask=jnp.broadcast_to(inside[:, None], (len(row), width)),
+            mask=jnp.broadcast_to(there[:, None], (len(row), width)),
         )

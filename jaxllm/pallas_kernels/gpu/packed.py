@@ -166,7 +166,8 @@ def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
     ahead must fit into them."""
     format = matrix.format
     if format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
-        return replace(FEW, warps=2, step=256, ahead=not (gated or format.has_shift))
+        shorter = gated and format.scales == "zero" and format.group >= 32
+        return replace(FEW, warps=2, step=128 if shorter else 256, ahead=not (gated or format.has_shift))
     if gated and format.high:
         return replace(FEW, warps=2, stages=2, ahead=False)
     if gated:
@@ -226,7 +227,7 @@ def _kernel(
 
         places = [place(index) for index in range(tiling.tiles)]
         walk = Walk(given, section.matrix, tiling, section.step, places, plain)
-        steps = pl.cdiv(x_ref.shape[1] // section.step, parts)
+        steps = pl.cdiv(pl.cdiv(x_ref.shape[1], section.step), parts)
         found = walk(x_ref, lax.div(row, share), live, part * steps, steps)
         wide = section.outputs
         if activation is not None:

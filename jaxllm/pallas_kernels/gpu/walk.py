@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jaxllm.compat import triton_load
 from jaxllm.pallas_kernels.gpu.expand import expand, multiply_add
@@ -24,7 +25,7 @@ class Tiling:
     Attributes:
         warps: of a program, each with 16 outputs of a tile.
         tiles: of `16 * warps` outputs, that a program walks at once.
-        step: inputs that are loaded at a time, if rows are whole ones of it.
+        step: inputs that are loaded at a time, if rows are whole ones of it, or no whole tiles.
         stages: steps that are on their way.
         programs: rows are parted until there are that many, as far as parts have `least` inputs.
         ahead: whether the scales of a step are loaded during the one before.
@@ -58,9 +59,13 @@ def _stacked(array: jax.Array | None, axes: int) -> jax.Array | None:
 
 
 def step_of(inputs: int, matrix: PackedMatrix, wanted: int) -> int:
-    """The largest that divides rows into whole ones, of whole units, and is no larger than is wanted if that can be."""
+    """The largest that divides rows into whole ones, of whole units, and is no larger than is wanted if that can be.
+
+    Rows that are no whole units end within a step, of any size.
+    """
     unit = matrix.format.unit
-    return next((unit * n for n in range(max(1, wanted // unit), 0, -1) if inputs % (unit * n) == 0), unit)
+    most = max(1, wanted // unit)
+    return unit * next((n for n in range(most, 0, -1) if inputs % (unit * n) == 0), most)
 
 
 class Walk:
@@ -79,12 +84,16 @@ class Walk:
 
     def __call__(self, x_ref: Any, x_row: Array, live: Array, first: Array, steps: int) -> tuple[Array, ...]:
         """Sums `[outputs of a tile, rows]` of each place over steps `first … first + steps`."""
-        most = x_ref.shape[1] // self.step
+        inputs = x_ref.shape[1]
+        most = pl.cdiv(inputs, self.step)
         end = jnp.minimum(first + steps, most)
         nothing = tuple(jnp.zeros((len(self.lane), len(x_row)), jnp.float32) for _ in self.places)
 
-        def load_rows(column: Array) -> Array:
-            mask = jnp.broadcast_to(live[:, None], (len(x_row), len(column)))
+        def load_rows(index: Array, start: int) -> Array:
+            begin = index * self.step + start
+            column = begin + self.byte
+            inside = live if start < (inputs % self.step or self.step) else live & (begin < inputs)
+            mask = jnp.broadcast_to(inside[:, None], (len(x_row), len(column)))
             return triton_load(x_ref.at[x_row[:, None], column[None, :]], mask=mask, other=0)
 
         add: Any = functools.partial(self._add_scaled, load_rows)
@@ -104,10 +113,11 @@ class Walk:
         """For each place: the words, then the halves, of each block of a step."""
         blocks = self.step // self.format.block
         halves = [ref for name, ref in self.given.items() if name.startswith("half")]
+        table = halves[0] if halves else self.given["words"]
         return tuple(
             tuple(
                 array
-                for at in (index * blocks + number for number in range(blocks))
+                for at in (_in_row(table, index, blocks, number) for number in range(blocks))
                 for array in (
                     *(self.given["words"][place, at, word, self.lane] for word in range(self.kind.words)),
                     *(half[place, at, self.lane] for half in halves),
@@ -120,10 +130,10 @@ class Walk:
         """For each place: the tiles of a plane that a step needs."""
         if name not in self.given:
             return [[] for _ in self.places]
-        count = self.step // self.format.tile_inputs(0 if name == "low" else 1)
+        ref, count = self.given[name], self.step // self.format.tile_inputs(0 if name == "low" else 1)
         return [
             [
-                self.given[name][place[:, None], index * count + number, self.lane[:, None], self.byte[None, :]]
+                ref[place[:, None], _in_row(ref, index, count, number), self.lane[:, None], self.byte[None, :]]
                 for number in range(count)
             ]
             for place in self.places
@@ -183,7 +193,7 @@ class Walk:
         for number in range(self.step // format.width):
             start = number * format.width
             end = start + format.width
-            rows = load_rows(index * self.step + start + self.byte)
+            rows = load_rows(index, start)
             for place in range(len(found)):
                 product = _product(self._numbers(low[place], high[place], number), rows)
                 if kind.shifts and place == 0:  # behind a product: in front of it, it takes registers that are needed
@@ -215,11 +225,20 @@ class Walk:
         found, format = list(sums), self.format
         low, high = self.codes("low", index), self.codes("high", index)
         for number in range(self.step // format.width):
-            rows = load_rows(index * self.step + number * format.width + self.byte)
+            rows = load_rows(index, number * format.width)
             for place in range(len(found)):
                 weights = self.scaled(low[place], high[place], scales[place], number)
                 found[place] += _product(weights, rows)
         return tuple(found)
+
+
+def _in_row(ref: Any, index: Array, count: int, number: int) -> Array:
+    """Where the `number`th of the `count` tiles or blocks of a step lies in a row.
+
+    After a row's last it is the last once more: a step that goes on there multiplies it by nothing.
+    """
+    at, there = index * count + number, ref.shape[1]
+    return jnp.minimum(at, there - 1) if 0 < there % count <= number else at
 
 
 def _product(numbers: Array, rows: Array) -> Array:

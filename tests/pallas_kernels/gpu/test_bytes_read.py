@@ -53,11 +53,24 @@ def test_few_rows_read_each_byte_once(name: str, rows: int) -> None:
     assert 0.99 <= share_read(weight, lambda weight, x: linear(x, weight, interpret=True), x) <= MOST
 
 
+@pytest.mark.parametrize(("name", "inputs"), [("Q5_1", 2816), ("Q5_1", 1408), ("Q5_0", 896), ("4 bits", 1696)])
+def test_rows_that_end_within_a_tile_are_read_once(name: str, inputs: int) -> None:
+    weight = made(name, 128, inputs)
+    x = jnp.ones((16, inputs), jnp.float32)
+    assert 0.99 <= share_read(weight, lambda weight, x: linear(x, weight, interpret=True), x) <= MOST
+
+
 @pytest.mark.parametrize("activated", [False, True])
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "4 bits", "MXFP4", LEVELS, "fp8 in blocks", "integers"])
-def test_experts_read_their_own_weights_once(name: str, activated: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        *((name, 512) for name in ("Q4_0", "Q4_K", "Q6_K", "4 bits", "MXFP4", LEVELS, "fp8 in blocks", "integers")),
+        ("Q5_1", 704),
+    ],
+)
+def test_experts_read_their_own_weights_once(name: str, inputs: int, activated: bool) -> None:
     """Of three experts the first and the last have rows."""
-    weight = made(name, 3, 128, 512)
+    weight = made(name, 3, 128, inputs)
     rows = 16
     lists = list_rows(jnp.repeat(jnp.array([0, 2]), 8), 3, rows, 16, interpret=True)
     options: dict[str, Any] = {"activation": jax.nn.silu if activated else None, "interpret": True}
@@ -72,7 +85,7 @@ def test_experts_read_their_own_weights_once(name: str, activated: bool) -> None
             return few_rows.grouped_few_rows(x, matrix, lists, rows, **options)
         return packed.grouped_matmul(x, matrix, lists, rows, 16, **options)
 
-    assert 2 / 3 <= share_read(weight, run, jnp.ones((rows, 512), jnp.float32), lists) <= 2 / 3 * MOST
+    assert 2 / 3 <= share_read(weight, run, jnp.ones((rows, inputs), jnp.float32), lists) <= 2 / 3 * MOST
 
 
 def test_what_is_read_twice_is_seen() -> None:

@@ -84,6 +84,44 @@ def test_few_rows(name: str) -> None:
         assert_near(matmul(x, matrix), np.asarray(x, np.float64) @ exact.T, 3e-6)
 
 
+RAGGED = {
+    "Q4_0": (2336, 96),
+    "Q4_1": (1696, 352),
+    "Q5_0": (704, 896, 992),
+    "Q5_1": (1408, 704, 352, 2912),
+    "Q8_0": (1120,),
+    "2 bits": (2144, 160),
+    "4 bits": (1696, 96),
+    "4 bits, symmetric": (1696, 224),
+    "4 bits by 16, bfloat16 scales": (2352, 304),
+    "MXFP4": (1696, 288),
+    "8 bits": (448,),
+}
+"""By kind: numbers of inputs that are no whole tiles of the usual width, nor of half of it, or no pairs of scales."""
+
+
+@pytest.mark.parametrize(("name", "inputs"), [(name, size) for name, sizes in RAGGED.items() for size in sizes])
+def test_rows_end_within_a_tile(name: str, inputs: int) -> None:
+    """Few rows, in one part or two, and with weights that are scaled first."""
+    weight, exact = tiles(name, 80, inputs)
+    (matrix,) = weight.kernel_matrices
+    assert matrix.shape == exact.shape
+    random = np.random.default_rng()
+    for rows in (int(random.integers(1, 17)), 40):
+        x = draw(rows, inputs, F32)
+        assert_near(matmul(x, matrix), np.asarray(x, np.float64) @ exact.T, 3e-6)
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("Q5_1", 704), ("Q5_0", 352), ("Q4_0", 1632)])
+def test_rows_that_end_within_a_tile_are_expanded_exactly(name: str, inputs: int) -> None:
+    weight, _ = tiles(name, 48, inputs, dtype=BF16)
+    expected = np.asarray(weight.dequantize(), np.float32)
+    found = expanded.expand_tiles(weight.tiles, 0, 3, interpret=INTERPRET)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
+    x = draw(300, inputs, jnp.bfloat16)
+    assert_near(matmul(x, weight.tiles), np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "Q5_1", "Q3_K", "8 bits", "4 bits", "MXFP4"])
 def test_codes_are_exact_in_16_bits(name: str, dtype: Any) -> None:
@@ -131,11 +169,16 @@ def test_many_rows(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 40, 300])
-def test_matrices_of_several_formats_are_one_product(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("names", "inputs"), [((("Q4_K", 80), ("Q4_0", 16), ("Q6_K", 48)), 512), ((("Q5_0", 80), ("Q8_0", 16)), 896)]
+)
+def test_matrices_of_several_formats_are_one_product(
+    names: tuple[tuple[str, int], ...], inputs: int, rows: int
+) -> None:
     """As queries, keys and values of a file are: each with its own blocks, the last of each not whole."""
-    made = [tiles(name, outputs, 512) for name, outputs in (("Q4_K", 80), ("Q4_0", 16), ("Q6_K", 48))]
+    made = [tiles(name, outputs, inputs) for name, outputs in names]
     weight, exact = fuse([weight for weight, _ in made]), np.concatenate([exact for _, exact in made])
-    x = draw(rows, 512, F32)
+    x = draw(rows, inputs, F32)
     expected = np.asarray(x, np.float64) @ exact.T
     assert_near(linear(x, weight, interpret=INTERPRET), expected, 3e-6)
     assert_near(late_sum(linear(x, weight, residual=LATER, interpret=INTERPRET)), expected, 3e-6)
@@ -155,14 +198,24 @@ def test_what_is_expanded_in_memory_is_expanded_exactly(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "share"), [("Q4_0", 24, 2), ("Q4_K", 24, 2), ("4 bits", 72, 1), ("Q4_0", 264, 1)]
+    ("name", "rows", "share", "inputs"),
+    [
+        ("Q4_0", 24, 2, 256),
+        ("Q4_K", 24, 2, 256),
+        ("4 bits", 72, 1, 256),
+        ("Q4_0", 264, 1, 256),
+        ("Q5_1", 24, 2, 704),
+        ("Q5_0", 24, 1, 352),
+        ("Q5_1", 264, 1, 704),
+        ("4 bits", 72, 1, 96),
+    ],
 )
-def test_experts(name: str, rows: int, share: int) -> None:
+def test_experts(name: str, rows: int, share: int, inputs: int) -> None:
     """Rows of each expert anywhere, with the activation and without; those of no expert are NaN, one has none."""
-    weight, exact = tiles(name, 3, 64, 256)
+    weight, exact = tiles(name, 3, 64, inputs)
     random = np.random.default_rng()
     group = random.permutation(np.repeat([0, 2, 3], [rows // 2, rows // 2 - 1, 1]))
-    x = random.standard_normal((rows // share, 256)).astype(np.float32)
+    x = random.standard_normal((rows // share, inputs)).astype(np.float32)
     nobody = group == 3
     x[nobody.reshape(-1, share).all(axis=1)] = np.nan
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, rows, choose_tile_rows(rows, 3), interpret=INTERPRET)
