@@ -144,6 +144,10 @@ class EngineConfig(SettingsGroup):
     """Run data_parallel_size batches in one engine instead, each on devices of its own, which can share the experts."""
     enable_expert_parallel: bool = False
     """Give each device whole experts of a mixture-of-experts model, instead of a part of every expert."""
+    num_experts_offload_per_rank: Annotated[int, Field(ge=0)] = 0
+    """How many of each device's experts of a layer are left in host memory: the last ones. See docs/memory.md."""
+    num_experts_cached_per_rank: Annotated[int, Field(ge=1)] | None = None
+    """How many of those have a place on the device at once (default: a quarter, and as many as a token uses)."""
     num_processes: Annotated[int, Field(ge=1)] | None = None
     """How many processes, on one machine or several, run the model together: see docs/scale.md."""
     process_id: Annotated[int, Field(ge=0)] | None = None
@@ -182,6 +186,15 @@ class EngineConfig(SettingsGroup):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and not self.may_use_adapters:
                 raise ValueError(f"{name} is {value}, and enable_lora is false: no request could use an adapter")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_cached(self) -> Self:
+        if self.num_experts_cached_per_rank is not None and not self.num_experts_offload_per_rank:
+            raise ValueError(
+                f"num_experts_cached_per_rank is {self.num_experts_cached_per_rank}, which changes nothing without "
+                "num_experts_offload_per_rank"
+            )
         return self
 
     @model_validator(mode="after")

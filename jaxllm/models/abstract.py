@@ -35,8 +35,8 @@ def abstract_model(
     specs = []
     for path, variable in leaves:
         declared = param_spec(".".join(str(key.key) for key in path), variable)
-        if declared.kinds and kinds is not None:
-            declared = replace(declared, kinds=kinds(declared))
+        if declared.kinds and (kinds is not None or declared.host is not None):
+            declared = replace(declared, kinds=declared.kinds if kinds is None else kinds(declared))
             declared.check_shards(options.tp)
             variable.set_value(declared.abstract())
         specs.append(declared)
@@ -77,4 +77,5 @@ def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:
     if not isinstance(value, Weight):
         return ParamSpec(path, value.shape, np.dtype(value.dtype), metadata["axes"], metadata["layout"])
     dtype = np.dtype(jax.tree.leaves(value)[0].dtype)
-    return ParamSpec(path, value.shape, dtype, metadata["axes"], metadata["layout"], (DenseKind(dtype),))
+    kinds = (DenseKind(dtype),)
+    return ParamSpec(path, value.shape, dtype, metadata["axes"], metadata["layout"], kinds, metadata["host"])

@@ -11,9 +11,9 @@ from jaxllm.models.layers.conv import ConvConfig
 from jaxllm.models.layers.delta import DeltaConfig
 from jaxllm.models.layers.encoder import EncoderConfig
 from jaxllm.models.layers.mla import MLAConfig
-from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.per_layer import PerLayerConfig
 from jaxllm.models.layers.rope import RopeConfig
+from jaxllm.models.layers.routing import MoEConfig
 from jaxllm.models.layers.ssd import SSDConfig
 from jaxllm.requests.captures import LayerShapes
 

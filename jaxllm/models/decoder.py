@@ -19,6 +19,7 @@ from jaxllm.models.layers.conv import ShortConv
 from jaxllm.models.layers.delta import GatedDeltaNet
 from jaxllm.models.layers.embedding import VocabEmbedding
 from jaxllm.models.layers.gathering import step_gathering
+from jaxllm.models.layers.host_experts import placing_experts, split_places, with_places
 from jaxllm.models.layers.low_rank import adapter_numbers, adapting
 from jaxllm.models.layers.mla import MLAttention
 from jaxllm.models.layers.mlp import MLP, GatedMLP
@@ -97,7 +98,8 @@ class Decoder(nnx.Module):
         x = without_padding(x, meta, self.kernels)
         with adapting(meta):
             given = None if self.per_layer is None else self.per_layer(tokens, x)
-        specs, written, late = config.caches, list(caches), None
+        specs, late = config.caches, None
+        written, places = split_places(caches)
         taps, steering, patches = recorder(), step_steering(), step_patches()
         gathered = step_gathering()
         for index in stage.layers:
@@ -107,8 +109,8 @@ class Decoder(nnx.Module):
             if gathered is not None:
                 gathered.pass_by(index, x, late)
             with jax.named_scope(f"layer_{index}"):
-                x, late, written[owner], taken = _run_layer(
-                    graph, weights, x, late, angles[config.layers[index].rope], written[owner], meta,
+                x, late, written[owner], places[index], taken = _run_layer(
+                    graph, weights, x, late, angles[config.layers[index].rope], written[owner], places[index], meta,
                     None if given is None else given[:, index],
                     None if steering is None else steering.layer(index),
                     None if patches is None else patches.layer(index, x),
@@ -116,14 +118,15 @@ class Decoder(nnx.Module):
                 )  # fmt: skip
             if taps is not None:
                 taps.buffer = taken
+        kept = with_places(written, places)
         if not stage.last:
-            return with_late(x, late), tuple(written)
+            return with_late(x, late), kept
         if self.kernels.add_norm is not None and late is not None:
-            return self.kernels.add_norm(x, late, self.norm.traced)[1], tuple(written)
+            return self.kernels.add_norm(x, late, self.norm.traced)[1], kept
         hidden = self.norm(x)
         if taps is not None:
             taps.last(hidden)
-        return hidden, tuple(written)
+        return hidden, kept
 
     def _begun(
         self, tokens: Int[Array, "T"], meta: StepMetadata, embeddings: Float[Array, "T E"] | None
@@ -297,18 +300,18 @@ def _added(out: Float[Array, "T E"], post: Norm | None, scale: float) -> Float[A
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(
-    graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: Cache, meta: StepMetadata, given: Any,
+    graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: Cache, places: Any, meta: StepMetadata, given: Any,
     steering: LayerSteering | None, patches: LayerPatches | None, taps: LayerTaps | None,
 ) -> Any:  # fmt: skip
     """One layer, and the activations with its own. Being jitted, it is traced once for all layers that differ by
     nothing but their weights.
     """
-    with adapting(meta), patching_layer(patches), tapping(taps) as taken:
+    with adapting(meta), patching_layer(patches), placing_experts(places) as experts, tapping(taps) as taken:
         x, late, cache = nnx.merge(graph, weights)(x, late, angles, cache, meta, given)
         x = x if steering is None else steering.added(x)
         x = x if patches is None else patches.put(x)
         tap("residual", x)
-    return x, late, cache, None if taken is None else taken.buffer
+    return x, late, cache, experts.places, None if taken is None else taken.buffer
 
 
 def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:

@@ -61,6 +61,7 @@ class BuildOptions:
         dp: how many batches run side by side; with `expert_parallel` their devices share the experts.
         adapters: products add what adapters give, of which the model has tables; without, it knows of none.
         stage: the part of the model that is built; None is all of it.
+        host_experts: how many of each device's experts are in host memory: the last ones.
     """
 
     dtype: Any = jnp.bfloat16
@@ -70,3 +71,4 @@ class BuildOptions:
     adapters: AdapterSizes | None = None
     stage: Stage | None = None
     dp: int = 1
+    host_experts: int = 0

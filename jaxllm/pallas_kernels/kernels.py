@@ -104,6 +104,10 @@ class Kernels:
             by `routing`, a `models.layers.moe.MoEConfig`, and padding chooses nobody. `gate` is applied to what the
             first product gives, gate and up side by side, in place of `activation(gate) * up`, and `biases` are those
             of both products; each may be None.
+        chosen_experts: `(x [T, E], group [P], gate_up, down, *, activation, gate, biases) -> [P, E]`, float32, where
+            there are kernels for it: what pairs of tokens and experts give, as many in turn of each row of `x`.
+            `group` is the expert of each pair, or as many as there are for nobody, whose pairs give zeros. The rest is
+            as of `experts`.
         add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
             `Mixture` or `Unsummed`.
         latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
@@ -144,6 +148,7 @@ class Kernels:
     gated_mlp: Callable[..., jax.Array | None] = lambda x, *rest: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
     experts: Callable[..., Mixture | None] = lambda *arrays, **options: None
+    chosen_experts: Callable[..., jax.Array | None] = lambda *arrays, **options: None
     add_norm: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     latent_attention: Callable[..., tuple[jax.Array, Pages] | None] = lambda *arrays, **options: None
     causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = causal_conv
@@ -214,6 +219,7 @@ COMPILED_GPU = replace(
     linear=gpu_products.linear,
     grouped_matmul=tiles,
     experts=gpu_products.experts,
+    chosen_experts=gpu_products.chosen_experts,
     add_norm=gpu_products.add_norm,
     wide_sums=False,
     gpu_tiles=True,

@@ -38,7 +38,9 @@ class OpenModel:
             raise InvalidRequestError(f"{parts.spec.family.name} is an encoder; only decoders have logits of tokens")
         self.parts = parts
         self._config = parts.spec.config
-        model, self._specs = abstract_model(parts.spec, replace(parts.options, kernels=WHOLE, adapters=None))
+        model, self._specs = abstract_model(
+            parts.spec, replace(parts.options, kernels=WHOLE, adapters=None, host_experts=0)
+        )
         self._graph, state = nnx.split(model)
         self._tree = jax.tree.structure(state)
         self.axes = {spec.path: P(*spec.axes) for spec in self._specs}
@@ -123,7 +125,7 @@ class OpenModel:
         if isinstance(value, Dense) and value.array.dtype == plain.dtype:
             return value.array
         leaves, tree = jax.tree.flatten(value)
-        axes = tuple(P(*axes) for _, axes in spec.leaves())
+        axes = tuple(P(*leaf.axes) for leaf in spec.leaves())
         expanded: jax.Array = _expanding(self.parts.mesh, tree, axes, P(*plain.axes), plain.dtype)(*leaves)
         return expanded
 

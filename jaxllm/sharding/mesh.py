@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllm import compat
@@ -16,6 +16,9 @@ from jaxllm.sharding.devices import find_devices
 
 TENSOR = "tensor"
 DATA = "data"
+
+HOST_MEMORY = "pinned_host"
+"""What JAX calls memory of the host that devices read by themselves."""
 
 EVERY = (DATA, TENSOR)
 """Both axes: an array whose dimension lies along them has a piece on every device."""
@@ -106,6 +109,8 @@ def put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def named_sharding(mesh: Mesh, axes: Axes) -> NamedSharding:
-    """The sharding of an array whose dimensions lie along `axes`."""
-    return NamedSharding(mesh, P(*axes))
+def named_sharding(mesh: Mesh | AbstractMesh, axes: Axes, *, on_host: bool = False) -> NamedSharding:
+    """The sharding of an array whose dimensions lie along `axes`; `on_host` its parts are in the memory of the hosts of
+    their devices, which can read it there.
+    """
+    return NamedSharding(mesh, P(*axes), memory_kind=HOST_MEMORY if on_host else None)

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
 from jaxllm.quantization.stored import Stored, stack, transformed, with_moved_blocks
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind, fuse
 from jaxllm.sharding.layout import Layout, place
@@ -37,12 +38,25 @@ Value = Weight | Any
 """What a parameter is: a Weight, or a plain array (norms, biases)."""
 
 
+class Leaf(NamedTuple):
+    """One of a parameter's arrays, how it is divided, and whether the hosts have it in place of the devices."""
+
+    array: jax.ShapeDtypeStruct
+    axes: Axes
+    on_host: bool = False
+
+    def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        """How it lies on `mesh`."""
+        return named_sharding(mesh, self.axes, on_host=self.on_host)
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """What a model says of one of its parameters: `shape` is global.
 
     Attributes:
         kinds: how a weight is kept: one kind, or one for each segment of its layout. Empty: a plain array of `dtype`.
+        host: the part of a stack that is in host memory; None is nothing.
     """
 
     path: str
@@ -51,6 +65,7 @@ class ParamSpec:
     axes: Axes
     layout: Layout | None
     kinds: tuple[WeightKind, ...] = ()
+    host: HostShare | None = None
 
     @property
     def runs(self) -> list[tuple[WeightKind, Layout | None]]:
@@ -75,13 +90,19 @@ class ParamSpec:
         for kind, layout in self.runs:
             rows = layout.rows if layout else self.shape[axis]
             parts.append(kind.abstract((*self.shape[:axis], rows, *self.shape[axis + 1 :])))
-        return fuse(parts)
+        return self.parted(fuse(parts))
 
-    def leaves(self) -> list[tuple[jax.ShapeDtypeStruct, Axes]]:
+    def parted(self, value: Weight) -> Weight:
+        """The weight with a part in host memory, if it is to have one."""
+        return value if self.host is None else self.host.split(value)
+
+    def leaves(self) -> list[Leaf]:
         """The parameter's arrays and how each is sharded."""
         value = self.abstract()
+        arrays = jax.tree.leaves(value)
         axes = value.axes(self.axes) if isinstance(value, Weight) else [self.axes]
-        return list(zip(jax.tree.leaves(value), axes, strict=True))
+        on_host = value.on_host if isinstance(value, PartlyOnHost) else [False] * len(arrays)
+        return [Leaf(*leaf) for leaf in zip(arrays, axes, on_host, strict=True)]
 
     def check_shards(self, tp: int) -> None:
         """Raises CheckpointError where dividing the inputs by `tp` would part numbers that are stored together."""
@@ -183,17 +204,21 @@ def dummy_parameters(
     for spec in specs:
         key = keys[spec.path]
         if all(isinstance(kind, DenseKind) for kind in spec.kinds):
-            drawn = [drawing(leaf.shape, leaf.dtype, axes)(key) for leaf, axes in spec.leaves()]
-            values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), drawn))
+            whole = replace(spec, host=None)
+            drawn = [drawing(leaf.array.shape, leaf.array.dtype, leaf.axes)(key) for leaf in whole.leaves()]
+            value = jax.tree.unflatten(jax.tree.structure(whole.abstract()), drawn)
+            if spec.host is not None:
+                value = _put(spec, spec.parted(jax.tree.map(np.asarray, value)), mesh)
+            values.append(value)
         else:
             drawn = jax.tree.map(np.array, quantized(spec.shape, spec.kinds, spec.layout))  # a CPU would share them
-            values.append(_put(spec, drawn, mesh))
+            values.append(_put(spec, spec.parted(drawn), mesh))
     return tuple(values)
 
 
 def _put(spec: ParamSpec, value: Value, mesh: Mesh) -> Value:
     leaves, tree = jax.tree.flatten(value)
-    shardings = [named_sharding(mesh, axes) for _, axes in spec.leaves()]
+    shardings = [leaf.sharding(mesh) for leaf in spec.leaves()]
     return jax.tree.unflatten(tree, [put(*pair) for pair in zip(leaves, shardings, strict=True)])
 
 
@@ -213,7 +238,7 @@ def _pack(spec: ParamSpec, tensors: list[Stored]) -> Weight:
         else:
             mine, tensors = tensors[: len(layout.segments)], tensors[len(layout.segments) :]
         parts.append(kind.pack(mine, layout))
-    return fuse(parts)
+    return spec.parted(fuse(parts))
 
 
 def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> list[Stored]:

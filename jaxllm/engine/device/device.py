@@ -14,6 +14,7 @@ from jaxllm.engine.device.executables import Compiles, Executables
 from jaxllm.engine.device.kept_weights import keep
 from jaxllm.engine.device.keys import PLAIN, Key, Kind, Variant
 from jaxllm.errors import EngineDeadError, one_line
+from jaxllm.models.layers.host_experts import forgotten
 
 MOST_RECENT = 256
 
@@ -93,6 +94,7 @@ class Device:
         weights = list(self._parts.pop("weights"))
         try:
             self._parts["weights"] = change(weights)
+            self._parts["caches"] = forgotten(self._parts["caches"])
         except Exception as error:
             raise EngineDeadError(f"the new weights could not be put onto the devices: {one_line(error)}") from error
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.device.slots import Slots, slot_shapes
-from jaxllm.models.caches import Cache
+from jaxllm.models.caches import Buffer, Cache
 from jaxllm.models.layers.steering import SteeringState
-from jaxllm.sharding.mesh import DATA, Axes
+from jaxllm.sharding.mesh import DATA, EVERY, Axes
 from jaxllm.weights.loader import ParamSpec
 
 
@@ -52,7 +52,9 @@ class StateShapes:
     def abstract(self) -> DeviceState:
         """All that every engine has."""
         s = self._sizes
-        caches = tuple(tuple(self.sharded(b.shape, b.dtype, b.axes) for b in layer) for layer in s.buffers)
+        caches = jax.tree.map(
+            lambda b: self.sharded(b.shape, b.dtype, b.axes), s.layers, is_leaf=lambda b: isinstance(b, Buffer)
+        )
         shapes = slot_shapes(
             s.num_slots, s.max_model_len, s.pages_per_seq, s.vocab_size, s.adapter_places, s.remembered, s.kept_hidden
         )
@@ -115,8 +117,7 @@ class StateShapes:
         """
         if self.num_batches > 1 and all(shape):
             first, *others = axes or (None,)
-            assert first is None, "what a batch has of its own is divided along a later axis"
-            shape, axes = (self.num_batches * shape[0], *shape[1:]), (DATA, *others)
+            shape, axes = (self.num_batches * shape[0], *shape[1:]), (DATA if first is None else EVERY, *others)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P(*axes)))
 
     def to_all(self, array: jax.ShapeDtypeStruct) -> Any:

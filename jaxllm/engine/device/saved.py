@@ -23,6 +23,7 @@ from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.slots import Slots
 from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
+from jaxllm.models.layers.host_experts import ExpertPlaces
 from jaxllm.models.layers.steering import SteeringState
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,9 @@ MAGIC = b"jaxllm executable 2\n"
 KEPT_SETS = 32
 """Sets of executables, one for each model and settings, that are kept; the longest unused goes first."""
 
-_RECORDS: dict[str, Any] = {record.__name__: record for record in (Logprobs, Sampled, Settled, Slots, SteeringState)}
+_RECORDS: dict[str, Any] = {
+    record.__name__: record for record in (ExpertPlaces, Logprobs, Sampled, Settled, Slots, SteeringState)
+}
 """The named tuples among what steps return."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, Paged, PerSlot, parts_of
+from jaxllm.models.layers.host_experts import ExpertPlaces, with_places
 from jaxllm.models.options import AdapterSizes, Stage
 from jaxllm.requests.captures import TAPPED
 
@@ -119,6 +120,8 @@ class StepSizes(Limits):
     """Numbers of a token that the largest activation has which a layer may give."""
     draft_caches: tuple[CacheSpec, ...] = ()
     """What each layer of a draft model keeps, in pages beside those of the model."""
+    expert_places: tuple[ExpertPlaces | None, ...] = ()
+    """Of each layer the buffers of its places for experts in host memory, behind what it keeps of tokens."""
     stage: Stage | None = None
     """The layers that run on these devices; None is all of them. What a step is sent is the same for all stages."""
 
@@ -153,6 +156,12 @@ class StepSizes(Limits):
         """Those of each layer, over all devices; a draft model's come last."""
         specs = (*held_caches(self.caches, self.stage), *self.draft_caches)
         return tuple(self.cache_layout.buffers(spec, self.num_pages, self.num_states) for spec in specs)
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """Those of each layer, and behind them its places for experts, as a step finds them."""
+        buffers = self.buffers
+        return with_places(buffers, (*self.expert_places, *[None] * (len(buffers) - len(self.expert_places))))
 
     @property
     def is_paged(self) -> tuple[bool, ...]:

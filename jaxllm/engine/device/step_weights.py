@@ -37,12 +37,12 @@ class WeightPacking:
         self._leaves = [leaf for spec in specs for leaf in spec.leaves()]
         self._small = [
             i
-            for i, (a, axes) in enumerate(self._leaves)
-            if joins and a.ndim == 1 and not any(axes) and a.dtype == np.float32
+            for i, leaf in enumerate(self._leaves)
+            if joins and leaf.array.ndim == 1 and not any(leaf.axes) and leaf.array.dtype == np.float32
         ]
         small = set(self._small)
         self._large = [i for i in range(len(self._leaves)) if i not in small]
-        self._offsets = np.cumsum([0, *(self._leaves[i][0].shape[0] for i in self._small)]).tolist()
+        self._offsets = np.cumsum([0, *(self._leaves[i].array.shape[0] for i in self._small)]).tolist()
 
     def abstract(self, mesh: Mesh | AbstractMesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and shardings of the packed tuple."""
@@ -50,7 +50,7 @@ class WeightPacking:
         large = (self._leaves[i] for i in self._large)
         return (
             vector,
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P(*axes))) for a, axes in large),
+            *(jax.ShapeDtypeStruct(x.array.shape, x.array.dtype, sharding=x.sharding(mesh)) for x in large),
         )
 
     def pack(self, parameters: Sequence[Value], mesh: Mesh) -> tuple[jax.Array, ...]:
@@ -75,7 +75,7 @@ class WeightPacking:
         for place, index in enumerate(self._large, start=1):
             if index in changed:
                 del packed[place]
-                packed.insert(place, put(changed[index], named_sharding(mesh, self._leaves[index][1])))
+                packed.insert(place, put(changed[index], self._leaves[index].sharding(mesh)))
         return tuple(packed)
 
     def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:

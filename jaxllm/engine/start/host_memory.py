@@ -16,14 +16,24 @@ PROCESS_BYTES = 600 * 2**20
 
 
 def check_host_memory(plan: EnginePlan, platform: Platform) -> None:
-    """Raises ConfigError where the plan needs more than this process may ever use of the host, on a CPU.
+    """Raises ConfigError where the plan needs more than this process may ever use of the host: on a CPU all of it, and
+    elsewhere experts that are left in host memory.
 
     The system would end the process without a word. What is in use now may be given back until then: a warning.
     """
-    if platform.memory_limit is not None or platform.host_memory is None:
+    if platform.host_memory is None:
         return
-    needed = PROCESS_BYTES + plan.planned_bytes
-    room = f"{format_bytes(PROCESS_BYTES)} for the program itself, {format_bytes(plan.weight_bytes)} of weights, "
+    if platform.memory_limit is not None:
+        if PROCESS_BYTES + plan.host_weight_bytes > platform.host_memory:
+            raise ConfigError(
+                f"{plan.model} needs {format_bytes(plan.host_weight_bytes)} of host memory for experts, and this "
+                f"process may have {format_bytes(platform.host_memory)}; lower num_experts_offload_per_rank, or "
+                "quantize the weights (isq)"
+            )
+        return
+    needed = PROCESS_BYTES + plan.planned_bytes + plan.host_weight_bytes
+    weights = format_bytes(plan.weight_bytes + plan.host_weight_bytes)
+    room = f"{format_bytes(PROCESS_BYTES)} for the program itself, {weights} of weights, "
     room += f"{format_bytes(plan.kv_bytes)} of KV cache and {format_bytes(plan.workspace_bytes)} to compute in"
     if needed > platform.host_memory:
         raise ConfigError(

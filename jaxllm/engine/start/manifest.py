@@ -45,9 +45,10 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.native else kernels.name,
         "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
         "draft": "none" if draft is None else f"{fingerprint(draft.spec.shape)}, {fingerprint(draft.params)}",
-        "sizes": f"{stated}, caches {fingerprint((sizes.buffers, sizes.hidden_size, sizes.vocab_size))}",
+        "sizes": f"{stated}, caches {fingerprint((sizes.layers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,
         "expert_parallel": str(blueprint.options.expert_parallel),
+        "experts in host memory": str(blueprint.options.host_experts),
         "batches side by side": str(blueprint.options.dp),
         "stage": str(blueprint.options.stage or "all layers"),
     }

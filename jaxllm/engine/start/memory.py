@@ -147,8 +147,17 @@ def count_parameters(spec: ModelSpec, params: list[ParamSpec] | None = None) -> 
 
 def weight_bytes(params: list[ParamSpec], tp: int, dp: int = 1) -> int:
     """What one device of a `(data=dp, tensor=tp)` mesh holds of the weights."""
-    leaves = [leaf for param in params for leaf in param.leaves()]
-    return sum(a.size * a.dtype.itemsize // num_pieces(axes, tp, dp) for a, axes in leaves)
+    return _leaf_bytes(params, tp, dp, on_host=False)
+
+
+def host_weight_bytes(params: list[ParamSpec], tp: int, dp: int = 1) -> int:
+    """What its host has for it."""
+    return _leaf_bytes(params, tp, dp, on_host=True)
+
+
+def _leaf_bytes(params: list[ParamSpec], tp: int, dp: int, *, on_host: bool) -> int:
+    leaves = (leaf for param in params for leaf in param.leaves() if leaf.on_host is on_host)
+    return sum(leaf.array.size * leaf.array.dtype.itemsize // num_pieces(leaf.axes, tp, dp) for leaf in leaves)
 
 
 def workspace_bytes(

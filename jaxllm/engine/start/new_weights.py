@@ -111,7 +111,7 @@ class WeightReader:
                     f"{path!r} is {list(array.shape)}; it must be {list(param.shape)}, as in llm.params"
                 )
             if _is_plain(param):
-                new[self._first[path]] = np.array(array).astype(param.leaves()[0][0].dtype, copy=False)
+                new[self._first[path]] = np.array(array).astype(param.leaves()[0].array.dtype, copy=False)
             elif param.layout is not None and param.layout.tp > 1:
                 raise CheckpointError(
                     f"{path!r} is kept quantized on several devices; give it by the names of the checkpoint"
@@ -139,8 +139,8 @@ class WeightReader:
     ) -> NewWeights:
         new: NewWeights = {}
         for param, value in zip(given, read_parameters(checkpoint, given, names, ignored), strict=True):
-            for offset, (leaf, (kept, _)) in enumerate(zip(jax.tree.leaves(value), param.leaves(), strict=True)):
-                array = np.asarray(leaf)
+            for offset, (given_array, leaf) in enumerate(zip(jax.tree.leaves(value), param.leaves(), strict=True)):
+                array, kept = np.asarray(given_array), leaf.array
                 if (array.shape, array.dtype) != (kept.shape, kept.dtype):
                     raise CheckpointError(
                         f"{param.path}: the engine keeps {kept.dtype}{list(kept.shape)}, and the new weights are "

@@ -20,12 +20,14 @@ from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint, mtp_blueprint, with_states
 from jaxllm.engine.start.encoders import text_sizes
+from jaxllm.engine.start.host_experts import expert_places, place_bytes, with_host_experts
 from jaxllm.engine.start.memory import (
     Caches,
     cache_budget,
     count_parameters,
     expanded_bytes,
     fewer_sequences,
+    host_weight_bytes,
     least_caches,
     plan_caches,
     read_bytes,
@@ -93,6 +95,10 @@ class EnginePlan(Limits):
     pipeline_parallel_size: int = 1
     stages: tuple[StagePlan, ...] = ()
     """What each stage holds, where there are several; bytes of weights and caches are those of the fullest."""
+    expert_bytes: int = 0
+    """What the places of experts take that are in host memory."""
+    host_weight_bytes: int = 0
+    """What this process has of weights in host memory, for all of its devices."""
     data_parallel_size: int = 1
     """How many batches run side by side, each of up to `max_num_seqs` sequences, with `num_pages` of its own."""
 
@@ -118,7 +124,7 @@ class EnginePlan(Limits):
     def planned_bytes(self) -> int:
         """What the plan takes of a device."""
         fullest = max(one.weight_bytes + self._kv_bytes(one) for one in self.stages or [self])
-        return fullest + self.draft_bytes + self.adapter_bytes + self.workspace_bytes
+        return fullest + self.draft_bytes + self.adapter_bytes + self.expert_bytes + self.workspace_bytes
 
     @property
     def num_shapes(self) -> int:
@@ -140,14 +146,18 @@ class EnginePlan(Limits):
         used = ", taken as it is used" if self.attention_backend == "cpu" and sys.platform == "linux" else ""
         adapters = f"adapters {format_bytes(self.adapter_bytes)} (max_loras, max_lora_rank), "
         draft = f"draft model {format_bytes(self.draft_bytes)} (speculative_config), "
+        experts = f"places of experts {format_bytes(self.expert_bytes)} (num_experts_cached_per_rank), "
+        beside = f"{draft if self.draft_bytes else ''}{experts if self.expert_bytes else ''}"
+        on_host = f", and {format_bytes(self.host_weight_bytes)} of experts in host memory"
         return (
             f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {self._devices}, "
             f"attention: {self.attention_backend}\n"
             f"memory{' of each device' if several else ''}: "
-            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), {draft if self.draft_bytes else ''}"
+            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), {beside}"
             f"{adapters if self.adapter_bytes else ''}"
             f"KV cache up to {format_bytes(self.kv_bytes)}{used} (kv_cache_memory, kv_cache_dtype), "
-            f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)\n"
+            f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)"
+            f"{on_host if self.host_weight_bytes else ''}\n"
             f"KV cache: {self.num_pages - 1:,} pages of {self.page_size}, "
             f"{self.kv_tokens:,} tokens, {many:.1f} sequences of {self.max_model_len:,} tokens, "
             f"{states if self.state_bytes else ''}"
@@ -232,6 +242,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         wanted, batched, notes = text_sizes(config, model_config, longest_text(checkpoint), batched)
     max_num_seqs = config.max_num_seqs or _default_num_seqs(platform, -(-wanted // page))
     options = build_options(config, model_config, platform, max_num_seqs, -(-wanted // page))
+    options = with_host_experts(config, model_config, options)
     kinds = choose_kinds(config, checkpoint, spec, options, platform)
     model, params = abstract_model(spec, options, kinds)
     if wanted > model_config.max_position_embeddings:
@@ -242,7 +253,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     layout = CacheLayout(kernels.page_dtype(options.dtype), page, tp, kernels.page_layout)
     drafts = choose_drafts(config)
     draft = draft_blueprint(config, platform, model_config, layout, max_num_seqs, -(-wanted // page))
-    draft = draft or mtp_blueprint(config, platform, checkpoint, spec, options)
+    draft = draft or mtp_blueprint(config, platform, checkpoint, spec, replace(options, host_experts=0))
     drafts = with_states(drafts, draft)
     draft_caches = draft.spec.config.caches if draft is not None else ()
     models = stage_models(config, spec, options, model, params)
@@ -256,7 +267,9 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     adapted = adapted_model(spec, options, adapters) if adapters is not None else None
     adapter_bytes = weight_bytes(list(adapted.tables), tp) if adapted is not None else 0
     draft_bytes = weight_bytes(draft.params, tp) if draft is not None else 0
-    beside = draft_bytes + adapter_bytes
+    places = [expert_places(config, one.model, options) for one in models]
+    expert_bytes = max(place_bytes(of_stage, tp) for of_stage in places)
+    beside = draft_bytes + adapter_bytes + expert_bytes
     budgets = [cache_budget(config, platform, one.weight_bytes + beside, workspace) for one in held]
     if config.max_num_seqs is None and not encodes:
         rooms = zip(budgets, held, strict=True)
@@ -304,6 +317,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         widest_activation=model_config.layer_shapes.widest,
         dtype=options.dtype,
         draft_caches=draft_caches,
+        expert_places=places[0],
     )
     plan = EnginePlan(
         **vars(limits),
@@ -320,6 +334,10 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         workspace_bytes=workspace,
         adapter_bytes=adapter_bytes,
         draft_bytes=draft_bytes,
+        expert_bytes=expert_bytes,
+        host_weight_bytes=sum(host_weight_bytes(one.params, tp, options.dp) for one in models)
+        * (tp * options.dp)
+        // (config.num_processes or 1),
         model_max_len=model_config.max_position_embeddings,
         buckets=buckets,
         notes=[*kinds.notes, *notes, *caches.notes],
@@ -330,8 +348,14 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
     )
     whole = Blueprint(plan, spec, options, model, params, sizes, adapted, draft)
     stages = (
-        replace(whole, options=m.options, model=m.model, params=m.params, sizes=replace(sizes, stage=m.stage))
-        for m in models
+        replace(
+            whole,
+            options=m.options,
+            model=m.model,
+            params=m.params,
+            sizes=replace(sizes, stage=m.stage, expert_places=of_stage),
+        )
+        for m, of_stage in zip(models, places, strict=True)
     )
     return replace(whole, stages=tuple(stages)) if len(models) > 1 else whole
 

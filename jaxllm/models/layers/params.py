@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxllm.quantization.host_stack import HostShare
 from jaxllm.quantization.weight import Dense
 from jaxllm.sharding.layout import Layout
 from jaxllm.sharding.mesh import Axes
@@ -23,6 +24,16 @@ def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: 
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes or (None,) * len(shape), layout=layout)
 
 
-def weight(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
-    """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded."""
-    return nnx.Param(Dense(jax.ShapeDtypeStruct(shape, dtype)), axes=axes or (None,) * len(shape), layout=layout)
+def weight(
+    shape: tuple[int, ...],
+    dtype: Any,
+    axes: Axes | None = None,
+    layout: Layout | None = None,
+    host: HostShare | None = None,
+) -> nnx.Param:
+    """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded.
+
+    `host` says what part of a stack is to be in host memory.
+    """
+    dense = Dense(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(dense, axes=axes or (None,) * len(shape), layout=layout, host=host)

@@ -1,8 +1,9 @@
 """The experts of an MoE layer on NVIDIA GPUs, from logits to what is summed: three kernels of a step of few tokens.
 
-Tokens are routed (`route`), then multiplied by their experts' matrices where these and the tokens lie
-(`matmul`), with the activation at the end of the first product. The sum is left to the kernel that adds the
-residual (`norm`). Biases, and gates other than an activation, are XLA's, between the products and after them.
+Tokens are routed (`route`, or by whoever calls `chosen_experts`), then multiplied by their experts' matrices where
+these and the tokens lie (`matmul`), with the activation at the end of the first product. The sum is left to the kernel
+that adds the residual (`norm`). Biases, and gates other than an activation, are XLA's, between the products and after
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, packed
-from jaxllm.pallas_kernels.gpu.groups import groups_of_rows
+from jaxllm.pallas_kernels.gpu.groups import RowLists, groups_of_rows, list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
 from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
@@ -46,6 +47,42 @@ def experts(
     rows = tokens * routing.top_k
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
+    matrices: dict[str, Any] = {
+        "gate_up": gate_up,
+        "down": down,
+        "activation": activation,
+        "gate": gate,
+        "biases": biases,
+    }
+    outputs = _products(x, lists, rows, tile_rows, **matrices, interpret=interpret)
+    return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
+
+
+def chosen_experts(
+    x: Float[Array, "T E"], group: Int[Array, "P"], count: int, *, interpret: bool = False, **matrices: Any
+) -> Float[Array, "P E"]:
+    """See `Kernels.chosen_experts`; `count` is how many experts there are, and `matrices` are as of `experts`."""
+    (rows,) = group.shape
+    tile_rows = choose_tile_rows(rows, count)
+    lists = list_rows(group, count, x.shape[0], tile_rows, interpret=interpret)
+    outputs = _products(x, lists, rows, tile_rows, **matrices, interpret=interpret)
+    return jnp.where((group < count)[:, None], outputs, 0)
+
+
+def _products(
+    x: Float[Array, "T E"],
+    lists: RowLists,
+    rows: int,
+    tile_rows: int,
+    *,
+    gate_up: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
+    down: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
+    activation: Callable[[jax.Array], jax.Array],
+    gate: Callable[[jax.Array], jax.Array] | None,
+    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None,
+    interpret: bool,
+) -> Float[Array, "P E"]:
+    """What each of `rows` pairs gives, in float32, and anything for those that are on no list."""
     sorted_ = any(isinstance(matrix, OrderedMatrix) for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
 
@@ -70,8 +107,7 @@ def experts(
         both = both if biases is None else both + biases[0][group]
         hidden = _gated(both, activation) if gate is None else gate(both)
     outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
-    outputs = outputs if biases is None else outputs + biases[1][group]
-    return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
+    return outputs if biases is None else outputs + biases[1][group]
 
 
 def _in_their_order(x: Float[Array, "n i"], order: Int[Array, "X i"], group: Int[Array, "N"]) -> Float[Array, "N i"]:

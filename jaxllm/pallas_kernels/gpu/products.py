@@ -69,6 +69,18 @@ def experts(
     return kernel.experts(x, logits, bias, gate_up.kernel_matrices, down.kernel_matrices, **options)
 
 
+def chosen_experts(
+    x: Float[Array, "T E"], group: jax.Array, gate_up: Any, down: Any, **options: Any
+) -> Float[Array, "P E"] | None:
+    """See `Kernels.chosen_experts`; None for experts of a kind that no kernel knows."""
+    from jaxllm.pallas_kernels.gpu import experts as kernel
+
+    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
+        return None
+    matrices = {"gate_up": gate_up.kernel_matrices, "down": down.kernel_matrices}
+    return kernel.chosen_experts(x, group, down.shape[0], **matrices, **options)
+
+
 def add_norm(
     x: Float[Array, "T E"], out: Late, norm: RootMeanSquare
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:

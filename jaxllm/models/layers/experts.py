@@ -1,0 +1,246 @@
+"""The MLPs of a mixture's experts: stacks of matrices that are multiplied by rows sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.models.layers.host_experts import ExpertPlaces, layer_places, places_for, run_in_turns
+from jaxllm.models.layers.mlp import ACTIVATIONS, gated
+from jaxllm.models.layers.params import param, weight
+from jaxllm.models.layers.routing import MoEConfig
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import Mixture, StepMetadata
+from jaxllm.pallas_kernels.grouped_matmul import sort_by_group
+from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
+from jaxllm.quantization.weight import Weight
+from jaxllm.sharding.collectives import tensor_rank, tensor_size
+from jaxllm.sharding.layout import Layout, Segment
+from jaxllm.sharding.mesh import EVERY, TENSOR, Axes
+
+
+class ExpertStack(NamedTuple):
+    """The matrices `[X, o, i]` of some experts, and the biases `[X, o]` that they have."""
+
+    first: Weight
+    down: Weight
+    first_bias: Float[Array, "X o"] | None
+    down_bias: Float[Array, "X o"] | None
+
+    @property
+    def num_experts(self) -> int:
+        """How many these are."""
+        return self.down.shape[0]
+
+
+class Experts(nnx.Module):
+    """The MLPs of all experts, gated or not, on rows sorted by expert.
+
+    With `host_experts` the last so many of each device are in host memory; see `host_experts.py`.
+    """
+
+    def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
+        pieces = 1 if options.expert_parallel else options.tp
+        segment = Segment(config.hidden, pieces)
+        layout = Layout((segment, segment) if config.gated else (segment,), pieces, axis=1)
+        whole = options.expert_parallel
+        sharing = options.tp * options.dp if whole else 1
+        self.num_on_host = options.host_experts
+        host = HostShare(self.num_on_host, sharing) if self.num_on_host else None
+        first = ExpertLinear(
+            (config.num_experts, layout.rows, size),
+            (EVERY, None, None) if whole else (None, TENSOR, None),
+            options,
+            layout,
+            bias=config.expert_bias,
+            host=host,
+        )
+        self.gate_up = first if config.gated else None
+        self.up = None if config.gated else first
+        self.down = ExpertLinear(
+            (config.num_experts, size, config.hidden),
+            (EVERY, None, None) if whole else (None, None, TENSOR),
+            options,
+            bias=config.expert_bias,
+            host=host,
+        )
+        self.activation = activation
+        self.swiglu = config.swiglu
+        self.here = config.num_experts // sharing
+        """How many of the experts a device has, or has a part of."""
+        self.serve_all_batches = whole and options.dp > 1
+        """Whether tokens of other batches use the experts that are here."""
+        self.kernels = options.kernels
+
+    def mixture(
+        self, x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: Float[Array, "X"] | None, routing: MoEConfig,
+        first: jax.Array | int, meta: StepMetadata,
+    ) -> Mixture | None:  # fmt: skip
+        """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
+        if self.num_on_host:
+            return None
+        biases = self._first.own_bias, self.down.own_bias
+        return self.kernels.experts(
+            x,
+            logits,
+            bias,
+            self._first.weight.get_value(),
+            self.down.weight.get_value(),
+            routing=routing,
+            first=first,
+            here=self.here,
+            activation=ACTIVATIONS[self.activation],
+            gate=self._gate,
+            biases=biases if routing.expert_bias else None,
+            meta=meta,
+        )
+
+    def routed(
+        self, x: Float[Array, "T E"], weights: Float[Array, "T k"], experts: Int[Array, "T k"],
+        first: jax.Array | int, live: Bool[Array, "T"], *, scale_inputs: bool,
+    ) -> Float[Array, "T E"]:  # fmt: skip
+        """The weighted sum of what tokens get of the experts from `first` on that are here, in float32.
+
+        Worked example, 3 tokens, top 2, this device holds experts 0 and 1 of four:
+
+            experts  [[1, 3], [0, 1], [2, 3]]      (token, expert) pairs, flat: 1 3 0 1 2 3
+            group    [1, 2, 0, 1, 2, 2]            2: not here
+            order    [2, 0, 3, 1, 4, 5]            rows of tokens 1, 0, 1, then those that no group holds
+            sizes    [1, 2]
+        """
+        num_tokens, top_k = experts.shape
+        group = experts.reshape(-1) - first
+        elsewhere = (group < 0) | (group >= self.here) | ~jnp.repeat(live, top_k)
+
+        def pairs(group: Int[Array, "P"], stack: ExpertStack) -> Float[Array, "P E"]:
+            given = x
+            if scale_inputs:
+                given = (jnp.repeat(x, top_k, axis=0) * weights.reshape(-1)[:, None]).astype(x.dtype)
+            found = self._kernel_pairs(given, group, stack)
+            if found is not None:
+                return found
+            order, place, sizes = sort_by_group(group, stack.num_experts)
+            rows = given.at[order if scale_inputs else order // top_k].get(mode="promise_in_bounds")
+            return self.products(rows, sizes, stack).at[place].get(mode="promise_in_bounds")
+
+        run = self._pairs_of_all if self.num_on_host else self._pairs_of_these
+        out = run(jnp.where(elsewhere, self.here, group), pairs).reshape(num_tokens, top_k, -1)
+        return (out if scale_inputs else out * weights[:, :, None]).sum(axis=1)
+
+    def _pairs_of_these(
+        self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
+    ) -> Float[Array, "P E"]:
+        """What `pairs` of tokens and experts give, where all experts are on the device."""
+        biases = self._first.own_bias, self.down.own_bias
+        return pairs(group, ExpertStack(self._first.weight.get_value(), self.down.weight.get_value(), *biases))
+
+    def _pairs_of_all(
+        self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
+    ) -> Float[Array, "P E"]:
+        """The same where some are in host memory. Each pair is computed once, and adds zeros where it is not."""
+        first, down = self._first.weight.get_value(), self.down.weight.get_value()
+        assert isinstance(first, PartlyOnHost) and isinstance(down, PartlyOnHost), "so they were declared"
+        biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, layer_places()
+        out = jnp.zeros((len(group), down.shape[1]), jnp.float32)
+        if first.resident is not None and down.resident is not None:
+            theirs = (None if bias is None else bias[:resident] for bias in biases)
+            out = pairs(jnp.minimum(group, resident), ExpertStack(first.resident, down.resident, *theirs))
+        on_host = jnp.where((group >= resident) & (group < self.here), group - resident, self.num_on_host)
+        waiting = jnp.zeros(self.num_on_host, bool).at[on_host].set(True, mode="drop")
+
+        def run(places: ExpertPlaces, place_of: Int[Array, "N"]) -> Float[Array, "P E"]:
+            number = resident + jnp.maximum(places.expert - 1, 0)
+            theirs = (None if bias is None else bias[number] for bias in biases)
+            num_places = len(places.expert)
+            place = place_of.at[on_host].get(mode="fill", fill_value=num_places)
+            return pairs(place, ExpertStack(first.stack_of(places.first), down.stack_of(places.down), *theirs))
+
+        assert layer.places is not None
+        out, layer.places = run_in_turns(first, down, layer.places, waiting, run, out)
+        return out
+
+    def _kernel_pairs(
+        self, x: Float[Array, "T E"], group: Int[Array, "P"], stack: ExpertStack
+    ) -> Float[Array, "P E"] | None:
+        """What pairs give, as many in turn of each row of `x`, where there are kernels for all of it."""
+        return self.kernels.chosen_experts(
+            x,
+            group,
+            stack.first,
+            stack.down,
+            activation=ACTIVATIONS[self.activation],
+            gate=self._gate,
+            biases=None if stack.first_bias is None else (stack.first_bias, stack.down_bias),
+        )
+
+    def places(self, count: int, tp: int) -> ExpertPlaces | None:
+        """Buffers of `count` places on each device for experts in host memory; None where all are on the devices."""
+        weights = self._first.weight.get_value(), self.down.weight.get_value()
+        if not all(isinstance(weight, PartlyOnHost) for weight in weights):
+            return None
+        return places_for(*weights, (self._first.axes, self.down.axes), count, tp)
+
+    def products(
+        self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"], stack: ExpertStack
+    ) -> Float[Array, "N E"]:
+        """What each row gets of the expert whose group it is in, in float32; rows behind all groups get zeros."""
+        hidden = self._product(rows, group_sizes, stack.first, stack.first_bias)
+        if self.up is not None:
+            hidden = ACTIVATIONS[self.activation](hidden)
+        else:
+            hidden = gated(hidden, self.activation) if self.swiglu is None else self.swiglu(hidden)
+        return self._product(hidden, group_sizes, stack.down, stack.down_bias)
+
+    def _product(
+        self, rows: Float[Array, "N i"], group_sizes: Int[Array, "X"], weight: Weight, bias: jax.Array | None
+    ) -> Float[Array, "N o"]:
+        out = self.kernels.grouped_matmul(rows, weight, group_sizes)
+        if bias is None:
+            return out
+        group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(rows)), side="right")
+        return out + bias.at[group].get(mode="fill", fill_value=0)  # rows past all groups stay zero
+
+    @property
+    def _gate(self) -> Callable[[jax.Array], jax.Array] | None:
+        """What is done to what the first product gives, where that is not `activation(gate) * up`."""
+        return self.swiglu if self.up is None else ACTIVATIONS[self.activation]
+
+    @property
+    def _first(self) -> ExpertLinear:
+        first = self.gate_up if self.up is None else self.up
+        assert first is not None
+        return first
+
+
+class ExpertLinear(nnx.Module):
+    """One `[o, i]` weight for each expert, and a bias or none.
+
+    Where devices share the inputs, whose products are summed later, the first alone adds the bias.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        axes: Axes,
+        options: BuildOptions,
+        layout: Layout | None = None,
+        *,
+        bias: bool = False,
+        host: HostShare | None = None,
+    ):
+        self.weight = weight(shape, options.dtype, axes, layout, host)
+        self.axes = axes
+        self.bias = param(shape[:2], jnp.float32, axes[:2], layout) if bias else None
+        self.shares_inputs = axes[2] is not None
+
+    @property
+    def own_bias(self) -> Float[Array, "X o"] | None:
+        """What this device adds."""
+        if self.bias is None or not self.shares_inputs or tensor_size() == 1:
+            return None if self.bias is None else self.bias[...]
+        return jnp.where(tensor_rank() == 0, self.bias[...], 0)
