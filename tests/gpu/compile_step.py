@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=1, help="batches side by side, whose devices share the experts")
     parser.add_argument("--isq", help="quantize the weights")
     parser.add_argument("--packing", help=f"of a checkpoint of a Llama: {Q4_K_M} or one of sparse.PACKINGS")
+    parser.add_argument("--host-experts", type=int, default=0, help="of each layer, in the memory of the host")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--defaults", action="store_true", help="leave the compiler's options as XLA has them")
     parser.add_argument(
@@ -69,16 +70,24 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         model=str(folder), load_format=load_format, tensor_parallel_size=given.tp,
         data_parallel_size=given.dp, enable_dp_attention=given.dp > 1, enable_expert_parallel=given.dp > 1,
         max_model_len=given.max_model_len, kv_cache_memory=PAGES, isq=given.isq,
+        num_experts_offload_per_rank=given.host_experts,
         speculative_config=SpeculativeConfig(num_speculative_tokens=3) if given.kind == "verify" else None,
     )  # fmt: skip
     checkpoint = open_checkpoint(folder, load_format)
     blueprint = make_blueprint(config, checkpoint, Platform("gpu", given.tp * given.dp, MEMORY, 0))
-    functions = StepFunctions(blueprint.model, blueprint.params, mesh_of(tp=given.tp, dp=given.dp), blueprint.sizes)
-    variant = SAMPLED if given.variant == "sampled" else PLAIN
-    function, arguments = functions.step(Key(given.kind, given.size, variant))
-    if given.defect:
-        function = with_defect(function, given.defect)
-    lowered = function.lower(*arguments)
+    key = Key(given.kind, given.size, SAMPLED if given.variant == "sampled" else PLAIN)
+    mesh = mesh_of(tp=given.tp, dp=given.dp)
+
+    def lower(mesh: Any) -> Any:
+        functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+        function, arguments = functions.step(key)
+        if given.defect:
+            function = with_defect(function, given.defect)
+        return functions, arguments, function.trace(*arguments).lower(lowering_platforms=("cuda",))
+
+    functions, arguments, lowered = lower(mesh)
+    if given.host_experts:  # GPUs that are not there have no host; what no device is asked of knows of its memory
+        lowered._lowering._hlo = lower(mesh.abstract_mesh)[2]._lowering._hlo
     options = {} if given.defaults else COMPILER_OPTIONS[functions.platform]
     began = time.process_time()
     program = lowered.compile(compiler_options=options | {"xla_dump_to": str(given.directory), **DUMP})
@@ -93,6 +102,8 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         "gathered": sorted(set(re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", text))),
         "sent": arguments[-1].size * arguments[-1].dtype.itemsize,
         "temporaries": memory.temp_size_in_bytes,
+        "on_host": memory.host_argument_size_in_bytes,
+        "host_weights": blueprint.plan.host_weight_bytes,
         "planned": blueprint.plan.workspace_bytes,
         "aliased": memory.alias_size_in_bytes,
         "pages": sum(buffer.size * buffer.dtype.itemsize for buffer in buffers) // (given.tp * given.dp),

@@ -214,6 +214,22 @@ def test_batches_side_by_side_are_one_graph_too(compiled: Any, tp: str) -> None:
     assert "u8" in found["gathered"]
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        ("decode", "16", "plain", "--isq", "q4k"),
+        pytest.param(("decode", "16", "plain"), marks=slow),
+        pytest.param(("backbone", "2048", "plain"), marks=slow),
+    ],
+    ids=" ".join,
+)
+def test_experts_stay_in_host_memory(compiled: Any, step: tuple[str, ...]) -> None:
+    """Nothing copies the stacks, or the places on the device, and a decode is still one graph."""
+    found = compiled("Qwen3-30B-A3B", *step, "--host-experts", "96", layers=2)
+    check(found, decode=step[0] == "decode")
+    assert found["on_host"] == found["host_weights"] > 0
+
+
 def test_a_decode_step_is_sent_little_whatever_the_context(compiled: Any) -> None:
     found = compiled("Llama-3.1-8B", "decode", "256", "plain", "--max-model-len", "131072", layers=2)
     assert found["sent"] < 4096  # bytes: a token, a slot and a page for each of 256 rows, and two counts

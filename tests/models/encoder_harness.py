@@ -58,7 +58,7 @@ class EncoderHarness:
             hidden, _ = merged(tokens, (), meta)
             return merged.logits(hidden) if classifies else hidden
 
-        specs = (tuple(P(*axes) for p in params for _, axes in p.leaves()), P())
+        specs = (tuple(P(*leaf.axes) for p in params for leaf in p.leaves()), P())
         mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
         self._step = jax.jit(mapped, compiler_options={"xla_backend_optimization_level": 0})
 

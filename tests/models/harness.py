@@ -99,7 +99,7 @@ class Harness:
         self._weights = tuple(jax.tree.leaves(loaded))
         checkpoint.close()
         graph, state = nnx.split(model)
-        weight_specs = tuple(P(*axes) for p in params for _, axes in p.leaves())
+        weight_specs = tuple(P(*leaf.axes) for p in params for leaf in p.leaves())
         self._columns = -(-max_len // PAGE)
         count = SEQS * self._columns
         self._table = 1 + np.random.default_rng(0).permutation(count).reshape(SEQS, self._columns).astype(np.int32)

@@ -224,7 +224,11 @@ def layer_oracle(name: str, params: Params, x: np.ndarray) -> np.ndarray:
     return out
 
 
-INTERPRETED = replace(REFERENCE, experts=partial(gpu_products.experts, interpret=INTERPRET))
+INTERPRETED = replace(
+    REFERENCE,
+    experts=partial(gpu_products.experts, interpret=INTERPRET),
+    chosen_experts=partial(gpu_products.chosen_experts, interpret=INTERPRET),
+)
 """With the experts of NVIDIA GPUs."""
 
 

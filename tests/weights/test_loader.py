@@ -157,7 +157,7 @@ def test_quantized_dummy_weights_share_no_memory(monkeypatch):
     one = build_mesh(1)
     kinds = (GgufKind("Q4_0", FLOAT32),)
     specs = [ParamSpec(f"layers.{i}.up", (32, 64), FLOAT32, (TENSOR, None), None, kinds) for i in range(3)]
-    (packed,) = {leaf.shape for leaf, _ in specs[0].leaves()}
+    (packed,) = {leaf.array.shape for leaf in specs[0].leaves()}
     where_xla_takes_it = Room().take(int(np.prod(packed))).reshape(packed)
     monkeypatch.setattr(
         loader, "_pack", lambda *_: jax.tree.unflatten(jax.tree.structure(specs[0].abstract()), [where_xla_takes_it])

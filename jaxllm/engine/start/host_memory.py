@@ -24,7 +24,7 @@ def check_host_memory(plan: EnginePlan, platform: Platform) -> None:
     if platform.host_memory is None:
         return
     if platform.memory_limit is not None:
-        if PROCESS_BYTES + plan.host_weight_bytes > platform.host_memory:
+        if plan.host_weight_bytes and PROCESS_BYTES + plan.host_weight_bytes > platform.host_memory:
             raise ConfigError(
                 f"{plan.model} needs {format_bytes(plan.host_weight_bytes)} of host memory for experts, and this "
                 f"process may have {format_bytes(platform.host_memory)}; lower num_experts_offload_per_rank, or "

@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     """Up to as many experts as there are places.
 
     Attributes:
-        experts: their numbers: first those that have a place, `num_found` of them, then those to fetch, up to `num_run`.
+        experts: their numbers: `num_found` that have a place, then those to fetch, up to `num_run`.
         places: of each expert its place.
         now: the number of the expert that runs in each place, and one more; 0 of places that are not used.
     """
