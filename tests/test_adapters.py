@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxllm import LLM, InvalidRequestError, LoRARequest, RequestOutput, SamplingParams
+from jaxllm import LLM, AsyncLLM, InvalidRequestError, LoRARequest, RequestOutput, SamplingParams
+from jaxllm.requests.adapters import AdapterUse
 from tests.adapters_over_devices import DENSE, GREEDY, MODELS, answers, prompts
 from tests.devices import over_devices
 from tests.reference.adapters import merge, write_adapter
@@ -92,6 +94,31 @@ def test_more_adapters_than_places_take_turns(given):
         given.llm.generate(prompts()[:1], GREEDY, use_tqdm=False, lora_request=[request])[0] for request in requests
     ]
     assert_alike(found, alone * 3)
+
+
+def test_it_is_known_which_adapters_requests_use(given):
+    """Two adapters have places; a third waits until one of them has none of its requests left."""
+    uses = [AdapterUse(31 + i, f"known-{i}", str(given.adapters[0])) for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    async def watch() -> list[tuple[dict[str, int], dict[str, int]]]:
+        engine = AsyncLLM(model=str(given.model), engine_process=False, **ADAPTED)
+        seen = []
+
+        async def ask(use: AdapterUse) -> None:
+            async for _ in engine.stream(prompts()[0], params, adapters=(use,)):
+                stats = engine.stats()
+                seen.append((stats.running_adapters, stats.waiting_adapters))
+
+        try:
+            await asyncio.gather(*map(ask, uses))
+        finally:
+            engine.shutdown()
+        return seen
+
+    seen = asyncio.run(watch())
+    assert ({"known-0": 1, "known-1": 1}, {"known-2": 1}) in seen
+    assert {"known-2": 1} in [running for running, _ in seen]
 
 
 def test_prompts_are_scored_with_adapters(given, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
@@ -71,6 +73,8 @@ class Counting:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preparing=num_preparing,
+            running_adapters=_adapters_of(scheduler.running) if scheduler.adapters.count else {},
+            waiting_adapters=_adapters_of(scheduler.waiting) if scheduler.adapters.count else {},
             num_preemptions=now.preemptions,
             num_pages=pool.num_pages - 1,
             num_free_pages=pool.num_free,
@@ -96,3 +100,8 @@ class Counting:
             compiles_pending=compiles.pending,
             ready=True,
         )
+
+
+def _adapters_of(requests: Iterable[Request]) -> dict[str, int]:
+    """How many requests use each adapter, by its name."""
+    return dict(Counter(use.name for request in requests for use in request.adapters))

@@ -143,6 +143,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """For a place in a step."""
     num_preparing: int = 0
     """Waiting for what only they need: a grammar, a rare executable."""
+    running_adapters: dict[str, int] = {}
+    """Name of an adapter -> sequences in the running batch that use it."""
+    waiting_adapters: dict[str, int] = {}
+    """The same of those that wait for a place in a step."""
     num_preemptions: int = 0
     num_pages: int = 0
     num_free_pages: int = 0

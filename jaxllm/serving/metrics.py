@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from math import ceil
@@ -147,6 +148,8 @@ class ModelMetrics:
         yield self._steps(stats)
         yield self._sleep_state()
         yield self._cache_config()
+        if self._model.config.enable_lora:
+            yield self._adapters(stats)
         if self._model.metrics is not None:
             yield from self._model.metrics.collect()
 
@@ -199,6 +202,17 @@ class ModelMetrics:
             labels=["model_name", *labels],
         )
         metric.add_metric([self._model_name, *map(str, labels.values())], 1)
+        return metric
+
+    def _adapters(self, stats: EngineStats) -> Metric:
+        labels = {
+            "max_lora": str(self._model.config.max_loras),
+            "running_lora_adapters": ",".join(sorted(stats.running_adapters)),
+            "waiting_lora_adapters": ",".join(sorted(stats.waiting_adapters)),
+        }
+        text = "When this was read, in seconds since 1970; the labels say which adapters requests use."
+        metric = GaugeMetricFamily("lora_requests_info", text, labels=["model_name", *labels])
+        metric.add_metric([self._model_name, *labels.values()], time.time())
         return metric
 
     def _families(self, prefix: str, stats: EngineStats, gauges: dict, counters: dict) -> Iterator[Metric]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,17 @@ def test_metrics_in_vllms_names(make_client: Any, engine: FakeEngine, monkeypatc
     assert 'block_size="16"' in info and 'num_gpu_blocks="100"' in info and 'engine="0"' in info
     assert 'kv_cache_size_tokens="1600"' in info and 'kv_cache_max_concurrency="6.25"' in info
     assert all('engine="0"' in line for line in text.splitlines() if line.startswith("vllm:"))
+
+
+def test_adapters_in_use_are_named(make_client: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = EngineStats(running_adapters={"sql": 3, "a b": 1}, waiting_adapters={"poems": 2})
+    monkeypatch.setattr(engine, "stats", lambda: now)
+    client, before = make_client(engine, vllm_metrics=True, enable_lora=True, max_loras=4), time.time()
+    (line,) = [line for line in client.get("/metrics").text.splitlines() if line.startswith("vllm:lora_requests_info{")]
+    for label in ('max_lora="4"', 'running_lora_adapters="a b,sql"', 'waiting_lora_adapters="poems"'):
+        assert label in line
+    assert before - 1 <= float(line.rpartition(" ")[2]) <= time.time()
+    assert "lora_requests_info" not in make_client(engine, vllm_metrics=True).get("/metrics").text
 
 
 def test_every_name_is_documented_and_no_name_is_left_out_unsaid(make_client: Any, engine: FakeEngine) -> None:
