@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -28,6 +29,8 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 UNIT = (DEPLOY / "systemd" / "jaxllm.service").read_text()
 DEPLOYMENT = (CHART / "templates" / "deployment.yaml").read_text()
 GROUP: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text()))
+POOL: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "inferencepool.yaml").read_text()))
+SERVERS, PICKED = POOL[0], {document["kind"]: document for document in POOL[1:]}
 END_SECONDS = 30
 """What the server takes at most after all else, see serving/server.py."""
 
@@ -60,19 +63,25 @@ def commands() -> Iterator[list[str]]:
     yield COMPOSE["services"]["jaxllm"]["command"]
     yield json.loads(re.findall(r"args: (\[.*\])", DEPLOYMENT)[0])
     yield from (pod["spec"]["containers"][0]["args"] for pod in pods_of_a_group())
+    yield SERVERS["spec"]["template"]["spec"]["containers"][0]["args"]
     yield shlex.split(re.findall(r"^ExecStart=\S+/jaxllm (.*)$", UNIT, re.MULTILINE)[0])
 
 
 def test_each_command_is_one_of_jaxllm_s_with_flags_that_it_has() -> None:
     found = list(commands())
-    assert len(found) == 8 and {words[0] for words in found} == {"serve", "pull", "compile"}
+    assert len(found) == 9 and {words[0] for words in found} == {"serve", "pull", "compile"}
     for words in found:
         app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 @pytest.mark.parametrize(
     "text",
-    [DOCKERFILE, UNIT, DEPLOYMENT, *((DEPLOY / name).read_text() for name in ("compose.yaml", "leaderworkerset.yaml"))],
+    [
+        DOCKERFILE,
+        UNIT,
+        DEPLOYMENT,
+        *((DEPLOY / name).read_text() for name in ("compose.yaml", "leaderworkerset.yaml", "inferencepool.yaml")),
+    ],
 )
 def test_each_variable_names_a_setting(text: str) -> None:
     variables = set(re.findall(r"JAXLLM_[A-Z_]+", text)) - {"JAXLLM_WHEEL_KERNELS"}  # of the wheel's build
@@ -144,6 +153,98 @@ def test_kubernetes_understands_the_pods_of_a_group() -> None:
         whole = {"apiVersion": "v1", "kind": "Pod", "metadata": pod["metadata"] | {"name": "pod"}, "spec": pod["spec"]}
         validate.validate(whole, validate.latest_version(), strict=True)
     validate.validate(GROUP[1], validate.latest_version(), strict=True)
+
+
+LABEL = {"type": "string", "maxLength": 63, "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"}
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+
+
+def record(required: list[str], **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+
+
+SCHEMAS = {
+    "inference.networking.k8s.io/v1": record(
+        ["selector", "targetPorts"],
+        appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
+        selector=record(
+            ["matchLabels"], matchLabels={"type": "object", "minProperties": 1, "additionalProperties": LABEL}
+        ),
+        targetPorts={"type": "array", "minItems": 1, "maxItems": 8, "items": record(["number"], number=PORT)},
+        endpointPickerRef=record(
+            ["name", "port"],
+            group={"type": "string"}, kind={"const": "Service"}, name={"type": "string", "minLength": 1},
+            port=record(["number"], number=PORT), failureMode={"enum": ["FailOpen", "FailClose"]},
+        ),
+    ),
+    "gateway.networking.k8s.io/v1": record(
+        [],
+        parentRefs={"type": "array", "items": record(["name"], name={"type": "string"})},
+        hostnames={"type": "array", "items": {"type": "string"}},
+        rules={
+            "type": "array",
+            "items": record(
+                [],
+                matches={
+                    "type": "array",
+                    "items": record(
+                        [],
+                        path=record(
+                            [], type={"enum": ["Exact", "PathPrefix", "RegularExpression"]}, value={"type": "string"}
+                        ),
+                    ),
+                },
+                backendRefs={
+                    "type": "array",
+                    "items": record(
+                        ["name"], group={"type": "string"}, kind={"type": "string"}, name={"type": "string"},
+                        port=PORT, weight={"type": "integer", "minimum": 0},
+                    ),
+                },
+                timeouts=record([], request={"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}),
+            ),
+        },
+    ),
+}  # fmt: skip
+"""What the inference extension's and the Gateway API's resources say of their specs, as far as ours have it."""
+
+
+def test_the_pool_finds_the_servers_and_the_route_the_pool() -> None:
+    pool, route, picker, service = (PICKED[kind] for kind in ("InferencePool", "HTTPRoute", "Deployment", "Service"))
+    for document in (pool, route):
+        jsonschema.validate(document["spec"], SCHEMAS[document["apiVersion"]])
+    pod = SERVERS["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (port,) = pool["spec"]["targetPorts"]
+    assert [port["number"]] == [port["containerPort"] for port in container["ports"]]
+    assert f"--port {port['number']}" in " ".join(container["args"]) and "--vllm-metrics" in container["args"]
+    assert pod["metadata"]["labels"]["llm-d.ai/engine-type"] == "vllm"
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["group"] + "/v1", backend["kind"], backend["name"]) == (
+        pool["apiVersion"], pool["kind"], pool["metadata"]["name"],
+    )  # fmt: skip
+    told = pool["spec"]["endpointPickerRef"]
+    assert told["name"] == service["metadata"]["name"]
+    assert told["port"]["number"] == service["spec"]["ports"][0]["port"]
+    assert service["spec"]["selector"].items() <= picker["spec"]["template"]["metadata"]["labels"].items()
+    flags = picker["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert f"--pool-name={pool['metadata']['name']}" in flags
+    scorers = yaml.safe_load(PICKED["ConfigMap"]["data"]["plugins.yaml"])
+    known = {plugin["type"] for plugin in scorers["plugins"]}
+    assert {plugin["pluginRef"] for plugin in scorers["schedulingProfiles"][0]["plugins"]} == known
+    config = read_settings(ServeConfig, {"lameduck": "10", "shutdown_timeout": "30"}, None, {})
+    seconds = config.lameduck + config.shutdown_timeout + END_SECONDS
+    assert pod["spec"]["terminationGracePeriodSeconds"] > seconds
+    assert "--lameduck 10 --shutdown-timeout 30" in " ".join(container["args"])
+
+
+def test_kubernetes_understands_the_servers_and_the_picker() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    documents = [document for document in POOL if document["apiVersion"] not in SCHEMAS]
+    assert len(documents) == 7
+    for document in documents:
+        validate.validate(document, validate.latest_version(), strict=True)
 
 
 def test_compose_mounts_what_is_there() -> None:
