@@ -16,19 +16,20 @@ from jaxllm.cpu_kernels.library import call
 class AdapterArrays(NamedTuple):
     """All adapters of one product: `a` holds `r` rows for each of its parts, one after the other.
 
-    `gain` is what the product itself is multiplied by and added: that of an adapter with magnitudes (DoRA).
+    `gain` is what the product itself is multiplied by and added: that of an adapter with magnitudes (DoRA). `ranks` are
+    the adapters' own, up to `r`: 0 for parts that an adapter leaves alone, which are not read.
     """
 
     a: BFloat16[Array, "N k i"]
     b: BFloat16[Array, "N r o"]
     gain: BFloat16[Array, "N o"]
+    ranks: Int32[Array, "N p"]
 
 
 class AdapterUses(NamedTuple):
-    """How much of each adapter each token has; each adapter's own rank, up to `r`; and 1 for those that have gains."""
+    """How much of each adapter each token has, and 1 for adapters that have gains."""
 
     scales: Float32[Array, "T N"]
-    ranks: Int32[Array, "N"]
     gains: Int32[Array, "N"]
 
 
@@ -38,7 +39,7 @@ def low_rank(
     """The parts of a product `p`, with `sum over n of scales[t, n] * (b[n].T @ (a[n] @ x[t]) + gain[n] * p[t])` added.
 
     See `pallas_kernels/low_rank.py`. Only adapters with a scale that is not 0 are read, and of these the rows up to
-    their own rank, and gains where they have some. Sums are float32, and a token's result does not depend on the
+    their own ranks, and gains where they have some. Sums are float32, and a token's result does not depend on the
     others.
     """
     shapes = tuple(ShapeDtypeStruct(part.shape, jnp.float32) for part in parts)

@@ -67,7 +67,6 @@ class Decoder(nnx.Module):
             if config.per_layer
             else None
         )
-        self.adapter_ranks = adapter_numbers(options.adapters)
         self.adapter_gains = adapter_numbers(options.adapters)
         self.norm: RMSNorm | LayerNorm = _norm(config, options) if stage.last else _elsewhere()
         self.head: VocabEmbedding | None = (
@@ -89,8 +88,8 @@ class Decoder(nnx.Module):
         gave, and gives what its last layer does.
         """
         config, stage = self.config, self.stage
-        if self.adapter_ranks is not None and self.adapter_gains is not None:
-            meta = replace(meta, adapter_ranks=self.adapter_ranks[...], adapter_gains=self.adapter_gains[...])
+        if self.adapter_gains is not None:
+            meta = replace(meta, adapter_gains=self.adapter_gains[...])
         x = self._begun(tokens, meta, embeddings) if stage.first else embeddings
         assert x is not None, "a stage goes on from what the one before it gave"
         angles: dict[Any, Angles | None] = {None: None}

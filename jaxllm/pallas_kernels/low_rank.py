@@ -19,11 +19,12 @@ def low_rank(
 
     `parts` are what the product has of each tensor that it is fused of, float32 as the result. Each goes with `r` of
     the `k` rows of `a`, and with as many columns of `b` and `gain` as it has, all in the same order. An adapter's own
-    rank, `ranks[n]`, may be below `r`; the rest of its rows are zeros, and so are the gains of one that has none.
+    rank of a part, `ranks[n, part]`, may be below `r`; the rest of its rows are zeros, and so are the gains of one that
+    has none.
 
     All adapters are computed for all tokens in two products: `N * r` columns beside the thousands of the weight itself.
     """
-    a, b, gain = arrays
+    a, b, gain, _ = arrays
     places, rank, _ = b.shape
     inner = _product(x, a.reshape(-1, a.shape[-1]).T).reshape(len(x), places, len(parts), rank)
     inner = inner * uses.scales[:, :, None, None]

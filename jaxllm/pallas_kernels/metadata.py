@@ -68,10 +68,8 @@ class StepMetadata:
     """Which of two texts each token is of, where an encoder reads them as one; None where all are of the first."""
     adapter_scales: Float[Array, "T N"] | None = None
     """How much each token's products take of each adapter that is on the devices; None in a step without adapters."""
-    adapter_ranks: Int[Array, "N"] | None = None
-    """The rank of each of these adapters, which the model's own tables tell it."""
     adapter_gains: Int[Array, "N"] | None = None
-    """1 for each of them that has gains (DoRA), likewise."""
+    """1 for each of these adapters that has gains (DoRA), which the model's own tables tell it."""
     tentative: bool = field(default=False, metadata={"static": True})
     """Static: some of its tokens may be refused once they have run; see `tentative.py`."""
 

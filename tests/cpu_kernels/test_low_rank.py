@@ -37,27 +37,33 @@ class Given(NamedTuple):
 
 
 def given(tokens: int, inputs: int, parts: tuple[int, ...], rank: int, places: int, seed: int = 0) -> Given:
-    """Half of the adapters have gains."""
+    """Half of the adapters have gains; some leave a part alone, and some the whole product."""
     dice = np.random.default_rng(seed)
     outputs = sum(parts)
     out, x = dice.normal(size=(tokens, outputs)), dice.normal(size=(tokens, inputs))
     a = dice.normal(size=(places, len(parts) * rank, inputs)) / np.sqrt(inputs)
     b = dice.normal(size=(places, rank, outputs))
     scales = dice.normal(size=(tokens, places)) * (dice.random((tokens, places)) < 0.5)
-    ranks = dice.integers(1, rank + 1, size=places).astype(np.int32)
+    ranks = dice.integers(0, rank + 1, size=(places, len(parts))).astype(np.int32)
     gains = (np.arange(places) % 2).astype(np.int32)
     gain = dice.normal(size=(places, outputs)) * gains[:, None]
-    for place, own in enumerate(ranks):  # as tables have them: zeros behind an adapter's own rank
-        a[place].reshape(len(parts), rank, inputs)[:, own:] = 0
-        b[place, own:] = 0
-    arrays = AdapterArrays(*(jnp.asarray(table, jnp.bfloat16) for table in (a, b, gain)))
+    ends = np.cumsum(parts)
+    for place, part in np.ndindex(ranks.shape):  # as tables have them: zeros behind an adapter's own rank
+        own, columns = ranks[place, part], slice(ends[part] - parts[part], ends[part])
+        a[place].reshape(len(parts), rank, inputs)[part, own:] = 0
+        b[place, own:, columns] = 0
+        gain[place, columns] *= own > 0
+    tables = (jnp.asarray(table, jnp.bfloat16) for table in (a, b, gain))
     return Given(
-        out.astype(np.float32), x.astype(np.float32), arrays, AdapterUses(scales.astype(np.float32), ranks, gains)
+        out.astype(np.float32),
+        x.astype(np.float32),
+        AdapterArrays(*tables, jnp.asarray(ranks)),
+        AdapterUses(scales.astype(np.float32), gains),
     )
 
 
 def in_float64(out, x, arrays, uses, *, parts) -> np.ndarray:
-    out, x, a, b, gain, scales = (np.asarray(array, np.float64) for array in (out, x, *arrays, uses.scales))
+    out, x, a, b, gain, scales = (np.asarray(array, np.float64) for array in (out, x, *arrays[:3], uses.scales))
     rank, added, first = b.shape[1], out * (scales @ gain), 0
     for index, rows in enumerate(parts):
         inner = np.einsum("ti,nki->tnk", x, a[:, index * rank : (index + 1) * rank]) * scales[:, :, None]
@@ -89,7 +95,9 @@ def test_adapters_add_up(isa, tokens, inputs, parts, rank, places):
 @pytest.mark.parametrize(("tokens", "inputs", "parts", "rank", "places"), SHAPES)
 def test_plain_xla_gives_the_same(tokens, inputs, parts, rank, places):
     some = given(tokens, inputs, parts, rank, places)
-    some = some._replace(arrays=AdapterArrays(*(table.astype(jnp.float32) for table in some.arrays)))
+    some = some._replace(
+        arrays=AdapterArrays(*(table.astype(jnp.float32) for table in some.arrays[:3]), some.arrays.ranks)
+    )
     found = low_rank(*some, parts=parts, run=reference)
     np.testing.assert_allclose(found, in_float64(*some, parts=parts), rtol=1e-4, atol=1e-4)
 
@@ -199,7 +207,8 @@ def test_one_call_gives_a_token_the_same_bits_in_any_batch(name, format, isa):
 @pytest.mark.parametrize("name", CALLS)
 def test_one_call_leaves_tokens_without_adapters_as_they_are(name, format, isa):
     call = CALLS[name](format, 70)
-    without = ~call.uses.scales.any(axis=1)
+    acts = np.any([np.asarray(table.ranks).any(axis=1) for table in call.tables], axis=0)
+    without = ~(call.uses.scales * acts).any(axis=1)
     assert 10 < without.sum() < 60
     with cpu_kernels.forced(isa):
         found, plain = call(), call(adapted=False)

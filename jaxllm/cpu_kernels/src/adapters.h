@@ -7,23 +7,24 @@
 #include "calls.h"
 
 // The tables of the adapters of one product, of `parts` parts: bf16 [places, parts * rank, inputs], [places, rank, outputs] and
-// [places, outputs].
+// [places, outputs], and the adapters' own ranks [places, parts].
 struct AdapterTables {
   const uint16_t *a = nullptr, *b = nullptr, *gain = nullptr;
+  const int32_t* ranks = nullptr;
   int parts = 0, rank = 0, inputs = 0, outputs = 0;
 };
 
-// How much of each adapter each token has [tokens, places], the adapters' own ranks [places], and whether they have gains [places].
+// How much of each adapter each token has [tokens, places], and whether they have gains [places].
 struct AdapterUses {
   const float* scales = nullptr;
-  const int32_t *ranks = nullptr, *gains = nullptr;
+  const int32_t* gains = nullptr;
   int places = 0;
 };
 
-// Operands of a call: a, b and gain of the adapters.
+// Operands of a call: a, b, gain and ranks of the adapters.
 inline ffi::Error read_tables(Operands& operands, int parts, int64_t inputs, int64_t outputs, AdapterTables& out) {
-  const auto a = operands.next(), b = operands.next(), gain = operands.next();
-  if (!a || !b || !gain) return wrong("tables of adapters are missing");
+  const auto a = operands.next(), b = operands.next(), gain = operands.next(), ranks = operands.next();
+  if (!a || !b || !gain || !ranks) return wrong("tables of adapters are missing");
   for (const auto& table : {*a, *b, *gain})
     if (table.element_type() != ffi::BF16) return wrong("adapters must be bfloat16");
   if (a->dimensions().size() != 3 || b->dimensions().size() != 3 || gain->dimensions().size() != 2)
@@ -32,27 +33,28 @@ inline ffi::Error read_tables(Operands& operands, int parts, int64_t inputs, int
   if (b->dimensions()[0] != places || gain->dimensions()[0] != places || a->dimensions()[1] != rank * parts || a->dimensions()[2] != inputs ||
       b->dimensions()[2] != outputs || gain->dimensions()[1] != outputs)
     return wrong("the adapters do not fit the product");
+  if (ranks->element_type() != ffi::S32 || ranks->dimensions().size() != 2 || ranks->dimensions()[0] != places || ranks->dimensions()[1] != parts)
+    return wrong("ranks of adapters must be int32 [places, parts]");
   const auto bits = [](const ffi::AnyBuffer& table) { return static_cast<const uint16_t*>(table.untyped_data()); };
-  out = {bits(*a), bits(*b), bits(*gain), parts, int(rank), int(inputs), int(outputs)};
+  out = {bits(*a), bits(*b), bits(*gain), ranks->typed_data<int32_t>(), parts, int(rank), int(inputs), int(outputs)};
   return ffi::Error::Success();
 }
 
-// The same of scales, ranks and gains.
+// The same of scales and gains.
 inline ffi::Error read_uses(Operands& operands, int64_t tokens, AdapterUses& out) {
-  const auto scales = operands.next(), ranks = operands.next(), gains = operands.next();
-  if (!scales || !ranks || !gains) return wrong("scales of adapters are missing");
+  const auto scales = operands.next(), gains = operands.next();
+  if (!scales || !gains) return wrong("scales of adapters are missing");
   if (scales->element_type() != ffi::F32 || scales->dimensions().size() != 2 || scales->dimensions()[0] != tokens)
     return wrong("scales of adapters must be float32 [tokens, places]");
   const int64_t places = scales->dimensions()[1];
-  for (const auto& facts : {*ranks, *gains})
-    if (facts.element_type() != ffi::S32 || facts.dimensions().size() != 1 || facts.dimensions()[0] != places)
-      return wrong("ranks and gains of adapters must be int32 [places]");
-  out = {scales->typed_data<float>(), ranks->typed_data<int32_t>(), gains->typed_data<int32_t>(), int(places)};
+  if (gains->element_type() != ffi::S32 || gains->dimensions().size() != 1 || gains->dimensions()[0] != places)
+    return wrong("gains of adapters must be int32 [places]");
+  out = {scales->typed_data<float>(), gains->typed_data<int32_t>(), int(places)};
   return ffi::Error::Success();
 }
 
-// What adapters add to the products of tokens in panels. An adapter is read once for all of a panel's tokens that have it, and only
-// up to its own rank. Objects that live beside each other have a USE of their own.
+// What adapters add to the products of tokens in panels. An adapter is read once for all of a panel's tokens that have it, of each
+// part only up to its own rank, and not at all where it leaves the whole product alone. Objects that live beside each other have a USE of their own.
 template <class USE> class Adapted {
  public:
   // `x` is [all tokens, stride] floats, whose first `tables.inputs` are the inputs.
@@ -82,7 +84,8 @@ template <class USE> class Adapted {
     return {int(runs_.size()) * of_run, [this, blocks, of_run](int unit) {
       const AdapterRun& run = runs_[unit / of_run];
       const int row = unit % blocks * UNIT_RANKS, part = unit % of_run / blocks;
-      if (row < run.own_rank) kernels().narrow(run, part * rank_ + row, std::min(UNIT_RANKS, run.own_rank - row));
+      const int own = run.own_rank(part);
+      if (row < own) kernels().narrow(run, part * rank_ + row, std::min(UNIT_RANKS, own - row));
     }};
   }
 
@@ -107,12 +110,14 @@ template <class USE> class Adapted {
 
   void add_run(const AdapterTables& t, const AdapterUses& uses, int n, const PanelRows& panel, const float* x, int stride) {
     const size_t before = numbers().size();
+    const int32_t* const own = t.ranks + int64_t(n) * parts_;
+    if (std::all_of(own, own + parts_, [](int32_t rank) { return rank <= 0; })) return;
     for (int row = panel.begin; row < panel.begin + panel.count; row++)
       if (uses.scales[int64_t(row) * uses.places + n] != 0) numbers().push_back(row);
     const int count = int(numbers().size() - before), ranks = parts_ * rank_;
     if (count)
       runs_.push_back({nullptr, count, x, t.inputs, stride, t.a + int64_t(n) * ranks * t.inputs, t.b + int64_t(n) * rank_ * t.outputs,
-                       uses.gains[n] ? t.gain + int64_t(n) * t.outputs : nullptr, ranks, rank_, std::min(rank_, uses.ranks[n]), t.outputs, nullptr,
+                       uses.gains[n] ? t.gain + int64_t(n) * t.outputs : nullptr, ranks, rank_, own, t.outputs, nullptr,
                        uses.scales + n, uses.places});
   }
 

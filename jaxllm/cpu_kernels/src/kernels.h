@@ -161,12 +161,14 @@ struct AdapterRun {
   const uint16_t *a, *b;    // bf16 [ranks, inputs] and [rank, outputs]
   const uint16_t* gain;     // bf16 [outputs], what the product itself is multiplied by and added; null for none
   int ranks, rank;          // of the tables: of all parts of the product, and of one
-  int own_rank, outputs;    // of the adapter, behind which nothing is read; of all parts
+  const int32_t* own_ranks; // [parts] of the adapter, behind which nothing is read; 0 of parts that it leaves alone
+  int outputs;              // of all parts
   float* inner;             // [count, ranks]
   const float* scales;      // of the adapter, `places` apart
   int places;
 
   MEMBER float scale(int i) const { return scales[int64_t(tokens[i]) * places]; }
+  MEMBER int own_rank(int part) const { return own_ranks[part] < rank ? own_ranks[part] : rank; }
 };
 
 // One part of a product, to which adapters add.

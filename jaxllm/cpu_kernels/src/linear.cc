@@ -81,7 +81,7 @@ Phase and_rest(Phase phase, int begin, int end, const std::vector<Matrix>& matri
   }};
 }
 
-// x, matrices..., [norm weight], [residual], [a, b, gain, scales, ranks, gains of adapters] -> one result a matrix.
+// x, matrices..., [norm weight], [residual], [a, b, gain, ranks, scales, gains of adapters] -> one result a matrix.
 ffi::Error linear(ffi::Span<const int64_t> formats, bool norm, bool residual, bool adapters, float epsilon, float offset,
                   ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
   const size_t count = formats.size();
@@ -142,7 +142,7 @@ void adapted_gate(const Units::Unit& unit, const PanelRows& rows, const std::vec
   }
 }
 
-// x, gate, up, down, [norm weight], [residual], [a, b, gain of adapters for gate and up, the same for down, scales, ranks, gains] -> down of
+// x, gate, up, down, [norm weight], [residual], [a, b, gain, ranks of adapters for gate and up, the same for down, scales, gains] -> down of
 // activation(x gate) * (x up), which lies in memory as what down takes alone
 ffi::Error mlp(ffi::Span<const int64_t> formats, int64_t hidden, bool norm, bool residual, bool adapters, float epsilon, float offset,
                int64_t activation, ffi::AnyBuffer x, ffi::RemainingArgs rest, Result out) {

@@ -13,8 +13,8 @@ struct Columns {
   int first, count;
 };
 
-// x [T, i], a [N, parts * r, i], b [N, r, o] and gain [N, o] bf16, scales [T, N], ranks and gains [N], and the parts of a product [T, ...]
-// -> these, and what the adapters add to them
+// x [T, i], a [N, parts * r, i], b [N, r, o] and gain [N, o] bf16, ranks [N, parts], scales [T, N], gains [N], and the parts of a product
+// [T, ...] -> these, and what the adapters add to them
 ffi::Error low_rank(Floats32 x, ffi::RemainingArgs given, ffi::RemainingRets outs) {
   const int tokens = int(x.dimensions()[0]), inputs = int(x.dimensions()[1]);
   std::vector<Target> targets;

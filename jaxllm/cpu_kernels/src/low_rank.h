@@ -57,6 +57,7 @@ INLINE const float* base_of(const AdapterRun& run, const Target& target, int tok
 template <int TOKENS, int VECTORS>
 static int widen_tokens(const AdapterRun& run, const Target& target, int first_token, int first, int column, int end) {
   constexpr int STEP = VECTORS * LANES;
+  const int rank = run.own_rank(target.part);
   float* out[TOKENS];
   const float *inner[TOKENS], *base[TOKENS];
   for (int t = 0; t < TOKENS; t++) {
@@ -73,7 +74,7 @@ static int widen_tokens(const AdapterRun& run, const Target& target, int first_t
         const Floats gain = load_bf16(run.gain + target.before + column + v * LANES) * broadcast(run.scale(first_token + t));
         sums[t][v] = fma(gain, load(base[t] + column + v * LANES), sums[t][v]);
       }
-    for (int r = 0; r < run.own_rank; r++) {
+    for (int r = 0; r < rank; r++) {
       const uint16_t* b = run.b + int64_t(r) * run.outputs + target.before + column;
       Floats weights[VECTORS];
       for (int v = 0; v < VECTORS * LANES; v += LINE) __builtin_prefetch(b + COLUMNS_AHEAD + v, 0, 2);
@@ -92,10 +93,11 @@ static void widen_rest(const AdapterRun& run, const Target& target, int token, i
   float* const out = target.out + int64_t(run.tokens[token] - target.row) * target.stride;
   const float* const inner = run.inner + int64_t(token) * run.ranks + target.part * run.rank;
   const float* const base = base_of(run, target, token, first);
+  const int rank = run.own_rank(target.part);
   for (; column < end; column++) {
     float total = out[column];
     if (base) total += float_of_bf16(run.gain[target.before + column]) * run.scale(token) * base[column];
-    for (int r = 0; r < run.own_rank; r++) total += float_of_bf16(run.b[int64_t(r) * run.outputs + target.before + column]) * inner[r];
+    for (int r = 0; r < rank; r++) total += float_of_bf16(run.b[int64_t(r) * run.outputs + target.before + column]) * inner[r];
     out[column] = total;
   }
 }

@@ -41,12 +41,17 @@ class ProductRows:
     rank: int
 
     def rows(self) -> tuple[dict[str, np.ndarray], set[str]]:
-        """Rows of the tables `a`, `b`, `gain` and `bias`, where there is something in them, and the tensors' names."""
+        """Rows of the tables `a`, `b`, `gain`, `ranks` and `bias`, where there is something in them, and the tensors'
+        names.
+        """
         rows: dict[str, np.ndarray] = {}
         updates = self._changes(self.adapter.updates, self.weight)
         if updates:
             outputs = self._outputs(updates)
             rows["a"] = self._inputs(updates)
+            rows["ranks"] = np.array(
+                [0 if update is None else len(update.a) for _, update in self._by_segment(updates)]
+            )
             rows["b"] = _laid_out(self.weight, [b for b, _ in outputs]).T
             rows["gain"] = _laid_out(self.weight, [gain for _, gain in outputs])
         biases = self._changes(self.adapter.replaced, self.bias) if self.bias is not None else []
@@ -71,7 +76,7 @@ class ProductRows:
         """`a` of each segment; what is added to a tensor that holds several of them is that of each."""
         count, inputs = len(_segments(self.weight)), self.weight.shape[-1]
         rows = np.zeros((count * self.rank, inputs), np.float32)
-        for index, (source, update) in enumerate(updates if len(updates) == count else list(updates) * count):
+        for index, (source, update) in enumerate(self._by_segment(updates)):
             if update is None:
                 continue
             if update.a.shape[1] != inputs:
@@ -81,6 +86,11 @@ class ProductRows:
                 )
             rows[index * self.rank : index * self.rank + len(update.a)] = update.a
         return rows
+
+    def _by_segment(self, updates: Sequence[tuple[Source, LowRank | None]]) -> Sequence[tuple[Source, LowRank | None]]:
+        """What is added to each segment: that of the tensor which holds it."""
+        count = len(_segments(self.weight))
+        return updates if len(updates) == count else list(updates) * count
 
     def _outputs(self, updates: Sequence[tuple[Source, LowRank | None]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """`scale * b`, padded to the tables' rank, and the gain of each tensor, its rows in the model's order."""

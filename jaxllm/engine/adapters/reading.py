@@ -52,7 +52,7 @@ class AdapterReader:
                 f"which is {self.sizes.rank}"
             )
         gains = any(update.magnitude is not None for update in adapter.updates.values())
-        found = {"adapter_ranks": np.array(adapter.rank), "adapter_gains": np.array(int(gains))}
+        found = {"adapter_gains": np.array(int(gains))}
         names, used = self.names[adapter.format], set[str]()
         with closing(self.base()) as base:
             for product in self._products:

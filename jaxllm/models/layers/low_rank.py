@@ -43,13 +43,12 @@ def adapter_uses() -> AdapterUses:
     """How much of each adapter the step's tokens have."""
     step = _step.get()
     assert step is not None and step.adapter_scales is not None, "tables are used inside adapting(), with scales"
-    ranks, gains = step.adapter_ranks, step.adapter_gains
-    assert ranks is not None and gains is not None, "a model with tables knows the ranks and gains of its adapters"
-    return AdapterUses(step.adapter_scales, ranks, gains)
+    assert step.adapter_gains is not None, "a model with tables knows which of its adapters have gains"
+    return AdapterUses(step.adapter_scales, step.adapter_gains)
 
 
 def adapter_numbers(sizes: AdapterSizes | None) -> AdapterTable | None:
-    """A table of one number an adapter: its own rank, which may be below the tables', or whether it has gains."""
+    """A table of one number an adapter: whether it has gains."""
     return None if sizes is None else _table((sizes.places,), jnp.int32, (None,))
 
 
@@ -57,8 +56,9 @@ class AdapterTables(nnx.Module):
     """`sum over adapters of scale * (b.T @ (a @ x) + gain * w @ x)`, for a product `w @ x` with an `[o, i]` weight.
 
     A product that is fused of several tensors has an `a` for each of them, one after the other; the columns of `b` that
-    belong to a tensor go with its own. What files call B is `b` transposed: so its columns lie side by side. A product
-    with a bias has a table of what adapters add to that.
+    belong to a tensor go with its own. What files call B is `b` transposed: so its columns lie side by side. An
+    adapter's own rank for a tensor may be below the tables', and is 0 where it leaves the tensor alone. A product with
+    a bias has a table of what adapters add to that.
     """
 
     def __init__(
@@ -73,17 +73,18 @@ class AdapterTables(nnx.Module):
         assert options.adapters is not None, "a model without adapters has no tables of them"
         sizes, dtype = options.adapters, options.dtype
         parts = layout.segments if layout is not None else ()
-        places, rank = sizes.places, sizes.rank
-        self.a = _table((places, max(1, len(parts)) * rank, in_features), dtype, (None, None, axes[1]))
+        places, rank, num_parts = sizes.places, sizes.rank, max(1, len(parts))
+        self.a = _table((places, num_parts * rank, in_features), dtype, (None, None, axes[1]))
         self.b = _table((places, rank, out_features), dtype, (None, None, axes[0]), layout)
         self.gain = _table((places, out_features), dtype, (None, axes[0]), layout)
+        self.ranks = _table((places, num_parts), jnp.int32, (None, None))
         self.bias = _table((places, out_features), jnp.float32, (None, axes[0]), layout) if bias else None
         self.kernels = options.kernels
 
     @property
     def arrays(self) -> AdapterArrays:
         """As they are now: what kernels take."""
-        return AdapterArrays(self.a[...], self.b[...], self.gain[...])
+        return AdapterArrays(self.a[...], self.b[...], self.gain[...], self.ranks[...])
 
     def biases(self) -> Float[Array, "T o"]:
         """What the tokens' adapters add to a product's bias, float32."""
