@@ -199,6 +199,7 @@ class EngineCore:
         handle = self._runner.dispatch(batch, fill) if batch.chunks else None
         if handle is not None:
             self._counting.step(batch)
+            self._keep_leaving(handle)
         deltas += self._read_pending(handle)
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
@@ -306,8 +307,13 @@ class EngineCore:
         if self._kv_events is not None:
             self._kv_events.close()
 
+    def _keep_leaving(self, handle: Handle) -> None:
+        for leaving in handle.leaving:
+            assert self._tiers is not None, "without tiers no page is copied"
+            self._tiers.keep(leaving.digests, leaving.contents)
+
     def _hand_on(self, request: Request) -> None:
-        """Copy the full pages of its prompt to host memory, where other servers find them."""
+        """Copy the full pages of its prompt, and its state, to host memory, where other servers find them."""
         if not request.hands_on or self._tiers is None:
             return
         prompt, root = request.token_ids[: request.num_prompt], self._scheduler.prefix_root(request)
@@ -315,7 +321,7 @@ class EngineCore:
             self._tiers.keep(part.digests, part.contents)
 
     def _save_pages(self) -> None:
-        """Copy some pages to disk that are not there yet; one step's time at most, as a request may come."""
+        """Copy some pages or a state to disk that are not there yet; one step's time at most, as a request may come."""
         if self._tiers is None or not self._is_saving:
             return
         for part in self._runner.read_pages(self._tiers.take_unsaved()):
@@ -345,9 +351,6 @@ class EngineCore:
                 allow_only(row, request.thinking.forced)
 
     def _read(self, handle: Handle) -> list[TokenDelta]:
-        for leaving in handle.leaving:
-            assert self._tiers is not None, "without tiers no page is copied"
-            self._tiers.keep(leaving.digests, leaving.contents)
         for score in handle.scores:
             if score.request.status is not Status.FINISHED:
                 store_scores(score)

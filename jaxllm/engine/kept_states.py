@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from jaxllm.engine.offload.cache_rows import CacheRow
+from jaxllm.engine.prefix_search import FoundPrefix
 from jaxllm.engine.request import Request
 from jaxllm.engine.state_cache import StateCache
 from jaxllm.engine.work import Batch, Chunk
+
+
+def begin_from(request: Request, found: FoundPrefix, batch: Batch, states: StateCache, page_size: int) -> None:
+    """Where the request's first chunk finds the state of the prefix that it begins with.
+
+    One that comes back from the host takes a row where others find it as well; where there is none, its slot's.
+    """
+    request.state_row = found.state_row
+    if found.state is None:
+        return
+    row = request.state_row = states.reserve()
+    batch.returning.append((CacheRow("state", row or request.slot), found.state))
+    if row:
+        request.reserved_states.add(row, request.num_computed)
+        if not found.returning:  # its pages are findable already
+            keep_state(request, request.num_computed, states)
 
 
 def place_states(chunk: Chunk, further: int, batch: Batch, states: StateCache, page_size: int) -> None:

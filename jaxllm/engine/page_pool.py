@@ -30,7 +30,7 @@ class PagePool:
         self._node_of: dict[int, int] = {}
         self._next_node = 0
         self.on_forget: Callable[[PrefixNode], None] = lambda node: None
-        """Is told of each node whose page is given away."""
+        """Is told first of each node whose page is given away."""
         self.on_give_away: Callable[[int, PrefixNode], None] = lambda page, node: None
         """The same, with the page, which still has its contents until it is written again."""
         self.on_register: Callable[[int, PrefixNode, PrefixNode, Sequence[int]], None] = lambda *registered: None
@@ -125,5 +125,5 @@ class PagePool:
         if key is not None:
             del self._page_of[key]
             node = self._node_of.pop(page)
-            self.on_give_away(page, node)
             self.on_forget(node)
+            self.on_give_away(page, node)

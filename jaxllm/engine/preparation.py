@@ -59,7 +59,7 @@ class Preparation:
         if self._tiers is not None:
             root, tokens = self._prefix_root(request), request.token_ids[: request.first_read]
             on_disk = self._tiers.on_disk(root, tokens) if reads_disk else []
-            request.pull = self._tiers.pull(request.pages_at, root, tokens)
+            request.pull = self._tiers.pull(request.pages_at, root, tokens, on_disk)
         constrains = request.params.structured_outputs is not None
         waits = missing or on_disk or request.pull is not None or constrains
         if not waits and self._has_adapters(request):

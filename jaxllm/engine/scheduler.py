@@ -6,16 +6,16 @@ import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from jaxllm.engine.adapters.places import AdapterPlaces
 from jaxllm.engine.draft_depth import DraftDepth
 from jaxllm.engine.fair_queue import FairQueue
 from jaxllm.engine.fair_shares import Sharers, gives_way, in_turn, preempted_first, prompt_shares
-from jaxllm.engine.kept_states import keep_state, place_states, release_states, settle_states
-from jaxllm.engine.offload.host_pages import Page
+from jaxllm.engine.kept_states import begin_from, keep_state, place_states, release_states, settle_states
+from jaxllm.engine.offload.cache_rows import CacheRow
 from jaxllm.engine.offload.tiers import PageTiers
 from jaxllm.engine.page_pool import PagePool, PrefixNode
+from jaxllm.engine.prefix_search import PrefixSearch
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.run_ahead import RunAhead
 from jaxllm.engine.state_cache import StateCache
@@ -61,7 +61,8 @@ class Scheduler:
         """`states` are kept for a model whose layers have some; without them no prefix of such a model is shared.
 
         `drafts` is the most tokens that a decode tries ahead with each request. `adapters` are the places on the
-        devices that requests with adapters need. Pages that are given away are kept in `tiers`, if there are any.
+        devices that requests with adapters need. Pages and states that are given away are kept in `tiers`, if there are
+        any.
         """
         self.tiers = tiers
         self.adapters = adapters or AdapterPlaces(0)
@@ -71,8 +72,11 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.ahead = RunAhead(pool, max_model_len, length_rule, decode_steps, drafts)
         self.states = states
+        self._prefixes = PrefixSearch(pool, states, tiers, pool.pages_for(max_num_batched_tokens))
         if states is not None:
             pool.on_forget = states.forget
+        if states is not None and tiers is not None:
+            states.on_keep, states.on_forget = tiers.state_kept, tiers.state_forgotten
         self.waiting = FairQueue()
         self.running: list[Request] = []
         """In order as well."""
@@ -287,18 +291,18 @@ class Scheduler:
         """
         if not self._has_places(request):
             return None
-        found = self._find_prefix(request)
+        found = self._prefixes.find(request, self.prefix_root(request))
         if found is None:
             return 0
-        cached, node = found
-        returning = self._find_offloaded(request, len(cached), node)
-        start = (len(cached) + len(returning)) * self.pool.page_size
+        cached, start = found.pages, found.num_pages * self.pool.page_size
+        request.branches_at = found.branches_at
         length = self._up_to_branch(request, min(len(request.token_ids) - start, room), start)
         pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
         if pages is None:
             self.pool.release(cached)
             return None
-        batch.returning += zip(pages, returning, strict=False)
+        back = zip(pages, found.returning, strict=False)
+        batch.returning += [(CacheRow("page", page), content) for page, content in back if content.nbytes]
         if not request.num_preemptions:  # it was charged when it was first admitted
             self.waiting.charge(request, len(request.token_ids) - start)
         self.waiting.remove(request)
@@ -307,12 +311,14 @@ class Scheduler:
             self.stats.prefix_queries += request.num_prompt
             self.stats.prefix_hits += start
             if self.tiers is not None:
-                self.stats.offload_queries += request.num_prompt - len(cached) * self.pool.page_size
-                self.stats.offload_hits += len(returning) * self.pool.page_size
+                self.stats.offload_queries += request.num_prompt - found.num_on_device * self.pool.page_size
+                self.stats.offload_hits += start - found.num_on_device * self.pool.page_size
         request.pages = cached + pages
         request.num_computed = request.num_admitted = start
-        request.num_registered, request.prefix_node = len(cached), node
+        request.num_registered, request.prefix_node = len(cached), found.node
         request.slot = self._free_slots.pop()
+        if self.states is not None:
+            begin_from(request, found, batch, self.states, self.pool.page_size)
         request.status = Status.RUNNING
         if request.adapters:
             self._place_adapters(request, batch)
@@ -326,46 +332,6 @@ class Scheduler:
         request.adapter_places, entering = self.adapters.take(request.adapter_ids)
         placed = zip(request.adapter_ids, request.adapter_rows, request.adapter_places, strict=True)
         batch.entering += [(rows, place) for adapter, rows, place in placed if adapter in entering]
-
-    def _find_prefix(self, request: Request) -> tuple[list[int], PrefixNode] | None:
-        """Cached pages for the tokens before the first whose hidden state is needed: the last, or an earlier one.
-
-        None where the request had better wait for a step that is under way.
-        """
-        root = self.prefix_root(request)
-        usable = list(islice(request.token_ids, request.first_read))
-        if not usable:
-            return [], root
-        pages, node = self.pool.acquire_prefix(usable, root)
-        return (pages, node) if self.states is None else self._find_state(request, pages, root, self.states)
-
-    def _find_offloaded(self, request: Request, cached: int, node: PrefixNode) -> list[Page]:
-        """What host memory holds of the tokens behind `cached` pages, as far as that and some more have room."""
-        if self.tiers is None:
-            return []
-        room = self.pool.num_free - self.pool.pages_for(self.max_num_batched_tokens)
-        begin = cached * self.pool.page_size
-        usable = request.token_ids[begin : min(request.first_read, begin + max(room, 0) * self.pool.page_size)]
-        return self.tiers.find(node, usable)
-
-    def _find_state(
-        self, request: Request, pages: list[int], root: PrefixNode, states: StateCache
-    ) -> tuple[list[int], PrefixNode] | None:
-        """As many of the pages as lead to a state that is kept, the longest that one is kept for.
-
-        Where more pages are known, other requests begin as this one does: the state is kept there too when it comes by.
-        """
-        chain = self.pool.chain(pages)
-        found = states.find(chain)
-        used = 0 if found.awaited else found.depth
-        self.pool.release(pages[used:])
-        if found.awaited:
-            return None
-        request.branches_at = len(pages) * self.pool.page_size if len(pages) > used else 0
-        request.state_row = found.row
-        if used:
-            states.use(chain[used - 1])
-        return pages[:used], chain[used - 1] if used else root
 
     def _up_to_branch(self, request: Request, length: int, start: int) -> int:
         """Tokens of a chunk that begins at `start`, so that one ends where a state is wanted and none would be kept."""

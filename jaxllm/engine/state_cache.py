@@ -6,7 +6,7 @@ Host side only: a state is the number of a row in the layers' buffers, and a pre
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +49,10 @@ class StateCache:
         """Rows that it reads."""
         self._free_later: list[int] = []
         """Those of them that are free as soon as the next one is."""
+        self.on_keep: Callable[[int, PrefixNode], None] = lambda row, node: None
+        """Is told of each state that is kept, which its row has once the step under way has run."""
+        self.on_forget: Callable[[int, PrefixNode, bool], None] = lambda row, node, is_of_use: None
+        """Is told of each that is kept no longer, and whether it is of use: its row holds it until the next step."""
 
     @property
     def num_kept(self) -> int:
@@ -89,6 +93,7 @@ class StateCache:
             return False
         self._snapshots[node] = _Snapshot(row)
         self._awaited.add(node)
+        self.on_keep(row, node)
         return True
 
     def find(self, chain: Sequence[PrefixNode]) -> Found:
@@ -112,14 +117,18 @@ class StateCache:
         """Forget a state that a longer prefix of the same request has outdone, unless some request went on from it."""
         snapshot = self._snapshots.get(node)
         if snapshot is not None and not snapshot.found:
-            self.forget(node)
+            self._forget(node, is_of_use=False)
 
     def forget(self, node: PrefixNode) -> None:
-        """The pages of a prefix are given away: its state is of no more use."""
-        snapshot = self._snapshots.pop(node, None)
-        if snapshot is not None:
-            self._awaited.discard(node)
-            self.release(snapshot.row)
+        """The pages of a prefix are given away: its state is of no more use here."""
+        if node in self._snapshots:
+            self._forget(node, is_of_use=True)
+
+    def _forget(self, node: PrefixNode, *, is_of_use: bool) -> None:
+        row = self._snapshots.pop(node).row
+        self._awaited.discard(node)
+        self.on_forget(row, node, is_of_use and row not in self._written)
+        self.release(row)
 
     def check(self, reserved: Sequence[int]) -> None:
         """Assert that every row is free, in use once, or among those `reserved` by requests."""

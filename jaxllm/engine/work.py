@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from jaxllm.engine.offload.cache_rows import CacheRow
 from jaxllm.engine.offload.host_pages import Page
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.engine.request import Request
@@ -57,10 +58,10 @@ class Batch:
     admitted: list[Request] = field(default_factory=list)
     entering: list[tuple[Rows, int]] = field(default_factory=list)
     """Adapters that have to be on the devices for it and are not, and the place that each takes."""
-    leaving: list[tuple[int, Digest]] = field(default_factory=list)
-    """Pages whose contents are to be copied to the host before anything else, and what they are called there."""
-    returning: list[tuple[int, Page]] = field(default_factory=list)
-    """Pages that are to be filled with what the host has kept."""
+    leaving: list[tuple[CacheRow, Digest]] = field(default_factory=list)
+    """Pages and states that are to be copied to the host before anything else, and what they are called there."""
+    returning: list[tuple[CacheRow, Page]] = field(default_factory=list)
+    """Pages and states that are to be filled with what the host has kept, after that."""
     num_steps: int = 1
     """How many tokens a decode gives each request, one after another."""
     most_drafts: int = 0

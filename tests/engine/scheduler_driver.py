@@ -43,8 +43,8 @@ class Driver:
         places: int = 0,
         host_pages: int = 0,
     ):
-        """`host_pages` are kept in host memory; without any, none is. `snapshots` is the number of states that can be
-        kept, of a model whose layers have some; None is another.
+        """`host_pages` are kept in host memory, states among them; without any, none is. `snapshots` is the number of
+        states that can be kept, of a model whose layers have some; None is another.
         """
         self.states = StateCache(max_num_seqs + 1, snapshots) if snapshots and caching else None
         self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
@@ -58,7 +58,7 @@ class Driver:
             states=self.states,
             drafts=DraftDepth(num_drafts),
             adapters=AdapterPlaces(places),
-            tiers=PageTiers(self.pool, host_pages) if host_pages and caching else None,
+            tiers=self._new_tiers(host_pages, snapshots) if host_pages and caching else None,
         )
         self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
         stops, store = [] if stop is None else [stop], SimpleNamespace(known=rows_of)
@@ -69,6 +69,9 @@ class Driver:
         """Prompt and what the deltas said."""
         self.done: dict[str, list[int]] = {}
         self.scored: dict[str, set[int]] = {}
+
+    def _new_tiers(self, host_pages: int, snapshots: int | None) -> PageTiers:
+        return PageTiers(self.pool, host_pages, has_states=snapshots is not None)
 
     def add(
         self,

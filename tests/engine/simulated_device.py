@@ -17,6 +17,7 @@ from jaxllm.engine.device.choice import Sampled, Settled
 from jaxllm.engine.device.executables import Compiles
 from jaxllm.engine.device.handle import Handle, SampledRow
 from jaxllm.engine.device.ran_step import RanStep
+from jaxllm.engine.offload.cache_rows import CacheRow
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.work import Batch
 
@@ -55,7 +56,7 @@ class SimulatedHandle(Handle):
 
 
 class SimulatedPage(list):
-    """What a page holds, as the host keeps it: its budget counts pages."""
+    """What a page or a state holds, as the host keeps it: its budget counts either as one."""
 
     nbytes = 1
 
@@ -115,8 +116,12 @@ class SimulatedRunner:
         self.batches.append(batch)
         self._adapters |= {place: rows for rows, place in batch.entering}
         leaving = self.read_pages(batch.leaving)
-        for page, content in batch.returning:
-            self._pages[page] = list(content)
+        for row, content in batch.returning:
+            if row.kind == "page":
+                self._pages[row.number] = list(content)
+            else:
+                assert self._states is not None
+                self._states[row.number] = tuple(content)  # type: ignore[assignment]
         self.log.append("backbone")
         self._position |= {request.slot: request.num_admitted for request in batch.admitted}
         begins = [self._position[chunk.request.slot] for chunk in batch.chunks]
@@ -147,9 +152,15 @@ class SimulatedRunner:
         handle.ran = RanStep.of(batch, [], 0.0)
         return handle
 
-    def read_pages(self, pages: Sequence[tuple[int, bytes]]) -> list[SimulatedLeaving]:
-        contents = [SimulatedPage(self._pages[page]) for page, _ in pages]
-        return [SimulatedLeaving([digest for _, digest in pages], contents)] if pages else []
+    def read_pages(self, rows: Sequence[tuple[CacheRow, bytes]]) -> list[SimulatedLeaving]:
+        contents = [SimulatedPage(self._contents(row)) for row, _ in rows]
+        return [SimulatedLeaving([digest for _, digest in rows], contents)] if rows else []
+
+    def _contents(self, row: CacheRow) -> Any:
+        if row.kind == "page":
+            return self._pages[row.number]
+        assert self._states is not None
+        return self._states[row.number]
 
     def _read_states(self, batch: Batch, begins: Sequence[int]) -> None:
         """The tokens that each chunk's state stands for must be those before the chunk."""

@@ -50,6 +50,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.fixed_dictionaries(
                 {"host_pages": st.integers(1, 40), "num_drafts": st.integers(1, 3), "page_size": st.just(4)}
             ),
+            st.fixed_dictionaries(
+                {
+                    "host_pages": st.integers(1, 40),
+                    "snapshots": st.sampled_from([1, 2, 4, 30]),
+                    "decode_steps": st.integers(1, 3),
+                    "page_size": st.sampled_from([1, 2, 4]),
+                }
+            ),
+            st.fixed_dictionaries(
+                {
+                    "host_pages": st.integers(1, 40),
+                    "snapshots": st.sampled_from([1, 2, 4, 30]),
+                    "num_drafts": st.integers(1, 3),
+                    "page_size": st.just(4),
+                }
+            ),
         ),
     )
     def start(self, *, groups: list[str], ways: dict[str, int | None], **sizes) -> None:

@@ -100,3 +100,22 @@ def test_one_step_writes_no_row_that_it_reads():
     cache.check([])
     cache.begin_step()
     assert cache.reserve() == rows[1]
+
+
+def test_whoever_copies_states_is_told_of_each_that_is_kept_and_forgotten():
+    """Of those that are forgotten, whether the row has the state; an outdone one is not worth it."""
+    cache, told = StateCache(1, 2), []
+    cache.on_keep = lambda row, node: told.append(("kept", row, node))
+    cache.on_forget = lambda row, node, is_of_use: told.append(("forgotten", row, node, is_of_use))
+    rows = kept(cache, 1, 2)
+    assert told == [("kept", rows[1], 1), ("kept", rows[2], 2)]
+    cache.reserve()
+    cache.discard(2)
+    cache.keep(3, cache.reserve())
+    cache.forget(3)
+    assert told[2:] == [
+        ("forgotten", rows[1], 1, True),
+        ("forgotten", rows[2], 2, False),
+        ("kept", rows[2], 3),
+        ("forgotten", rows[2], 3, False),
+    ]

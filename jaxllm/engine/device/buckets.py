@@ -10,6 +10,8 @@ from jaxllm.errors import ConfigError
 SMALLEST_PREFILL = 16
 COPIED_PAGES = (4, 32)
 """More are copied in several steps."""
+COPIED_STATES = (1,)
+"""The same of states, each of which may be as large as a thousand pages."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Buckets:
     """Drafts are looked for in other texts as well as in a sequence's own."""
     pages: tuple[int, ...] = ()
     """Pages that are copied to the host or from there at once; none where the host keeps none."""
+    states: tuple[int, ...] = ()
+    """The same of states of prefixes."""
 
     @property
     def encodes(self) -> bool:
@@ -56,7 +60,8 @@ class Buckets:
         drafts: bool = False,
         adapted: bool = False,
         recalls: bool = False,
-        offloads: bool = False,
+        offloads_pages: bool = False,
+        offloads_states: bool = False,
     ) -> Buckets:
         """The sizes asked for up to each limit, by default powers of two, and the limit itself.
 
@@ -70,8 +75,8 @@ class Buckets:
         if decode and min(decode) < smallest_rows:
             raise ConfigError(f"decode_buckets holds {min(decode)}: at least {smallest_rows} on this platform")
         by_rows = _sizes("decode_buckets", decode, smallest_rows, rows, "max_num_seqs")
-        pages = COPIED_PAGES if offloads else ()
-        return cls(by_rows, _token_sizes(prefill, tokens), by_rows, drafts, adapted, recalls, pages)
+        pages, states = COPIED_PAGES if offloads_pages else (), COPIED_STATES if offloads_states else ()
+        return cls(by_rows, _token_sizes(prefill, tokens), by_rows, drafts, adapted, recalls, pages, states)
 
 
 def _token_sizes(prefill: Collection[int] | None, limit: int) -> tuple[int, ...]:

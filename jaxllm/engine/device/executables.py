@@ -113,6 +113,8 @@ class Executables:
             "encode": buckets.prefill,
             "read_pages": buckets.pages,
             "write_pages": buckets.pages,
+            "read_states": buckets.states,
+            "write_states": buckets.states,
         }
         self._buckets = buckets
         self._decodes: tuple[Kind, ...] = ("decode", "verify") if buckets.drafts else ("decode",)
@@ -171,8 +173,8 @@ class Executables:
                 rest += [Key(decode, n, variant) for decode in decodes for n in b.decode]
             rest += [Key("backbone", n, ADAPTED) for n in b.prefill]
         rest += guesses
-        copies: tuple[Kind, ...] = ("read_pages", "write_pages")
-        any_request += [Key(kind, n) for kind in copies for n in b.pages]
+        copies: tuple[Kind, ...] = ("read_pages", "write_pages", "read_states", "write_states")
+        any_request += [Key(kind, n) for kind in copies for n in self._sizes[kind]]
         rows = self.most_rows
         scoring = [Key(kind, rows) for kind in ("score", "score_given", "score_all")]
         last = [*scoring, Key("pool"), Key("token_logits", rows)]

@@ -75,7 +75,7 @@ class Vocabularies(NamedTuple):
 
 
 class LeavingPages(NamedTuple):
-    """Pages on their way to the host, and what they are called there."""
+    """Pages, or states, on their way to the host, and what they are called there."""
 
     digests: list[Digest]
     arrays: Any

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "decode", "verify", "backbone", "head", "score", "score_given", "score_all", "pool", "token_logits", "unembed",
     "admit", "adjust", "remember", "recall", "encode", "adapt", "steer", "process", "read_pages", "write_pages",
-    "decode_layers", "backbone_layers", "took",
+    "read_states", "write_states", "decode_layers", "backbone_layers", "took",
 ]  # fmt: skip
 """The methods of StepFunctions. The last three are of the stages before a model's last."""
 
@@ -47,6 +47,8 @@ USES: dict[Kind, Uses] = {
     "process": Uses(("processing",), ("processing",), output=False),
     "read_pages": Uses(("caches",)),
     "write_pages": Uses(("caches",), ("caches",), output=False),
+    "read_states": Uses(("caches",)),
+    "write_states": Uses(("caches",), ("caches",), output=False),
     "decode_layers": Uses(("weights", "caches", "slots"), ("caches", "slots")),
     "backbone_layers": Uses(("weights", "caches", "slots"), ("caches", "slots")),
     "took": Uses(("slots",), ("slots",), output=False),
@@ -103,6 +105,8 @@ VARIANTS: dict[Kind, tuple[Variant, ...]] = {
     "head": (PLAIN, SAMPLED, MASKED),
     "read_pages": (PLAIN,),
     "write_pages": (PLAIN,),
+    "read_states": (PLAIN,),
+    "write_states": (PLAIN,),
 }
 """Those that are compiled of each phase, cheapest first; adapted ones only where an engine has adapters."""
 

@@ -1,4 +1,4 @@
-"""Pages of all layers as the host keeps them, one array of bytes each, and as steps give and take them."""
+"""Pages and states of all layers as the host keeps them, one array of bytes each, and as steps give and take them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.models.caches import Buffer
 
 
 class PageBlocks:
-    """How one page's parts, one of each layer's buffers, lie behind one another."""
+    """How the parts of one page, or of one state, lie behind one another: a row of each layer's buffers."""
 
-    def __init__(self, sizes: StepSizes):
-        self._parts = [(buffer.shape[1:], buffer.dtype) for buffer in sizes.paged_buffers]
+    def __init__(self, buffers: Sequence[Buffer]):
+        """`buffers` are those that have such a row."""
+        self._parts = [(buffer.shape[1:], buffer.dtype) for buffer in buffers]
         self._ends = np.cumsum([math.prod(shape) * dtype.itemsize for shape, dtype in self._parts]).tolist()
         self.nbytes: int = self._ends[-1] if self._ends else 0
-        """What a page takes, over all devices."""
+        """What a page, or a state, takes over all devices."""
 
     def split(self, arrays: Sequence[jax.Array], count: int) -> list[np.ndarray]:
         """The first `count` pages of what a step gave, each uint8 `[nbytes]`; waits for it."""

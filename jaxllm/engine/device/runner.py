@@ -28,6 +28,7 @@ from jaxllm.engine.device.readout import Readout, scoring_key
 from jaxllm.engine.device.recording import fill_places, record, wanted_taps
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.masks import ALL, mask_words
+from jaxllm.engine.offload.cache_rows import CacheRow
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.work import Batch, Chunk
@@ -178,9 +179,9 @@ class Runner:
         counted = {key: iter(several) for key, several in self._counted.items()}
         return [next(counted.get(key, iter(())), RanExecutable(key)) for key in self._device.recent]
 
-    def read_pages(self, pages: list[tuple[int, Digest]]) -> list[LeavingPages]:
-        """Copy pages to the host without waiting for it."""
-        return self._copies.read(pages)
+    def read_pages(self, rows: list[tuple[CacheRow, Digest]]) -> list[LeavingPages]:
+        """Copy pages and states to the host without waiting for it."""
+        return self._copies.read(rows)
 
     def sample_waiting(self, handle: Handle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
         """Enqueue the second half of a step whose rows wait for masks, which `fill` writes: [R, V/32], one bit a token.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxllm.engine.offload.cache_rows import RowKind
 from jaxllm.models.caches import Buffer, CacheLayout, CacheSpec, Paged, PerSlot, parts_of
 from jaxllm.models.layers.host_experts import ExpertPlaces, with_places
 from jaxllm.models.options import AdapterSizes, Stage
@@ -170,8 +171,7 @@ class StepSizes(Limits):
         parts = parts_of((*held_caches(self.caches, self.stage), *self.draft_caches))
         return tuple(isinstance(part, Paged) for part in parts for _ in layout.buffers(part, 1, 1))
 
-    @property
-    def paged_buffers(self) -> list[Buffer]:
-        """Those that have a row for each page."""
+    def buffers_of(self, kind: RowKind) -> list[Buffer]:
+        """Those that have a row for each page, or for each state."""
         buffers = [buffer for layer in self.buffers for buffer in layer]
-        return [buffer for buffer, paged in zip(buffers, self.is_paged, strict=True) if paged]
+        return [buffer for buffer, paged in zip(buffers, self.is_paged, strict=True) if paged == (kind == "page")]

@@ -17,6 +17,7 @@ from jaxllm.engine.device.packing import (
 )
 from jaxllm.engine.device.slots import Slots, adjust, admit, recall, remember, took
 from jaxllm.engine.device.step_builder import StepBuilder
+from jaxllm.engine.offload.cache_rows import RowKind
 from jaxllm.engine.settings import Adjustments
 
 
@@ -74,29 +75,33 @@ class StateSteps(StepBuilder):
         rows = [self.state.replicated(part.shape[1:], part.dtype) for part in parts]
         return self._build(Key(kind), step, self.state.ints(1), *rows)
 
-    def read_pages(self, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(caches, pages) -> (rows,)`: of each buffer that has pages `count` of them."""
-        is_paged = self._sizes.is_paged
+    def read_rows(self, kind: Kind, of: RowKind, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(caches, numbers) -> (rows,)`: `count` pages, or states, of each buffer that has any."""
+        has_them = self._has_rows(of)
 
-        def step(caches: Any, pages: jax.Array) -> tuple[tuple[jax.Array, ...]]:
-            buffers = zip(jax.tree.leaves(caches), is_paged, strict=True)
-            return (tuple(buffer[pages] for buffer, paged in buffers if paged),)
+        def step(caches: Any, numbers: jax.Array) -> tuple[tuple[jax.Array, ...]]:
+            buffers = zip(jax.tree.leaves(caches), has_them, strict=True)
+            return (tuple(buffer[numbers] for buffer, has in buffers if has),)
 
-        specs = tuple(P(*buffer.axes) for buffer in self._sizes.paged_buffers)
-        return self._build(Key("read_pages", count), step, self.state.ints(count), output=specs)
+        specs = tuple(P(*buffer.axes) for buffer in self._sizes.buffers_of(of))
+        return self._build(Key(kind, count), step, self.state.ints(count), output=specs)
 
-    def write_pages(self, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`(caches, pages, *rows) -> (caches,)`: `count` pages are filled with what `read_pages` gave."""
-        sizes = self._sizes
+    def write_rows(self, kind: Kind, of: RowKind, count: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`(caches, numbers, *rows) -> (caches,)`: pages, or states, are filled with what `read_rows` gave."""
+        has_them = self._has_rows(of)
 
-        def step(caches: Any, pages: jax.Array, *rows: jax.Array) -> tuple[Any]:
+        def step(caches: Any, numbers: jax.Array, *rows: jax.Array) -> tuple[Any]:
             buffers, tree = jax.tree.flatten(caches)
             given = iter(rows)
             written = [
-                buffer.at[pages].set(next(given)) if paged else buffer
-                for buffer, paged in zip(buffers, sizes.is_paged, strict=True)
+                buffer.at[numbers].set(next(given)) if has else buffer
+                for buffer, has in zip(buffers, has_them, strict=True)
             ]
             return (jax.tree.unflatten(tree, written),)
 
-        shapes = [self.state.sharded((count, *b.shape[1:]), b.dtype, b.axes) for b in sizes.paged_buffers]
-        return self._build(Key("write_pages", count), step, self.state.ints(count), *shapes)
+        shapes = [self.state.sharded((count, *b.shape[1:]), b.dtype, b.axes) for b in self._sizes.buffers_of(of)]
+        return self._build(Key(kind, count), step, self.state.ints(count), *shapes)
+
+    def _has_rows(self, of: RowKind) -> list[bool]:
+        """Of each buffer, layer after layer, whether it has a row for each page, or for each state."""
+        return [paged == (of == "page") for paged in self._sizes.is_paged]

@@ -1,4 +1,4 @@
-"""Pages in files of a folder, which outlive the process."""
+"""Pages and states in files of a folder, which outlive the process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +28,22 @@ UNFINISHED_SECONDS = 3600
 
 
 class DiskPages:
-    """As many pages as a budget holds, the longest unused of which are deleted. Any thread may use it.
+    """As many pages and states as a budget holds, the longest unused of which are deleted. Any thread may use it.
 
     A file appears when it is whole, and is checked when it is read. Several processes may share a folder: what one
     deletes the other does not find.
     """
 
-    def __init__(self, folder: Path, name: str, budget: int, page_bytes: int):
-        """Pages lie in `folder`/`name`, which is a digest of all that decides what is in them; `budget` is in bytes.
+    def __init__(self, folder: Path, name: str, budget: int, lengths: Collection[int]):
+        """Files lie in `folder`/`name`, which is a digest of all that decides what is in them.
+
+        `budget` is in bytes, and `lengths` are those that a page or a state has.
 
         Raises:
             ConfigError: the folder cannot be made, or others than this user may write to it.
         """
         self._budget = budget
-        self._page_bytes = page_bytes
+        self._lengths = lengths
         self._folder = folder / name
         self._lock = threading.Lock()
         self._complained = False
@@ -49,6 +52,8 @@ class DiskPages:
             if any(others_may_write(place.stat()) for place in (folder, self._folder)):
                 raise ConfigError(f"kv_offload_dir is {str(folder)!r}, and others than this user may write there")
             self._files = self._found()
+            """How many bytes each file has, the longest unused first."""
+            self._nbytes = sum(self._files.values())
         except OSError as error:
             raise ConfigError(f"kv_offload_dir is {str(folder)!r}: {error.strerror}") from None
 
@@ -61,7 +66,7 @@ class DiskPages:
     @property
     def nbytes(self) -> int:
         """What they take together."""
-        return len(self._files) * (self._page_bytes + CHECKSUM)
+        return self._nbytes
 
     def write(self, digest: Digest, page: Page) -> None:
         """Keep a page. What keeps it from that, as a full disk, is said once."""
@@ -75,9 +80,13 @@ class DiskPages:
             return
         dropped = []
         with self._lock:
-            self._files[digest] = None
-            while self.nbytes > self._budget:
-                dropped.append(self._files.popitem(last=False)[0])
+            if digest not in self._files:  # else another thread has written it meanwhile
+                self._files[digest] = page.nbytes + CHECKSUM
+                self._nbytes += self._files[digest]
+            while self._nbytes > self._budget:
+                old, nbytes = self._files.popitem(last=False)
+                self._nbytes -= nbytes
+                dropped.append(old)
         for old in dropped:
             self._delete(old)
 
@@ -91,7 +100,7 @@ class DiskPages:
             self._forget(digest)
             return None
         checksum, page = content[:CHECKSUM].tobytes(), content[CHECKSUM:]
-        if page.nbytes != self._page_bytes or _checksum(page) != checksum:
+        if page.nbytes not in self._lengths or _checksum(page) != checksum:
             logger.warning("%s is damaged, and deleted", self._path(digest))
             self._forget(digest)
             self._delete(digest)
@@ -99,19 +108,20 @@ class DiskPages:
         self._touch(digest)
         return page
 
-    def _found(self) -> OrderedDict[Digest, None]:
+    def _found(self) -> OrderedDict[Digest, int]:
         """What is there, the longest unused first."""
-        aged: list[tuple[float, Digest]] = []
+        aged: list[tuple[float, Digest, int]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process deletes files as well
-                    modified = entry.stat().st_mtime
+                    status = entry.stat()
+                    modified = status.st_mtime
                     if entry.name.startswith(UNFINISHED):
                         if time.time() - modified > UNFINISHED_SECONDS:
                             os.unlink(entry.path)
                     elif len(entry.name) == 64:
-                        aged.append((modified, bytes.fromhex(entry.name)))
-        return OrderedDict.fromkeys(digest for _, digest in sorted(aged))
+                        aged.append((modified, bytes.fromhex(entry.name), status.st_size))
+        return OrderedDict((digest, nbytes) for _, digest, nbytes in sorted(aged))
 
     def _path(self, digest: Digest) -> Path:
         return self._folder / digest.hex()
@@ -125,7 +135,7 @@ class DiskPages:
 
     def _forget(self, digest: Digest) -> None:
         with self._lock:
-            self._files.pop(digest, None)
+            self._nbytes -= self._files.pop(digest, 0)
 
     def _delete(self, digest: Digest) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Pages in host memory, the longest unused of which give way."""
+"""Pages and states in host memory, the longest unused of which give way."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from jaxllm.engine.offload.prefix_digests import Digest
 
 Page = np.ndarray
-"""What all layers keep of one page's tokens, as bytes: uint8 `[page_bytes]`. Nobody changes one."""
+"""What all layers keep of one page's tokens, or the states of all layers after a prefix, as bytes: uint8 `[nbytes]`.
+Nobody changes one."""
 
 
 class HostPages:
-    """As many pages as a budget holds. Any thread may use it."""
+    """As many pages and states as a budget holds. Any thread may use it."""
 
     def __init__(self, budget: int, on_full: Callable[[Digest, Page], None] = lambda digest, page: None):
         """`budget` is in bytes; `on_full` is called, in the thread that adds another, with each page that gives way."""

@@ -39,7 +39,6 @@ class PageListener:
         address: tuple[str, int],
         secret: bytes,
         contents: str,
-        page_bytes: int,
         give: Callable[[Sequence[Digest]], Iterator[Page]],
     ):
         """`give` gives the pages of prefixes up to the first that is not there, on any thread.
@@ -49,7 +48,6 @@ class PageListener:
         """
         self._secret = secret
         self._contents = contents
-        self._at_once = max(1, PART_BYTES // max(1, page_bytes))
         self._give = give
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
@@ -104,20 +102,21 @@ class PageListener:
             self._send(wire, self._give(wanted.digests))
 
     def _send(self, wire: Wire[PagesWanted], pages: Iterator[Page]) -> None:
-        for part in _in_parts(pages, self._at_once):
+        for part in _in_parts(pages):
             wire.send_frame(frame(SomePages(), [np.stack(part)]))
             with self._counting:
                 self.num_given += len(part)
         wire.send(AllGiven())
 
 
-def _in_parts(pages: Iterator[Page], count: int) -> Iterator[list[Page]]:
+def _in_parts(pages: Iterator[Page]) -> Iterator[list[Page]]:
+    """Of pages alike, since a state has another length."""
     part: list[Page] = []
     for page in pages:
-        part.append(page)
-        if len(part) == count:
+        if part and (page.nbytes != part[0].nbytes or (len(part) + 1) * page.nbytes > PART_BYTES):
             yield part
             part = []
+        part.append(page)
     if part:
         yield part
 

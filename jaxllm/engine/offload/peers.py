@@ -22,6 +22,7 @@ class Peers:
         secret: bytes,
         contents: str,
         page_bytes: int,
+        state_bytes: int,
         host: HostPages,
         give: Callable[[Sequence[Digest]], Iterator[Page]],
     ):
@@ -34,9 +35,10 @@ class Peers:
         self._listener: PageListener | None = None
         if config.takes:
             must_come = config.kv_load_failure_policy == "fail"
-            self.pulls = Pulls(host, secret, contents, page_bytes, config.kv_timeout, must_come=must_come)
+            lengths = (page_bytes, state_bytes)
+            self.pulls = Pulls(host, secret, contents, *lengths, config.kv_timeout, must_come=must_come)
         if config.gives:
-            self._listener = PageListener((config.kv_ip, config.kv_port), secret, contents, page_bytes, give)
+            self._listener = PageListener((config.kv_ip, config.kv_port), secret, contents, give)
         self.info = TransferInfo(
             engine_id=secrets.token_hex(8),
             role=config.kv_role,

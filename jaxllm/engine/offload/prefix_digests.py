@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxllm.engine.page_pool import PrefixNode
 
 Digest = bytes
-"""32 bytes: of a prefix that ends with a full page."""
+"""32 bytes: of a prefix that ends with a full page, or of the state after one."""
 
 
 class PrefixDigests:
@@ -45,6 +45,11 @@ class PrefixDigests:
     def forget(self, node: PrefixNode) -> Digest | None:
         """The digest of a node that is no more."""
         return self._of.pop(node, None)
+
+
+def of_state(prefix: Digest) -> Digest:
+    """Of the state after a prefix, which is kept among the pages and called otherwise than all of them."""
+    return hashlib.blake2b(prefix + b"state", digest_size=32).digest()
 
 
 def longer(before: Digest, tokens: Sequence[int]) -> Digest:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 
@@ -39,7 +40,15 @@ class Pulls:
     """What all pulls of an engine share. Pages that several requests wait for are fetched once."""
 
     def __init__(
-        self, host: HostPages, secret: bytes, contents: str, page_bytes: int, timeout: float, *, must_come: bool
+        self,
+        host: HostPages,
+        secret: bytes,
+        contents: str,
+        page_bytes: int,
+        state_bytes: int,
+        timeout: float,
+        *,
+        must_come: bool,
     ):
         """`contents` is a digest of all that decides what is in a page; with `must_come` a request fails without its
         pages, instead of being computed.
@@ -48,6 +57,7 @@ class Pulls:
         self.secret = secret
         self.contents = contents
         self.page_bytes = page_bytes
+        self.state_bytes = state_bytes
         self.timeout = timeout
         self.must_come = must_come
         self.jobs = Jobs("pull", urgent_threads=PULLING_THREADS)
@@ -60,10 +70,16 @@ class Pulls:
         self._complained: set[tuple[str, int]] = set()
         """Of whom it was said that no pages come from there, and none have since."""
 
-    def begin(self, source: PagesAt, digests: Sequence[Digest]) -> Pull:
-        """A pull of the pages of these prefixes, which a thread runs; its time begins now."""
-        most = min(MOST_DIGESTS, self.host.budget // self.page_bytes)
-        return Pull(self, source, list(digests[:most]), len(digests))
+    def begin(self, source: PagesAt, digests: Sequence[Digest], state: Digest | None = None) -> Pull:
+        """A pull of the pages of these prefixes, which a thread runs; its time begins now.
+
+        `state` is what the state after all of them is called, where there is one; it may be among `digests`. Without
+        one of them the others are of no use then, so it brings all that host memory has room for, or nothing.
+        """
+        sizes = [self.state_bytes if digest == state else self.page_bytes for digest in digests]
+        room = min(MOST_DIGESTS, sum(total <= self.host.budget for total in accumulate(sizes)))
+        most = 0 if state is not None and room < len(digests) else room
+        return Pull(self, source, dict(zip(digests[:most], sizes, strict=False)), room, len(digests))
 
     def close(self) -> None:
         """Bring nothing more."""
@@ -139,11 +155,14 @@ class Pulls:
 class Pull:
     """The pages of one request's prompt. One thread runs it; any may cancel it."""
 
-    def __init__(self, pulls: Pulls, source: PagesAt, digests: list[Digest], count: int):
-        """`digests` are the first of `count`, as many as host memory has room for."""
+    def __init__(self, pulls: Pulls, source: PagesAt, wanted: dict[Digest, int], room: int, count: int):
+        """`wanted` says how many bytes each has. They are the first of `count`, of which host memory has `room` for so
+        many.
+        """
         self._pulls = pulls
         self._source = source
-        self._digests = digests
+        self._wanted = wanted
+        self._room = room
         self._count = count
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -179,7 +198,7 @@ class Pull:
 
     def _bring(self) -> None:
         """What nobody else brings; then what others do, or were to and have not."""
-        missing = self._digests
+        missing = list(self._wanted)
         for _ in range(2):
             with self._pulls.claimed(missing) as mine:
                 if mine and not self._cancelled:
@@ -190,8 +209,8 @@ class Pull:
             missing = [digest for digest in others if digest not in self._pulls.host]
         if missing:
             raise _NotPulledError("another request that waited for the same pages did not get them")
-        if len(self._digests) < self._count:
-            room = f"room for {len(self._digests)} of its {self._count} pages"
+        if self._room < self._count:
+            room = f"room for {self._room} of its {self._count} pages"
             raise _NotPulledError(f"host memory (kv_offload_memory) has {room}")
 
     @property
@@ -234,7 +253,7 @@ class Pull:
             message, arrays = wire.receive(None)
             match message:
                 case SomePages():
-                    pages = self._checked(arrays, len(digests) - got)
+                    pages = self._checked(arrays, [self._wanted[digest] for digest in digests[got:]])
                     for digest, page in zip(digests[got:], pages, strict=False):
                         self._pulls.host.add(digest, page.copy())  # else it would keep all that came with it
                     got += len(pages)
@@ -246,11 +265,12 @@ class Pull:
                 case NoPages(why):
                     raise _NotPulledError(one_line(why))
 
-    def _checked(self, arrays: list[np.ndarray], most: int) -> np.ndarray:
-        """Pages: uint8 `[pages, page_bytes]`. Raises WireError for anything else."""
+    @staticmethod
+    def _checked(arrays: list[np.ndarray], expected: list[int]) -> np.ndarray:
+        """Pages, or a state: uint8 `[pages, nbytes]`, the next of the `expected` ones. Raises WireError for others."""
         pages = arrays[0] if len(arrays) == 1 else np.empty(0)
-        are_pages = pages.dtype == np.uint8 and pages.ndim == 2 and pages.shape[1] == self._pulls.page_bytes
-        if not are_pages or not 0 < len(pages) <= most:
+        are_pages = pages.dtype == np.uint8 and pages.ndim == 2 and len(pages) > 0
+        if not are_pages or expected[: len(pages)] != [pages.shape[1]] * len(pages):
             raise WireError("what was sent are no pages of this model, or more than were asked for")
         return pages
 

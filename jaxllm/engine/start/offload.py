@@ -1,4 +1,4 @@
-"""Where an engine's pages go when their place on the devices is given away."""
+"""Where an engine's pages and states go when their place on the devices is given away."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxllm.config import EngineConfig
 from jaxllm.engine.device.page_blocks import PageBlocks
 from jaxllm.engine.device.saved import fingerprint
+from jaxllm.engine.offload.cache_rows import ROW_KINDS
 from jaxllm.engine.offload.disk_pages import DiskPages
 from jaxllm.engine.offload.tiers import PageTiers
 from jaxllm.engine.page_pool import PagePool
@@ -31,17 +32,28 @@ NOT_ELSEWHERE = ("processor",)
 
 
 def check_offload(config: EngineConfig, blueprint: Blueprint, platform: Platform) -> None:
-    """Raises ConfigError where pages are to be kept of a model that has none, or more than the host has room for."""
+    """Raises ConfigError where pages are to be kept of a model that has none, or states of one that keeps none, or more
+    than the host has room for.
+    """
     if config.kv_offload_memory is None:
         return
-    size = format_bytes(config.kv_offload_memory)
-    if blueprint.plan.buckets.encodes or not blueprint.sizes.paged_buffers:
+    size, sizes = format_bytes(config.kv_offload_memory), blueprint.sizes
+    if blueprint.plan.buckets.encodes:
         raise ConfigError(f"kv_offload_memory is {size}, and this model keeps no KV pages that it could hold")
-    if blueprint.sizes.has_states:
+    if sizes.has_states and not sizes.num_snapshots:
         raise ConfigError(
-            f"kv_offload_memory is {size}, and this model has recurrent layers: pages alone would not let it go on "
-            "from a prefix; state_cache_memory says how many of its prefixes are kept"
+            f"kv_offload_memory is {size}, and this model has recurrent layers, of which no state of a prefix is kept "
+            "(state_cache_memory): no prompt could go on from a prefix"
         )
+    rooms = {"kv_offload_memory": config.kv_offload_memory}
+    if config.kv_offload_dir is not None:
+        rooms["kv_offload_disk"] = config.kv_offload_disk
+    state = PageBlocks(sizes.buffers_of("state")).nbytes
+    for name, room in rooms.items():
+        if state > room:
+            raise ConfigError(
+                f"{name} is {format_bytes(room)}, which does not hold the state of one prefix: {format_bytes(state)}"
+            )
     if platform.host_memory is not None and config.kv_offload_memory > platform.host_memory:
         host = format_bytes(platform.host_memory)
         raise ConfigError(f"kv_offload_memory is {size}, and this process may have {host} of host memory")
@@ -50,34 +62,40 @@ def check_offload(config: EngineConfig, blueprint: Blueprint, platform: Platform
 def page_tiers(
     config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path, pool: PagePool
 ) -> PageTiers | None:
-    """What keeps the pages of `pool`; None where nothing does.
+    """What keeps the pages of `pool` and the states of its prefixes; None where nothing does.
 
     Raises:
         ConfigError: kv_offload_dir cannot be used, or nobody can listen where others would fetch pages.
     """
     if config.kv_offload_memory is None:
         return None
-    disk, page_bytes = None, PageBlocks(blueprint.sizes).nbytes
+    sizes, disk = blueprint.sizes, None
+    page_bytes, state_bytes = (PageBlocks(buffers).nbytes for buffers in map(sizes.buffers_of, ROW_KINDS))
     if config.kv_offload_dir is not None:
         name = contents_digest(config, blueprint, mesh, checkpoint)
-        disk = DiskPages(in_home(config.kv_offload_dir), name, config.kv_offload_disk, page_bytes)
-    tiers = PageTiers(pool, config.kv_offload_memory, disk)
+        lengths = [length for length in (page_bytes, state_bytes) if length]
+        disk = DiskPages(in_home(config.kv_offload_dir), name, config.kv_offload_disk, lengths)
+    has = {"has_states": state_bytes > 0, "has_pages": page_bytes > 0}
+    tiers = PageTiers(pool, config.kv_offload_memory, disk, **has)
     if config.kv_transfer_config is not None:
         contents = contents_digest(config, blueprint, mesh, checkpoint, ignored=NOT_ELSEWHERE)
-        tiers.join(config.kv_transfer_config, group_secret(config.cluster_secret), contents, page_bytes)
+        secret = group_secret(config.cluster_secret)
+        tiers.join(config.kv_transfer_config, secret, contents, page_bytes, state_bytes)
     return tiers
 
 
 def contents_digest(
     config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path, ignored: Sequence[str] = ()
 ) -> str:
-    """Of all that decides what is in the page of a prefix: engines with the same one may use each other's.
+    """Of all that decides what is in a page, and in the state of a prefix: engines with the same one may use each
+    other's.
 
     `ignored` are parts of a manifest that are left out besides those that say nothing of pages.
     """
     manifest = step_manifest(blueprint, mesh)
     kept = {name: value for name, value in manifest.items() if name not in (*NOT_IN_PAGES, *ignored)}
-    shapes = [(buffer.shape[1:], buffer.dtype.name, buffer.axes) for buffer in blueprint.sizes.paged_buffers]
+    buffers = [buffer for kind in ROW_KINDS for buffer in blueprint.sizes.buffers_of(kind)]
+    shapes = [(buffer.shape[1:], buffer.dtype.name, buffer.axes) for buffer in buffers]
     kept |= {
         "page": fingerprint((blueprint.sizes.page_size, shapes)),
         "files": files_digest(checkpoint, config.imatrix),

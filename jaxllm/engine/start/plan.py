@@ -281,6 +281,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             taken = one.weight_bytes, one.kv_bytes_per_token * page, one.state_bytes
             found.append(plan_caches(config, budget, *taken, wanted, max_num_seqs))
         caches = least_caches(found, [one.state_bytes for one in held])
+    offloads = config.kv_offload_memory is not None
     buckets = (
         Buckets.of_encoder(max_num_seqs, batched, config.prefill_buckets, classifies=model_config.num_labels > 0)
         if encodes
@@ -293,7 +294,8 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             drafts=drafts is not None,
             adapted=adapters is not None,
             recalls=isinstance(drafts, NgramDrafts) and drafts.remembered > 0,
-            offloads=config.kv_offload_memory is not None,
+            offloads_pages=offloads and any(one.kv_bytes_per_token for one in held),
+            offloads_states=offloads and any(one.state_bytes for one in held),
         )
     )
     one_step = encodes or len(models) > 1 or options.dp > 1

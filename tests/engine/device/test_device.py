@@ -103,6 +103,8 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(
         "adapt",
         "read_pages",
         "write_pages",
+        "read_states",
+        "write_states",
         "decode_layers",
         "backbone_layers",
         "took",

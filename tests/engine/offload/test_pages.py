@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxllm.engine.offload.cache_rows import CacheRow
 from jaxllm.engine.offload.disk_pages import CHECKSUM, DiskPages
 from jaxllm.engine.offload.host_pages import HostPages, Page
 from jaxllm.engine.offload.prefix_digests import PrefixDigests, chain
@@ -51,7 +52,7 @@ def test_a_page_larger_than_the_budget_is_not_kept():
 
 
 def disk(folder: Path, budget: int = 10**6) -> DiskPages:
-    return DiskPages(folder, "model", budget, SIZE)
+    return DiskPages(folder, "model", budget, (SIZE,))
 
 
 def test_a_file_outlives_its_process(tmp_path: Path):
@@ -172,7 +173,7 @@ def test_what_hangs_on_a_page_that_is_gone_is_not_kept():
     node = pool.register(parent, None, [1, 2])
     pool.release([parent])
     assert len(pool.allocate(4)) == 4
-    assert [entry[0] for entry in tiers.take_leaving()] == [parent]
+    assert [row for row, _ in tiers.take_leaving()] == [CacheRow("page", parent)]
     child = pool.register(2, node, [3, 4])
     assert child != node and tiers._digests[child] is None
     tiers.close()
@@ -191,8 +192,8 @@ def test_pages_wait_for_each_other_on_their_way(tmp_path: Path):
     assert tiers.has_unsaved and tiers.on_disk(None, tokens) == []
     pool.allocate(8)
     leaving = tiers.take_leaving()
-    assert sorted(number for number, _ in leaving) == sorted(held) and not tiers.has_unsaved
-    tiers.keep([digest for _, digest in leaving], lambda: [page(number) for number, _ in leaving])
+    assert sorted(row.number for row, _ in leaving) == sorted(held) and not tiers.has_unsaved
+    tiers.keep([digest for _, digest in leaving], lambda: [page(row.number) for row, _ in leaving])
     tiers.wait()
     assert (tiers.num_host, tiers.num_disk) == (2, 2)
     assert tiers.has_unsaved, "the two in host memory"
@@ -218,14 +219,14 @@ def test_pages_that_were_given_away_unsaved_are_saved_from_host_memory(tmp_path:
     pool.release(held)
     pool.allocate(3)
     leaving = tiers.take_leaving()
-    tiers.keep([digest for _, digest in leaving], lambda: [page(number) for number, _ in leaving])
+    tiers.keep([digest for _, digest in leaving], lambda: [page(row.number) for row, _ in leaving])
     tiers.wait()
     on_device = tiers.take_unsaved()
-    tiers.save([digest for _, digest in on_device], lambda: [page(number) for number, _ in on_device])
+    tiers.save([digest for _, digest in on_device], lambda: [page(row.number) for row, _ in on_device])
     assert tiers.has_unsaved
     tiers.save_from_host()
     tiers.wait()
     assert not tiers.has_unsaved and len(disk(tmp_path)) == tiers.num_disk == 4
-    for number, digest in [*leaving, *on_device]:
-        np.testing.assert_array_equal(disk(tmp_path).read(digest), page(number))
+    for row, digest in [*leaving, *on_device]:
+        np.testing.assert_array_equal(disk(tmp_path).read(digest), page(row.number))
     tiers.close()

@@ -26,6 +26,8 @@ from jaxllm.sharding.wire import Wire, frame
 
 SIZE = 100
 """Bytes of a page."""
+STATE_SIZE = 250
+"""Bytes of a state."""
 SECONDS = 20
 """For what takes much less."""
 SECRET = b"secret"
@@ -53,7 +55,7 @@ def giving(pages: dict[Digest, Page] | None = None, **other: object) -> Iterator
                 return
             yield kept[digest]
 
-    options = {"secret": SECRET, "contents": "these", "page_bytes": SIZE, "give": give} | other
+    options = {"secret": SECRET, "contents": "these", "give": give} | other
     listener = PageListener(("127.0.0.1", 0), **options)
     try:
         yield listener
@@ -63,7 +65,8 @@ def giving(pages: dict[Digest, Page] | None = None, **other: object) -> Iterator
 
 @contextmanager
 def pulling(budget: int = 100 * SIZE, timeout: float = SECONDS, **other: object) -> Iterator[Pulls]:
-    options = {"secret": SECRET, "contents": "these", "page_bytes": SIZE, "must_come": False} | other
+    sizes = {"page_bytes": SIZE, "state_bytes": STATE_SIZE}
+    options = {"secret": SECRET, "contents": "these", **sizes, "must_come": False} | other
     pulls = Pulls(HostPages(budget), timeout=timeout, **options)
     try:
         yield pulls
@@ -191,7 +194,7 @@ def test_complaints_about_hosts_that_requests_make_up_do_not_fill_the_log(
     [
         ({"secret": b"another"}, "its cluster_secret is another"),
         ({"contents": "others"}, "its pages are of another model, or were made with other settings"),
-        ({"page_bytes": SIZE, "give": lambda digests: iter([page(0)[:50]])}, "no pages of this model"),
+        ({"give": lambda digests: iter([page(0)[:50]])}, "no pages of this model"),
         ({"pages": {name(0): page(0), name(2): page(2)}}, "it has 1 of the 8 pages that were asked for"),
     ],
     ids=lambda value: str(value)[:20],
@@ -395,7 +398,7 @@ def test_a_port_that_is_taken_is_refused_in_a_line() -> None:
     with giving() as listener:
         line = f"kv_transfer_config.kv_ip is 127.0.0.1 and kv_port {listener.port}, where this server cannot listen"
         with pytest.raises(ConfigError, match=line):
-            PageListener(("127.0.0.1", listener.port), SECRET, "these", SIZE, lambda digests: iter(()))
+            PageListener(("127.0.0.1", listener.port), SECRET, "these", lambda digests: iter(()))
 
 
 def test_many_requests_at_once() -> None:
