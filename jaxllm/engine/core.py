@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from jaxllm.engine.accept import Results, store_scores
 from jaxllm.engine.adapters.store import AdapterStore, check_adapters
 from jaxllm.engine.counting import Counting
-from jaxllm.engine.device.handle import Handle, Result
+from jaxllm.engine.device.handle import Handle, LeavingPages, Result
 from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
@@ -199,7 +199,7 @@ class EngineCore:
         handle = self._runner.dispatch(batch, fill) if batch.chunks else None
         if handle is not None:
             self._counting.step(batch)
-            self._keep_leaving(handle)
+        self._keep(self._runner.read_pages(batch.leaving) if handle is None else handle.leaving)
         deltas += self._read_pending(handle)
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
@@ -307,18 +307,17 @@ class EngineCore:
         if self._kv_events is not None:
             self._kv_events.close()
 
-    def _keep_leaving(self, handle: Handle) -> None:
-        for leaving in handle.leaving:
+    def _keep(self, leaving: Sequence[LeavingPages]) -> None:
+        for part in leaving:
             assert self._tiers is not None, "without tiers no page is copied"
-            self._tiers.keep(leaving.digests, leaving.contents)
+            self._tiers.keep(part.digests, part.contents)
 
     def _hand_on(self, request: Request) -> None:
         """Copy the full pages of its prompt, and its state, to host memory, where other servers find them."""
         if not request.hands_on or self._tiers is None:
             return
         prompt, root = request.token_ids[: request.num_prompt], self._scheduler.prefix_root(request)
-        for part in self._runner.read_pages(self._tiers.to_hand_on(root, prompt, request.pages)):
-            self._tiers.keep(part.digests, part.contents)
+        self._keep(self._runner.read_pages(self._tiers.to_hand_on(root, prompt, request.pages)))
 
     def _save_pages(self) -> None:
         """Copy some pages or a state to disk that are not there yet; one step's time at most, as a request may come."""

@@ -39,7 +39,7 @@ class PrefixSearch:
     """Looks on the devices first, then in host memory."""
 
     def __init__(self, pool: PagePool, states: StateCache | None, tiers: PageTiers | None, spared: int):
-        """So many free pages are `spared`: they are not filled with what the host has."""
+        """So many free pages are `spared` where layers keep no states: they are not filled with what the host has."""
         self._pool = pool
         self._states = states
         self._tiers = tiers
@@ -58,13 +58,9 @@ class PrefixSearch:
             return self._with_state(usable, pages, root, self._states)
         found = FoundPrefix(pages, node, len(pages))
         if self._tiers is not None:
-            found.returning = self._tiers.find(node, self._behind(usable, len(pages)))
+            size, room = self._pool.page_size, max(self._pool.num_free - self._spared, 0)
+            found.returning = self._tiers.find(node, usable[len(pages) * size : (len(pages) + room) * size])
         return found
-
-    def _behind(self, usable: list[int], count: int) -> list[int]:
-        """The tokens behind `count` pages, as far as there is room for them and some more."""
-        size, room = self._pool.page_size, max(self._pool.num_free - self._spared, 0)
-        return usable[count * size : (count + room) * size]
 
     def _with_state(
         self, usable: list[int], pages: list[int], root: PrefixNode, states: StateCache
@@ -72,20 +68,25 @@ class PrefixSearch:
         """As many of the pages as lead to a state, the longest that there is one for, on the devices or in the host.
 
         Where more pages are known, other requests begin as this one does: the state is kept there too when it comes by.
+
+        A part of the pages would be of no use, so that a request waits until there is room for all that come back.
         """
-        chain = self._pool.chain(pages)
+        size, chain = self._pool.page_size, self._pool.chain(pages)
         kept = states.find(chain)
         if kept.awaited:
             self._pool.release(pages)
             return None
         back = Returning([])
         if self._tiers is not None:
-            back = self._tiers.find_state(root, chain, self._behind(usable, len(pages)), kept.depth)
+            back = self._tiers.find_state(root, chain, usable[len(pages) * size :], kept.depth)
+        if back.awaited:
+            self._pool.release(pages)
+            return None
         depth = max(kept.depth, back.depth)
         self._pool.release(pages[depth:])
         pages, known = pages[:depth], max(len(pages), back.known)
         node = chain[len(pages) - 1] if pages else root
-        branches_at = known * self._pool.page_size if known > depth else 0
+        branches_at = known * size if known > depth else 0
         found = FoundPrefix(pages, node, kept.depth, back.pages, branches_at=branches_at)
         if back.state is not None:
             found.state = back.state

@@ -133,7 +133,7 @@ class Scheduler:
             index += 1
         if admitting and self.stats.preemptions == preemptions:  # else the preempted would come straight back
             self._admit(batch, budget, shares, favoured)
-        if self.tiers is not None and batch.chunks:
+        if self.tiers is not None:
             batch.leaving = self.tiers.take_leaving()
         batch.chunks.sort(key=lambda chunk: chunk.length > 1)  # stable: one-token chunks first
         batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)

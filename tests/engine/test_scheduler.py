@@ -8,7 +8,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from jaxllm.engine.offload.cache_rows import CacheRow
 from jaxllm.engine.request import Status
+from jaxllm.engine.work import Batch
 from jaxllm.models.config import LengthRule
 from tests.engine.scheduler_driver import Driver
 
@@ -362,4 +364,50 @@ def test_a_state_goes_with_the_pages_of_its_prefix():
     again = driver.add(PREFIX[:9], max_tokens=1)
     driver.finish()
     assert again.num_cached < 8
+    driver.check_tokens()
+
+
+def returned(batch: Batch) -> list[CacheRow]:
+    return [row for row, _ in batch.returning]
+
+
+def test_a_state_that_was_given_away_comes_back_into_a_row_where_others_find_it():
+    driver = Driver(num_pages=40, page_size=4, max_num_seqs=2, budget=64, snapshots=2, host_pages=100)
+    for prompt in (PREFIX[:10], [1] * 10, [2] * 10):
+        driver.add(prompt, max_tokens=1)
+        driver.finish()
+    again = driver.add(PREFIX[:10], max_tokens=1)
+    (row,), (chunk,) = returned(first := driver.step()), first.chunks
+    assert row == CacheRow("state", chunk.state_read) and chunk.state_read > driver.scheduler.max_num_seqs
+    assert again.num_cached == driver.scheduler.stats.offload_hits == 8
+    driver.finish()
+    driver.add(PREFIX[:10], max_tokens=1)
+    assert returned(second := driver.step()) == [] and second.chunks[0].state_read == chunk.state_read
+    driver.finish()
+    driver.check_tokens()
+
+
+def test_a_state_that_finds_no_row_comes_back_into_its_requests_slot():
+    driver = Driver(num_pages=40, page_size=4, max_num_seqs=3, budget=64, snapshots=1, host_pages=100)
+    for prompt in ([1] * 10, [2] * 10, PREFIX[:10]):
+        driver.add(prompt, max_tokens=1)
+        driver.finish()
+    both = [driver.add([token] * 10, max_tokens=1) for token in (1, 2)]
+    rows, slots = returned(batch := driver.step()), [chunk.request.slot for chunk in batch.chunks]
+    assert rows == [CacheRow("state", 4), CacheRow("state", slots[1])]
+    assert [request.num_cached for request in both] == [8, 8]
+    driver.finish()
+    driver.check_tokens()
+
+
+def test_a_preempted_request_goes_on_from_the_last_state_of_its_answer():
+    """It waits until all pages up to there have room: a part of them would be of no use."""
+    driver = Driver(num_pages=9, page_size=2, max_num_seqs=2, budget=12, snapshots=4, host_pages=100)
+    for prompt in (PREFIX[:6], [2] * 6):
+        driver.add(prompt, max_tokens=9)
+    chunks = []
+    while driver.core.has_work:
+        chunks += [(chunk.request.num_preemptions, chunk.start, chunk.length) for chunk in driver.step().chunks]
+    assert driver.scheduler.stats.preemptions == 1
+    assert next(chunk for chunk in chunks if chunk[0]) == (1, 8, 1), "it had nine tokens"
     driver.check_tokens()

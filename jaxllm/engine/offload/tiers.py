@@ -43,6 +43,8 @@ class Returning(NamedTuple):
     depth: int = 0
     known: int = 0
     """Pages of the prompt that are on the devices and in host memory, with a state or without."""
+    awaited: bool = False
+    """There will be more once the step that is being scheduled has been dispatched, which copies it to the host."""
 
 
 class PageTiers:
@@ -80,7 +82,7 @@ class PageTiers:
         """What is on the devices and on no disk, the oldest first."""
         self._unsaved_on_host: dict[Digest, None] = {}
         """What was given away before it could be saved."""
-        self._leaving: list[tuple[CacheRow, Digest]] = []
+        self._leaving: dict[Digest, CacheRow] = {}
         self._arriving: set[Digest] = set()
         """What is on its way to host memory."""
         self._jobs = Jobs("offload", urgent_threads=1)
@@ -109,8 +111,8 @@ class PageTiers:
 
     def take_leaving(self) -> list[tuple[CacheRow, Digest]]:
         """What has been given away since the last call: to be copied before anything is written there."""
-        leaving, self._leaving = self._leaving, []
-        return leaving
+        leaving, self._leaving = self._leaving, {}
+        return [(row, digest) for digest, row in leaving.items()]
 
     def keep(self, digests: Sequence[Digest], pages: Arriving) -> None:
         """Keep pages and states that are on their way to the host, in host memory."""
@@ -138,14 +140,15 @@ class PageTiers:
         """
         digests = [digest for digest in (self._digests[node] for node in nodes) if digest is not None]
         begin = digests[-1] if digests else self._digests.of_root(root)
-        digests += takewhile(self._is_in_host, chain(begin, tokens, self._page_size))
+        digests += takewhile(self._is_page_found, chain(begin, tokens, self._page_size))
         known = len(digests) if self._has_pages else len(nodes)
         for depth in range(len(digests), least, -1):
-            state = self._from_host(of_state(digests[depth - 1]))
-            if state is None:
-                continue
-            pages = self._pages_of(digests[len(nodes) : depth])
-            if len(nodes) + len(pages) >= depth:  # else another thread has pushed some out meanwhile
+            name, behind = of_state(digests[depth - 1]), digests[len(nodes) : depth]
+            if self._is_found(name) and not self._leaving.keys().isdisjoint([name, *behind]):
+                return Returning([], awaited=True)
+            state = self._from_host(name)
+            pages = self._pages_of(behind) if state is not None else []
+            if state is not None and len(pages) == len(behind):  # else another thread has pushed some out meanwhile
                 return Returning(pages, state, depth, known)
         return Returning([], known=known)
 
@@ -215,18 +218,23 @@ class PageTiers:
         """
         states = [of_state(prefixes[-1])] if prefixes and self._has_states else []
         needed = [*states, *(prefixes if self._has_pages else ())]
-        elsewhere = (digest for digest in needed if digest not in self._on_device and digest not in self._arriving)
+        coming = self._leaving.keys() | self._arriving
+        elsewhere = (digest for digest in needed if digest not in self._on_device and digest not in coming)
         return [digest for digest in elsewhere if self._host.get(digest) is None]
 
-    def _is_in_host(self, prefix: Digest) -> bool:
-        return not self._has_pages or prefix in self._arriving or prefix in self._host
+    def _is_page_found(self, prefix: Digest) -> bool:
+        return not self._has_pages or self._is_found(prefix)
+
+    def _is_found(self, digest: Digest) -> bool:
+        """Whether it is in host memory, or on its way there."""
+        return digest in self._leaving or digest in self._arriving or digest in self._host
 
     def _is_page_here(self, prefix: Digest) -> bool:
         return not self._has_pages or self._is_here(prefix)
 
     def _is_here(self, digest: Digest) -> bool:
         on_disk = self._disk is not None and digest in self._disk
-        return on_disk or digest in self._on_device or digest in self._arriving or digest in self._host
+        return on_disk or digest in self._on_device or self._is_found(digest)
 
     def read(self, digests: Sequence[Digest]) -> None:
         """Read pages and states from disk into host memory, up to one that is damaged. Any thread may call this."""
@@ -343,4 +351,4 @@ class PageTiers:
             del self._on_device[digest]
             self._unsaved.pop(digest, None)
         if leaves and digest not in self._host:
-            self._leaving.append((row, digest))
+            self._leaving[digest] = row
