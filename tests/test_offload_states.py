@@ -146,7 +146,7 @@ def test_pages_beyond_the_last_state_stay_where_they_are(lfm2: Path, alone: LLM)
 def test_requests_that_share_a_prefix_go_on_from_one_state(lfm2: Path, alone: LLM) -> None:
     (stem,), others = prompts_of(lfm2, 1, 49), prompts_of(lfm2, 2, seed=4)
     prompts = [[*stem, token] for token in range(3, 8)]
-    with few_states(lfm2, 3, 18) as llm:
+    with few_states(lfm2, 2, 18) as llm:
         ask(llm, [stem, *others])
         together = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert said(together) == said(ask(alone, prompts)) and cached(together) == [48] * 5
@@ -158,7 +158,7 @@ def test_requests_beside_each_other_and_preempted(model: str, tmp_path: Path, ca
     directory = write_checkpoint(model, tmp_path / model)
     prompts = prompts_of(directory, 12, 60)
     wanted = expected(directory, prompts, SAMPLED)
-    with few_states(directory, 3, 20, kv_offload_memory=room_for(directory, 200, 300)) as llm:
+    with few_states(directory, 2, 20, kv_offload_memory=room_for(directory, 200, 300)) as llm:
         for _ in range(3):
             assert said(llm.generate(prompts, SAMPLED, use_tqdm=False)) == wanted
         stats = llm.stats()

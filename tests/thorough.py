@@ -150,6 +150,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "test_offload.py": {
         "test_a_draft_models_pages_come_along": "test_a_prompt_is_found_again_in_host_memory",
     },
+    "test_offload_states.py": {
+        "test_in_other_engines": "tests/engine/test_scheduler.py, over a simulated device",
+    },
     "test_quantized_pages.py": {
         "test_a_server_says_what_the_library_does": "its other tests",
     },
