@@ -122,11 +122,11 @@ class EngineConfig(SettingsGroup):
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
     kv_offload_memory: Annotated[Bytes, Field(gt=0)] | None = None
-    """Bytes of host memory, as 8GiB, for KV pages that have lost their place: their prompts find them again there."""
+    """Bytes of host memory, as 8GiB, for KV pages and states that have lost their place: prompts find them there."""
     kv_offload_dir: Path | None = None
-    """A folder for pages that kv_offload_memory has no room for, and for all of an idle engine's: they outlive it."""
+    """A folder for what kv_offload_memory has no room for, and for all that an idle engine has: it outlives it."""
     kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
-    """Bytes that kv_offload_dir may take for one model; the longest unused pages are deleted."""
+    """Bytes that kv_offload_dir may take for one model; what was unused longest is deleted."""
     kv_transfer_config: Annotated[KVTransferConfig, BeforeValidator(parse_object)] | None = None
     """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/disaggregated.md."""
     kv_events_config: Annotated[KVEventsConfig, BeforeValidator(parse_object)] | None = None

@@ -161,9 +161,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_hits: int = 0
     """Those of them that were found."""
     num_host_pages: int = 0
-    """KV pages kept in host memory."""
+    """KV pages and states of prefixes kept in host memory."""
     num_disk_pages: int = 0
-    """KV pages kept on disk."""
+    """KV pages and states of prefixes kept on disk."""
     num_pulls: int = 0
     """Requests whose pages were fetched from another server, or were to be."""
     num_failed_pulls: int = 0
@@ -171,9 +171,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     pull_seconds: float = 0.0
     """That they waited for them."""
     num_pulled_pages: int = 0
-    """KV pages that have come from other servers."""
+    """KV pages and states that have come from other servers."""
     num_given_pages: int = 0
-    """KV pages that other servers were sent."""
+    """KV pages and states that other servers were sent."""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     """Those of them that the prefix cache held."""

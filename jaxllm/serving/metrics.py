@@ -67,8 +67,8 @@ OWN_GAUGES = {
         "KV pages not in use, those that still hold reusable prefixes included.",
         lambda s: s.num_free_pages,
     ),
-    "kv_pages_host": ("KV pages kept in host memory.", lambda s: s.num_host_pages),
-    "kv_pages_disk": ("KV pages kept on disk.", lambda s: s.num_disk_pages),
+    "kv_pages_host": ("KV pages and states of prefixes kept in host memory.", lambda s: s.num_host_pages),
+    "kv_pages_disk": ("KV pages and states of prefixes kept on disk.", lambda s: s.num_disk_pages),
     "compiles_pending": ("Buckets still to be compiled.", lambda s: s.compiles_pending),
     "step_host_seconds_mean": (
         "Host time of a step, everything but waiting for the device, averaged since the start.",
@@ -96,8 +96,8 @@ OWN_COUNTERS = {
         lambda s: s.num_failed_pulls,
     ),
     "kv_transfer_seconds": ("Time that they waited for pages.", lambda s: s.pull_seconds),
-    "kv_transfer_pages_fetched": ("KV pages fetched from other servers.", lambda s: s.num_pulled_pages),
-    "kv_transfer_pages_given": ("KV pages sent to other servers.", lambda s: s.num_given_pages),
+    "kv_transfer_pages_fetched": ("KV pages and states fetched from other servers.", lambda s: s.num_pulled_pages),
+    "kv_transfer_pages_given": ("KV pages and states sent to other servers.", lambda s: s.num_given_pages),
 }
 
 
