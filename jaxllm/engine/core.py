@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 from jaxllm.engine.accept import Results, store_scores
 from jaxllm.engine.adapters.store import AdapterStore, check_adapters
 from jaxllm.engine.counting import Counting
-from jaxllm.engine.device.handle import Handle, LeavingPages, Result
+from jaxllm.engine.device.handle import Handle, Result
 from jaxllm.engine.device.ran_step import RanStep, StepKind
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.device.sampler import Logprobs
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.fair_shares import RecentGroups
+from jaxllm.engine.host_copies import HostCopies
 from jaxllm.engine.idle_check import IdleCheck
 from jaxllm.engine.kv_events.events import KVEvents
 from jaxllm.engine.masks import allow_only
@@ -82,6 +83,7 @@ class EngineCore:
         self._tiers = scheduler.tiers
         self._idle_check = IdleCheck(pool, scheduler.states, scheduler.adapters)
         self._runner = runner
+        self._copies = HostCopies(self._tiers, runner)
         self._tokenizer = tokenizer
         self._results = Results(tokenizer, eos_token_ids)
         self._grammars = grammars
@@ -115,7 +117,7 @@ class EngineCore:
     @property
     def _is_saving(self) -> bool:
         """Nobody waits for anything, and pages are to be copied to disk."""
-        return self._tiers is not None and self._tiers.has_unsaved and not self._scheduler.num_unfinished
+        return self._copies.has_unsaved and not self._scheduler.num_unfinished
 
     @property
     def _num_schedulable(self) -> int:
@@ -190,8 +192,8 @@ class EngineCore:
             return deltas + self._read_pending(None)
         if self._pending is not None and self._scheduler.awaits_text(admitting=self._paused is None):
             deltas += self._read_pending(None)
-        if not self._has_requests:
-            self._save_pages()
+        if self._is_saving and not self._has_requests:
+            self._copies.save()
         batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
         if batch.admitted:
             self.on_begin([request.request_id for request in batch.admitted])
@@ -199,7 +201,7 @@ class EngineCore:
         handle = self._runner.dispatch(batch, fill) if batch.chunks else None
         if handle is not None:
             self._counting.step(batch)
-        self._keep(self._runner.read_pages(batch.leaving) if handle is None else handle.leaving)
+        self._copies.keep(self._runner.read_pages(batch.leaving) if handle is None else handle.leaving)
         deltas += self._read_pending(handle)
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle, self._fill_masks)
@@ -307,26 +309,6 @@ class EngineCore:
         if self._kv_events is not None:
             self._kv_events.close()
 
-    def _keep(self, leaving: Sequence[LeavingPages]) -> None:
-        for part in leaving:
-            assert self._tiers is not None, "without tiers no page is copied"
-            self._tiers.keep(part.digests, part.contents)
-
-    def _hand_on(self, request: Request) -> None:
-        """Copy the full pages of its prompt, and its state, to host memory, where other servers find them."""
-        if not request.hands_on or self._tiers is None:
-            return
-        prompt, root = request.token_ids[: request.num_prompt], self._scheduler.prefix_root(request)
-        self._keep(self._runner.read_pages(self._tiers.to_hand_on(root, prompt, request.pages)))
-
-    def _save_pages(self) -> None:
-        """Copy some pages or a state to disk that are not there yet; one step's time at most, as a request may come."""
-        if self._tiers is None or not self._is_saving:
-            return
-        for part in self._runner.read_pages(self._tiers.take_unsaved()):
-            self._tiers.save(part.digests, part.contents)
-        self._tiers.save_from_host()
-
     def _start_prepared(self) -> list[TokenDelta]:
         """Queue the requests for which all is ready; the deltas are of those for which something failed."""
         failed, self._failed = self._failed, []
@@ -424,7 +406,7 @@ class EngineCore:
             delta.num_preemptions, delta.padding = request.num_preemptions, request.padding
             delta.num_drafted, delta.num_taken = request.num_drafted, request.num_taken
             self._runner.remember_answer(request)
-            self._hand_on(request)
+            self._copies.hand_on(request, self._scheduler.prefix_root(request))
             self._forget(request)
         return delta
 
