@@ -39,10 +39,10 @@ def away(count: int, cached: int | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_however_many_are_away(tmp_path: Path, name: str) -> None:
-    """With requests preempted, and then again, when their prompts are cached."""
+    """With requests preempted, and then again, when their prompts are cached; at last also on the host."""
     model, count = write_model(tmp_path / "m", name), NAMES[name]
     expected = told(model, every_kind=False)
-    for parts in (away(1), away(count // 2, 1), away(count)):
+    for parts in (away(1), away(count // 2, 1), away(count) | {"kv_offload_memory": "8MiB"}):
         assert_same(told(model, every_kind=False, **parts), expected, near=0, preempts=expected["preemptions"] > 0)
 
 

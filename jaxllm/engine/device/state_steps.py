@@ -103,5 +103,10 @@ class StateSteps(StepBuilder):
         return self._build(Key(kind, count), step, self.state.ints(count), *shapes)
 
     def _has_rows(self, of: RowKind) -> list[bool]:
-        """Of each buffer, layer after layer, whether it has a row for each page, or for each state."""
-        return [paged == (of == "page") for paged in self._sizes.is_paged]
+        """Of each array that layers keep, in turn, whether it has a row for each page, or for each state."""
+        sizes, found = self._sizes, list[bool]()
+        paged = iter(sizes.is_paged)
+        for buffers, layer in zip(sizes.buffers, self.state.abstract().caches, strict=True):
+            found += [next(paged) == (of == "page") for _ in buffers]
+            found += [False] * (len(jax.tree.leaves(layer)) - len(buffers))  # places of experts
+        return found
