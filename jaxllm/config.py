@@ -91,7 +91,7 @@ class EngineConfig(SettingsGroup):
     max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
-    """Most tokens one dispatch decodes for a sequence while no request waits (default 4 with CPU kernels, else 1)."""
+    """Most tokens one dispatch decodes for a sequence while none could begin (default 4 with CPU kernels, else 1)."""
     speculative_config: Annotated[SpeculativeConfig, BeforeValidator(parse_object)] | None = None
     """Try tokens ahead, as {"method": "ngram", "num_speculative_tokens": 3}: the same answers in fewer steps."""
     decode_buckets: Sizes | None = None

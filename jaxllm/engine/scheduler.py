@@ -112,7 +112,7 @@ class Scheduler:
         tries = not self._admits(admitting) and not self.ahead.awaits_text(self.running)
         most_drafts = self.ahead.most_drafts(self.running) if tries else 0
         batch = Batch(most_drafts=most_drafts, unsettled=any(r.num_unsettled for r in self.running))
-        batch.num_steps = 1 if batch.drafts or self.waiting else self.ahead.num_steps(self.running)
+        batch.num_steps = 1 if batch.drafts or self._admits(admitting) else self.ahead.num_steps(self.running)
         preemptions = self.stats.preemptions
         budget, shares = self.max_num_batched_tokens, self._shares()
         index = 0

@@ -233,6 +233,11 @@ class Alphabet:
         return [0, *(ord(letter) - 96 for letter in text)]
 
 
+def test_speculation_sets_the_number_of_streams_itself(cli) -> None:
+    status, _, errors = cli("bench", "speculation", "tiny", "--max-num-seqs", "2")
+    assert status == 2 and errors.strip().endswith("max_num_seqs is 2, which num_streams says here")
+
+
 def test_windows_of_a_text_each_begin_as_a_text_does() -> None:
     llm = SimpleNamespace(get_tokenizer=Alphabet)
     assert list(windows(llm, "abcdefgh", 4, 100)) == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8]]

@@ -184,7 +184,9 @@ class Driver:
         assert batch.num_decodes == lengths.count(1)
         assert len({id(chunk.request) for chunk in batch.chunks}) == len(batch.chunks)
         assert 1 <= batch.num_steps <= min(scheduler.ahead.decode_steps, self.pool.page_size)
-        assert batch.num_steps == 1 or (batch.decode_only and not scheduler.waiting and not batch.admitted)
+        assert batch.num_steps == 1 or (
+            batch.decode_only and not (scheduler.waiting and scheduler._free_slots) and not batch.admitted
+        )
         most = 1 + batch.most_drafts if batch.drafts else batch.num_steps
         assert not batch.drafts or batch.num_steps == 1
         assert not batch.most_drafts or (batch.decode_only and not batch.admitted)

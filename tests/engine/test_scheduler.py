@@ -290,6 +290,20 @@ def test_priority_then_arrival_decides_who_is_admitted():
     assert list(driver.done) == ["r2", "r0", "r3", "r1"]
 
 
+def test_a_full_engine_decodes_several_tokens_a_step_although_others_wait():
+    """With a place free, one token a step: whoever comes begins at once."""
+    driver = Driver(num_pages=60, page_size=4, max_num_seqs=2, budget=64, decode_steps=3)
+    for _ in range(3):
+        driver.add([1, 2], max_tokens=9)
+    steps = []
+    while driver.scheduler.num_unfinished:
+        batch = driver.step()
+        steps.append((len(batch.chunks), batch.num_steps, len(driver.scheduler.waiting)))
+    assert (2, 3, 1) in steps, "two run and one waits"
+    assert all(count == 1 for running, count, waiting in steps if waiting and running < 2)
+    driver.check_tokens()
+
+
 def test_an_aborted_request_frees_its_pages_at_once():
     driver = Driver(num_pages=20, page_size=2, max_num_seqs=4, budget=4)
     running, waiting = driver.add(PREFIX, max_tokens=3), driver.add(PREFIX, max_tokens=3)

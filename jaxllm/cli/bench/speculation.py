@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jaxllm.cli.bench.draft_texts import TEXTS
@@ -44,34 +43,39 @@ def speculation(
     them one round is not counted: it leaves the prompts in the prefix cache, so that the answers alone are compared.
 
     Args:
-        num_streams: How many questions are asked at once; several numbers give more rows. [default: 1 4]
+        num_streams: How many answers are under way at a time, while others wait; several numbers give more rows.
+            [default: 1 4]
         output_len: Most tokens of an answer.
         num_iters: Repetitions.
         json: Write the result to this file.
     """
     from jaxllm.llm import LLM
 
-    given = config.model_dump(exclude_unset=True)
+    given = {"max_model_len": 2048} | config.model_dump(exclude_unset=True)
+    if "max_num_seqs" in given:
+        raise ConfigError(f"max_num_seqs is {config.max_num_seqs}, which num_streams says here")
     streams = num_streams or [1, 4]
-    given = {"max_num_seqs": max(streams), "max_model_len": 2048} | given
     asked = given.pop("speculative_config", None) or DEFAULT.model_dump(exclude_unset=True)
-    with LLM(**given) as plain, LLM(**given, speculative_config=asked) as drafting:
-        for llm in (plain, drafting):
-            while llm.stats().compiles_pending:
-                time.sleep(0.2)
-        results = [_compare(plain, drafting, kind, count, output_len, num_iters) for kind in TEXTS for count in streams]
+    results = []
+    for count in streams:
+        sizes = given | {"max_num_seqs": count}
+        with LLM(**sizes) as plain, LLM(**sizes, speculative_config=asked) as drafting:
+            for llm in (plain, drafting):
+                while llm.stats().compiles_pending:
+                    time.sleep(0.2)
+            results += [_compare(plain, drafting, kind, count, output_len, num_iters) for kind in TEXTS]
+    kinds = list(TEXTS)
+    results.sort(key=lambda result: kinds.index(result["text"]))
     load = {"num_streams": streams, "output_len": output_len, "num_iters": num_iters, "speculative_config": asked}
     report("speculation", config, load, results, json)
 
 
 def _compare(plain: LLM, drafting: LLM, kind: str, count: int, output_len: int, num_iters: int) -> dict[str, Any]:
-    questions = TEXTS[kind]()
-    conversations = [[{"role": "user", "content": question}] for question in questions]
-    groups = [[conversations[(at + i) % len(conversations)] for i in range(count)] for at in range(len(conversations))]
+    conversations = [[{"role": "user", "content": question}] for question in TEXTS[kind]()] * count
     params = SamplingParams(temperature=0, max_tokens=output_len, detokenize=False)
     before, rates = drafting.stats(), list[tuple[float, float]]()
     for iteration in range(num_iters + 1):
-        pair = [_rate(llm, groups, params) for llm in (plain, drafting)]
+        pair = [_rate(llm, conversations, params) for llm in (plain, drafting)]
         if pair[0][1] != pair[1][1]:
             raise ConfigError(f"with drafts the answers to {kind} are others than without: this is a fault of jaxllm")
         if iteration:  # the first time something may still be loaded
@@ -89,9 +93,8 @@ def _compare(plain: LLM, drafting: LLM, kind: str, count: int, output_len: int, 
     }
 
 
-def _rate(llm: LLM, groups: Sequence[list[Any]], params: SamplingParams) -> tuple[float, list[Any]]:
-    """Tokens a second over all groups, one after the other, and what was said."""
-    begin, said = time.perf_counter(), []
-    for group in groups:
-        said += [output.outputs[0].token_ids for output in llm.chat(group, params, use_tqdm=False)]
+def _rate(llm: LLM, conversations: list[Any], params: SamplingParams) -> tuple[float, list[list[int]]]:
+    """Tokens a second of all answers, as many of which are under way as the engine has places for; and the answers."""
+    begin = time.perf_counter()
+    said = [output.outputs[0].token_ids for output in llm.chat(conversations, params, use_tqdm=False)]
     return sum(map(len, said)) / (time.perf_counter() - begin), said
