@@ -305,6 +305,15 @@ def test_layer_is_the_dense_mixture(name, kernels):
     np.testing.assert_allclose(out, layer_oracle(name, params, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_weights_on_the_inputs_are_there_with_the_experts_of_gpus(top_k):
+    """As Llama 4 has them: each pair of a token and an expert has inputs of its own."""
+    moe = config(top_k=top_k, scoring="sigmoid", scale_inputs=True, shared_hidden=8)
+    params, x, live = random_params(moe), random_tokens(), np.arange(TOKENS) < 9
+    found, expected = (run(moe, params, x, live, kernels=kernels) for kernels in (INTERPRETED, REFERENCE))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_in_bfloat16(name):
     def rounded(tensor: np.ndarray) -> np.ndarray:
