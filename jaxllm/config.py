@@ -91,7 +91,7 @@ class EngineConfig(SettingsGroup):
     max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
-    """Most tokens one dispatch decodes for a sequence while none could begin (default 4 with CPU kernels, else 1)."""
+    """Most tokens one dispatch decodes for each sequence while no other could begin (default 4 with CPU kernels)."""
     speculative_config: Annotated[SpeculativeConfig, BeforeValidator(parse_object)] | None = None
     """Try tokens ahead, as {"method": "ngram", "num_speculative_tokens": 3}: the same answers in fewer steps."""
     decode_buckets: Sizes | None = None
@@ -147,7 +147,7 @@ class EngineConfig(SettingsGroup):
     num_experts_offload_per_rank: Annotated[int, Field(ge=0)] = 0
     """How many of each device's experts of a layer are left in host memory: the last ones. See docs/memory.md."""
     num_experts_cached_per_rank: Annotated[int, Field(ge=1)] | None = None
-    """How many of those have a place on the device at once (default: a quarter, and as many as a token uses)."""
+    """How many of those have a place on the device at once (default a quarter, but at least what a token uses)."""
     num_processes: Annotated[int, Field(ge=1)] | None = None
     """How many processes, on one machine or several, run the model together: see docs/scale.md."""
     process_id: Annotated[int, Field(ge=0)] | None = None

@@ -235,7 +235,7 @@ class Alphabet:
 
 def test_speculation_sets_the_number_of_streams_itself(cli) -> None:
     status, _, errors = cli("bench", "speculation", "tiny", "--max-num-seqs", "2")
-    assert status == 2 and errors.strip().endswith("max_num_seqs is 2, which num_streams says here")
+    assert status == 2 and errors.strip().endswith("max_num_seqs is 2, and here num_streams sets it; leave it out")
 
 
 def test_windows_of_a_text_each_begin_as_a_text_does() -> None:

@@ -43,8 +43,8 @@ def speculation(
     them one round is not counted: it leaves the prompts in the prefix cache, so that the answers alone are compared.
 
     Args:
-        num_streams: How many answers are under way at a time, while others wait; several numbers give more rows.
-            [default: 1 4]
+        num_streams: How many answers are under way at a time; the next question begins when one ends. Several numbers
+            give more rows. [default: 1 4]
         output_len: Most tokens of an answer.
         num_iters: Repetitions.
         json: Write the result to this file.
@@ -53,7 +53,7 @@ def speculation(
 
     given = {"max_model_len": 2048} | config.model_dump(exclude_unset=True)
     if "max_num_seqs" in given:
-        raise ConfigError(f"max_num_seqs is {config.max_num_seqs}, which num_streams says here")
+        raise ConfigError(f"max_num_seqs is {config.max_num_seqs}, and here num_streams sets it; leave it out")
     streams = num_streams or [1, 4]
     asked = given.pop("speculative_config", None) or DEFAULT.model_dump(exclude_unset=True)
     results = []

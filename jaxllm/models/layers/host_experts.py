@@ -1,7 +1,7 @@
 """Experts in host memory, and the places on a device that those have which tokens chose last.
 
-A step runs its tokens' experts in turns, as many at once as there are places: those that have one are not fetched
-again, and the others take the places that were unused for longest. A decode mostly needs one turn. What places hold
+A step runs its tokens' experts in turns, as many at once as there are places. Experts that have a place are not
+fetched again; the others take the places that were unused for longest. A decode mostly needs one turn. What places hold
 stays there between steps, beside the layer's caches.
 """
 
