@@ -123,6 +123,23 @@ def test_it_is_known_which_adapters_requests_use(given):
     assert all(any(name in running for running, _ in seen) for name in full[1])
 
 
+@pytest.mark.parametrize(("index", "rank"), [(0, 8), (1, 3)])
+def test_kernels_read_as_many_rows_as_an_adapter_has(given, index, rank):
+    """No row that holds something is behind what the tables say of its rank, and a tensor it leaves alone has none."""
+    store = given.llm._streams.client.ask(lambda core: core._preparation._adapters)
+    reader = store._reader
+    rows = dict(zip((table.path for table in reader.tables), reader.read(str(given.adapters[index])), strict=True))
+    found = set()
+    for path, ranks in rows.items():
+        if path.endswith(".ranks"):
+            a = rows[path.replace(".ranks", ".a")]
+            filled = a.reshape(len(ranks), -1, a.shape[-1]).any(axis=2)
+            assert filled.sum(axis=1).tolist() == ranks.tolist()
+            assert all(filled[part, :own].all() for part, own in enumerate(ranks))
+            found |= set(ranks.tolist())
+    assert rank in found <= {0, rank}
+
+
 def test_prompts_are_scored_with_adapters(given, tmp_path):
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (found,) = given.llm.generate([prompts()[0]], scored, use_tqdm=False, lora_request=given.lora(0))
