@@ -5,14 +5,14 @@ A step that gathers none is traced without any of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxllm.models.layers.ambient import holding
 from jaxllm.pallas_kernels import Late, with_late
 
 
@@ -38,15 +38,9 @@ class Gathering:
 _gathering: ContextVar[Gathering | None] = ContextVar("gathering", default=None)
 
 
-@contextmanager
-def gathering(layers: tuple[int, ...]) -> Iterator[Gathering | None]:
+def gathering(layers: tuple[int, ...]) -> AbstractContextManager[Gathering | None]:
     """While this is open, a model that is traced keeps its states in front of `layers`; with none it keeps nothing."""
-    target = Gathering(layers) if layers else None
-    token = _gathering.set(target)
-    try:
-        yield target
-    finally:
-        _gathering.reset(token)
+    return holding(_gathering, Gathering(layers) if layers else None)
 
 
 def step_gathering() -> Gathering | None:

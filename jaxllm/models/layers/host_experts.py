@@ -7,8 +7,8 @@ stays there between steps, beside the layer's caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.models.caches import Buffer, Cache
+from jaxllm.models.layers.ambient import holding
 from jaxllm.quantization.host_stack import PartlyOnHost
 from jaxllm.sharding.mesh import TENSOR, Axes
 
@@ -183,22 +184,16 @@ class LayerPlaces:
     places: ExpertPlaces | None
 
 
-_layer: ContextVar[LayerPlaces | None] = ContextVar("layer_places", default=None)
+_layer: ContextVar[LayerPlaces] = ContextVar("layer_places")
 
 
-@contextmanager
-def placing_experts(places: ExpertPlaces | None) -> Iterator[LayerPlaces]:
+def placing_experts(places: ExpertPlaces | None) -> AbstractContextManager[LayerPlaces]:
     """While this is open, the experts of the layer that is traced find their places, and leave them changed."""
-    layer = LayerPlaces(places)
-    token = _layer.set(layer)
-    try:
-        yield layer
-    finally:
-        _layer.reset(token)
+    return holding(_layer, LayerPlaces(places))
 
 
 def layer_places() -> LayerPlaces:
     """The places of the layer that is traced."""
     found = _layer.get()
-    assert found is not None and found.places is not None, "a layer with experts in host memory is given places"
+    assert found.places is not None, "a layer with experts in host memory is given places"
     return found

@@ -6,8 +6,8 @@ and a step that was compiled without them pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.models.layers.ambient import holding
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.pallas_kernels import AdapterArrays, AdapterUses, StepMetadata
 from jaxllm.sharding.layout import Layout
@@ -29,14 +30,9 @@ class AdapterTable(nnx.Variable):
 _step: ContextVar[StepMetadata | None] = ContextVar("step", default=None)
 
 
-@contextmanager
-def adapting(meta: StepMetadata) -> Iterator[None]:
+def adapting(meta: StepMetadata) -> AbstractContextManager[StepMetadata | None]:
     """While this is open, products add what the adapters of the step's tokens give."""
-    token = _step.set(meta)
-    try:
-        yield
-    finally:
-        _step.reset(token)
+    return holding(_step, meta)
 
 
 def adapter_uses() -> AdapterUses:

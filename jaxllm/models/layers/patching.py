@@ -6,13 +6,14 @@ patches, not for a choice of them. A step that patches nothing is traced without
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxllm.models.layers.ambient import holding
 
 
 class LayerPatches(NamedTuple):
@@ -42,14 +43,9 @@ _step: ContextVar[StepPatches | None] = ContextVar("patches", default=None)
 _layer: ContextVar[bool] = ContextVar("layer_patched", default=False)
 
 
-@contextmanager
-def patching(patches: StepPatches | None) -> Iterator[None]:
+def patching(patches: StepPatches | None) -> AbstractContextManager[StepPatches | None]:
     """While this is open, a model that is traced is patched; with None it is not."""
-    token = _step.set(patches)
-    try:
-        yield
-    finally:
-        _step.reset(token)
+    return holding(_step, patches)
 
 
 def step_patches() -> StepPatches | None:
@@ -57,14 +53,9 @@ def step_patches() -> StepPatches | None:
     return _step.get()
 
 
-@contextmanager
-def patching_layer(patches: LayerPatches | None) -> Iterator[None]:
+def patching_layer(patches: LayerPatches | None) -> AbstractContextManager[bool]:
     """While this is open, `patched` says whether there are any."""
-    token = _layer.set(patches is not None)
-    try:
-        yield
-    finally:
-        _layer.reset(token)
+    return holding(_layer, patches is not None)
 
 
 def patched() -> bool:

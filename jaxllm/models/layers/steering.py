@@ -6,14 +6,13 @@ of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models.layers.ambient import holding
 from jaxllm.pallas_kernels import StepMetadata
 
 
@@ -63,15 +62,6 @@ def step_steering() -> StepSteering | None:
     return _steering.get()
 
 
-@contextmanager
-def _steered_by(steering: StepSteering) -> Iterator[None]:
-    token = _steering.set(steering)
-    try:
-        yield
-    finally:
-        _steering.reset(token)
-
-
 class Steered:
     """A decoder whose residual stream is steered, while it is traced."""
 
@@ -83,5 +73,5 @@ class Steered:
 
     def __call__(self, tokens: Any, caches: Any, meta: StepMetadata) -> Any:
         """See `Decoder`."""
-        with _steered_by(self._state.of(meta)):
+        with holding(_steering, self._state.of(meta)):
             return self._model(tokens, caches, meta)

@@ -8,7 +8,7 @@ still traced once. A step that records nothing is traced without any of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models.layers.ambient import holding
 from jaxllm.requests.captures import TAPPED
 
 Product = Callable[[Float[Array, "T E"] | None], Float[Array, "T E"]]
@@ -106,14 +107,9 @@ _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 _layer: ContextVar[_Layer | None] = ContextVar("layer", default=None)
 
 
-@contextmanager
-def recording(recorder: Recorder | None) -> Iterator[Recorder | None]:
+def recording(recorder: Recorder | None) -> AbstractContextManager[Recorder | None]:
     """While this is open, a model that is traced records its activations; with None it does not."""
-    token = _recorder.set(recorder)
-    try:
-        yield recorder
-    finally:
-        _recorder.reset(token)
+    return holding(_recorder, recorder)
 
 
 def recorder() -> Recorder | None:
@@ -121,15 +117,9 @@ def recorder() -> Recorder | None:
     return _recorder.get()
 
 
-@contextmanager
-def tapping(taps: LayerTaps | None) -> Iterator[_Layer | None]:
+def tapping(taps: LayerTaps | None) -> AbstractContextManager[_Layer | None]:
     """While this is open, `tap` records; its target has the buffer as it is then. With None nothing is recorded."""
-    target = None if taps is None else _Layer(taps)
-    token = _layer.set(target)
-    try:
-        yield target
-    finally:
-        _layer.reset(token)
+    return holding(_layer, None if taps is None else _Layer(taps))
 
 
 def tapped() -> bool:
