@@ -2,61 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
-from jaxllm.engine.messages import PagesAt
-from jaxllm.engine.offload import page_listener
-from tests.reference.tiny import tiny_config, write_checkpoint
-from tests.sizes import FIELDS, PAGE, few_pages
-from tests.test_disaggregated import (
+from tests.reference.tiny import write_checkpoint
+from tests.sizes import FIELDS, PAGE
+from tests.two_servers import (
     GREEDY,
-    ONE,
     SAMPLED,
+    check_a_salt_goes_along,
+    check_only_the_rest_is_fetched,
+    check_tokens,
+    check_what_has_lost_its_place_is_given,
     compute,
     deltas,
     engine,
+    engines_of,
     expected,
     inside,
+    prompt_of,
     said,
     stats,
     wait_for,
-    with_giver,
+    with_death,
 )
 
-VOCAB = tiny_config("lfm2")["vocab_size"]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([length, seed]).integers(3, VOCAB, length).tolist()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("lfm2", tmp_path_factory.mktemp("model") / "lfm2")
-
-
-@pytest.fixture(scope="module")
-def alone(directory: Path) -> Iterator[LLM]:
-    with LLM(str(directory), **FIELDS, enable_prefix_caching=False) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def producer(directory: Path) -> Iterator[AsyncLLM]:
-    with engine(directory, "kv_producer") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def consumer(directory: Path) -> Iterator[AsyncLLM]:
-    with engine(directory, "kv_consumer") as running:
-        yield running
+directory, alone, producer, consumer = engines_of("lfm2")
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -64,16 +37,8 @@ def consumer(directory: Path) -> Iterator[AsyncLLM]:
 def test_tokens_are_those_of_one_engine(
     alone: LLM, producer: AsyncLLM, consumer: AsyncLLM, length: int, params: SamplingParams
 ) -> None:
-    prompt = prompt_of(length, seed=params.top_k)
-    before = stats(consumer)
-    found = deltas(consumer, prompt, params, pages_at=compute(producer, prompt))
-    after = stats(consumer)
-    pages = (length - 1) // PAGE
-    assert said(found) == expected(alone, prompt, params)
-    assert found[0].num_cached_tokens == pages * PAGE
-    assert after.num_pulled_pages - before.num_pulled_pages == pages + (pages > 0), "and the state"
-    assert after.num_failed_pulls == before.num_failed_pulls
-    assert after.offload_hits - before.offload_hits == pages * PAGE
+    before, after = check_tokens(alone, producer, consumer, length, params, states=1)
+    assert after.offload_hits - before.offload_hits == (length - 1) // PAGE * PAGE
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "falcon_h1"])
@@ -89,36 +54,15 @@ def test_other_models(name: str, tmp_path: Path) -> None:
 
 
 def test_only_what_is_not_here_is_fetched(alone: LLM, producer: AsyncLLM, consumer: AsyncLLM) -> None:
-    """The earlier turns of a conversation, and then the same prompt again."""
-    prompt = prompt_of(70, seed=3)
-    deltas(consumer, prompt[:41], GREEDY)
-    before = stats(consumer).num_pulled_pages
-    found = deltas(consumer, prompt, GREEDY, pages_at=compute(producer, prompt))
-    assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 64
-    assert stats(consumer).num_pulled_pages - before == 8 - 5 + 1
-    again = deltas(consumer, prompt, SAMPLED, pages_at=compute(producer, prompt))
-    assert said(again) == expected(alone, prompt, SAMPLED) and stats(consumer).num_pulled_pages - before == 4
+    check_only_the_rest_is_fetched(alone, producer, consumer, states=1)
 
 
 def test_a_cache_salt_goes_along(alone: LLM, producer: AsyncLLM, consumer: AsyncLLM) -> None:
-    prompt = prompt_of(30, seed=5)
-    deltas(producer, prompt, ONE, hands_on=True, cache_salt="ours")
-    transfer = producer.info.transfer
-    assert transfer is not None
-    source = PagesAt(transfer.host, transfer.port)
-    for salt, cached in (("theirs", 0), ("ours", 24)):
-        found = deltas(consumer, prompt, GREEDY, pages_at=source, cache_salt=salt)
-        assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == cached
+    check_a_salt_goes_along(alone, producer, consumer)
 
 
 def test_states_that_have_lost_their_place_are_still_given(alone: LLM, directory: Path, consumer: AsyncLLM) -> None:
-    """The producer's devices hold one prompt: what it hands on is in host memory."""
-    prompts = [prompt_of(100, seed=60 + number) for number in range(3)]
-    with few_pages(20), engine(directory, "kv_producer") as producer:
-        sources = [compute(producer, prompt) for prompt in prompts]
-        for prompt, source in zip(prompts, sources, strict=True):
-            found = deltas(consumer, prompt, GREEDY, pages_at=source)
-            assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 96
+    check_what_has_lost_its_place_is_given(alone, directory, consumer)
 
 
 @pytest.mark.parametrize("given", [0, 1, 5])
@@ -130,17 +74,7 @@ def test_a_producer_that_dies_while_it_gives(
     failed = stats(consumer).num_failed_pulls
     with engine(directory, "kv_producer") as producer:
         source = compute(producer, prompt)
-        listener = inside(producer, lambda core: core._tiers.peers._listener)
-        give = listener._give
-
-        def die(digests: Sequence[bytes]) -> Iterator[Any]:
-            for number, page in enumerate(give(digests)):
-                if number == given + 1:  # a part is sent once the next one is there
-                    listener.close()
-                yield page
-
-        with_giver(producer, die, monkeypatch)
-        monkeypatch.setattr(page_listener, "PART_BYTES", 1)
+        with_death(producer, given + 1, monkeypatch)  # a part is sent once the next one is there
         found = deltas(consumer, prompt, GREEDY, pages_at=source)
         assert stats(consumer).num_failed_pulls == failed + 1
         again = deltas(consumer, prompt, SAMPLED, pages_at=source)
