@@ -50,7 +50,7 @@ test-versions: $(VENV)/.installed-dev ## Run a tenth of the tests on each Python
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python tests/versions.py $(ARGS)
 
-test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes the pictures of docs/web.md
+test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes the pictures of docs/serving.md
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) --editable '.[web-test]'
 	cd web && npm ci --silent
 	$(BIN)/jaxllm pull smollm2-135m

@@ -1,6 +1,6 @@
 """How the cost of decoding grows: with the number of streams, and with the length of the context.
 
-Draws both into docs/measured-performance.md, beside what the memory allows at most: every step reads the weights once,
+Draws both into benchmarks/results/growth.md, beside what the memory allows at most: every step reads the weights once,
 and every stream's keys and values.
 
     python benchmarks/growth.py [--model smollm2-135m] [--streams 1 2 4 8 16 32 64] [--contexts 128 512 2048 8000]
@@ -23,7 +23,7 @@ from jaxllm.cli.bench.throughput import measure
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.schemes import STORED, compare_schemes, measure_bandwidth
 
-PAGE = Path(__file__).parent.parent / "docs" / "measured-performance.md"
+PAGE = Path(__file__).parent / "results" / "growth.md"
 BEGIN, END = "<!-- benchmarks/growth.py writes from here -->", "<!-- to here -->"
 PROMPT = 128
 TOKENS = 64
@@ -71,8 +71,8 @@ def chart(title: str, axis: str, name: str, points: Sequence[Point]) -> Iterator
     """A picture of what was measured, and the table beside it."""
     xs, ys = [point.at for point in points], [point.measured for point in points]
     picture = line_chart(f"{title}, tokens a second", axis, xs, ys)
-    (PAGE.parent / "images" / name).write_text(picture, encoding="utf-8")
-    yield from (f"![{title}](images/{name})", "")
+    (PAGE.parent / name).write_text(picture, encoding="utf-8")
+    yield from (f"![{title}]({name})", "")
     yield from (f"| {axis} | tok/s | memory allows | share |", "|---:|---:|---:|---:|")
     for point in points:
         share = point.measured / point.allowed

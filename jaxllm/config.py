@@ -128,7 +128,7 @@ class EngineConfig(SettingsGroup):
     kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
     """Bytes that kv_offload_dir may take for one model; what was unused longest is deleted."""
     kv_transfer_config: Annotated[KVTransferConfig, BeforeValidator(parse_object)] | None = None
-    """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/disaggregated.md."""
+    """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/scale.md."""
     kv_events_config: Annotated[KVEventsConfig, BeforeValidator(parse_object)] | None = None
     """Tell routers over ZeroMQ which prompts are cached, as {"topic": "kv@10.0.0.5:8000@qwen3"}."""
 

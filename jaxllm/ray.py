@@ -2,7 +2,7 @@
 
     serve run jaxllm.ray:app model=smollm2-135m num_replicas=2
 
-See docs/replicas.md.
+See docs/scale.md.
 """
 
 from __future__ import annotations

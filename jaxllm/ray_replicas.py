@@ -1,7 +1,7 @@
 """A server whose engines are replicas on Ray Serve: `jaxllm serve --ray`, or `jaxllm.ray:app` for Ray's own commands.
 
 Ray's HTTP proxy hands each request to a `RayFront`, which reads it and passes it on to the `RayReplica` that Ray's
-router chooses. A replica is a whole server of ours without a port; all routes are its own. See docs/replicas.md.
+router chooses. A replica is a whole server of ours without a port; all routes are its own. See docs/scale.md.
 """
 
 from __future__ import annotations

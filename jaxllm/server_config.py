@@ -165,7 +165,7 @@ class ServerConfig(SettingsGroup):
     """Export metrics under vLLM's names as well, so that its dashboards work."""
 
     ray: bool = False
-    """Run whole servers of the model as replicas on Ray Serve, with Ray's proxy at host and port: docs/replicas.md."""
+    """Run whole servers of the model as replicas on Ray Serve, with Ray's proxy at host and port: docs/scale.md."""
     num_replicas: NumReplicas = None
     """How many servers run side by side on Ray (default 1); auto: as many as there are requests for."""
     prefix_affinity: bool = False

@@ -20,7 +20,7 @@ from tests.serving.fake_engine import FakeEngine, app_of
 ROOT = Path(__file__).parents[1]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/jaxllm.json").read_text(encoding="utf-8"))
 ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text(encoding="utf-8"))
-DOCS = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
 PROMETHEUS_OWN = {"up": {"job", "instance"}}

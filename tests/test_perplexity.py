@@ -15,7 +15,7 @@ from jaxllm.requests.sampling import SamplingParams
 from tests.weights.models import real_model
 
 TOKENS, WINDOW = 2500, 512
-"""As in the tables of docs/quantization.md."""
+"""As in the tables of benchmarks/results/quantization.md."""
 
 LIMITS: dict[str, dict[str, float]] = {
     "smollm2-135m": {

@@ -206,7 +206,7 @@ with torch.no_grad():
     np.save(out, model(torch.tensor([ids])).logits[0].numpy())
 """
 PYTHON = os.environ.get("GPTQMODEL_PYTHON", sys.executable)
-"""One that has transformers with its back end for GPTQ and AWQ; see docs/quantization.md."""
+"""One that has transformers with its back end for GPTQ and AWQ; see docs/models.md."""
 
 
 @pytest.mark.slow

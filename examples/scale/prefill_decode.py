@@ -4,7 +4,7 @@ jaxllm serve MODEL --port 8001 --kv-offload-memory 4GiB --kv-transfer-config '{"
 jaxllm serve MODEL --port 8002 --kv-offload-memory 4GiB --kv-transfer-config '{"kv_role": "kv_consumer"}'
 python examples/scale/prefill_decode.py --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
 
-Clients then use http://127.0.0.1:8000/v1. See docs/disaggregated.md.
+Clients then use http://127.0.0.1:8000/v1. See docs/scale.md.
 """
 
 import argparse

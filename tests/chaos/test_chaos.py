@@ -2,7 +2,7 @@
 
 No answer may be wrong, nothing that a client was told of may be lost, and nothing may be left behind.
 `CHAOS_SEED` chooses another order, which the run says; `CHAOS_SECONDS` is how long the long run takes. With `-s` it
-prints what docs/operations.md shows.
+prints what benchmarks/results/server.md shows.
 """
 
 from __future__ import annotations

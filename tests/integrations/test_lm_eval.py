@@ -179,7 +179,7 @@ def test_what_cannot_be_meant_is_refused(ours: JaxLM) -> None:
 
 @pytest.mark.slow
 def test_the_harness_runs_it_by_name(folder: Path, tmp_path: Path) -> None:
-    """As docs/evaluation.md says."""
+    """As docs/embeddings.md says."""
     arguments = ",".join(f"{name}={value}" for name, value in (FIELDS | {"model": folder}).items())
     command = [
         sys.executable, "-m", "jaxllm.integrations.lm_eval", "run", "--model", "jaxllm", "--model_args", arguments,

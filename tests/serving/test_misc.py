@@ -237,7 +237,7 @@ def test_adapters_in_use_are_named(make_client: Any, engine: FakeEngine, monkeyp
 
 
 def test_every_name_is_documented_and_no_name_is_left_out_unsaid(make_client: Any, engine: FakeEngine) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
     client = make_client(engine, vllm_metrics=True)
     client.post("/v1/completions", json={"prompt": "x"})
     families = text_string_to_metric_families(client.get("/metrics").text)

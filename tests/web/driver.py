@@ -92,6 +92,6 @@ class Driver:
         assert not lines, "\n".join(lines)
 
     def picture(self, name: str) -> None:
-        """With PICTURES=1 in the environment, a screenshot for docs/web.md."""
+        """With PICTURES=1 in the environment, a screenshot for docs/serving.md."""
         if os.environ.get("PICTURES"):
             self.page.screenshot(path=PICTURES / f"{name}.png")

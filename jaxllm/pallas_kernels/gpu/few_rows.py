@@ -33,7 +33,7 @@ PART_STEPS = 8
 MANY_PROGRAMS = 512
 """Blocks of outputs that occupy a GPU, so that rows are not parted."""
 NUM_WARPS, NUM_STAGES = 4, 3
-"""The best on an H100, as are the sizes above: docs/gpu.md."""
+"""The best on an H100, as are the sizes above: benchmarks/results/gpu.md."""
 
 
 def knows(matrix: KernelMatrix) -> bool:

@@ -209,7 +209,7 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
     """Only false: a generated answer comes without them. /pooling gives those of a text."""
     kv_transfer_params: KVTransferParams | None = None
     """Compute the prompt for another server, or go on with one that another server has computed: see
-    docs/disaggregated.md."""
+    docs/scale.md."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
     conversation_id: str | None = Label
