@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_origin
 
 import pytest
+import yaml
 from pydantic.fields import FieldInfo
 
 from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
@@ -25,7 +27,11 @@ from tests.serving.api_tables import fields_tables, routes_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *PAGES, *sorted((ROOT / "benchmarks/results").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *PAGES,
+    *sorted((ROOT / "benchmarks/results").glob("*.md")),
+]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 OWN = re.compile(r"\]\(https://github\.com/jaxllm/jaxllm/(?:blob|tree)/main/([^)#]+)")
 """How pages of the site name files that are not among them."""
@@ -59,8 +65,7 @@ def meaning(field: FieldInfo) -> str:
 
 def family_table() -> str:
     rows = [(f.name, f.models, code(f.architectures), code(f.gguf_architectures) or "–") for f in FAMILIES]
-    head = [("Family", "Models", "Hugging Face class", "GGUF architecture"), ("---", "---", "---", "---")]
-    return "".join(f"| {' | '.join(row)} |\n" for row in [*head, *rows])
+    return markdown(("Family", "Models", "Hugging Face class", "GGUF architecture"), rows)
 
 
 def tool_formats_table() -> str:
@@ -169,6 +174,23 @@ def olmo2_diff() -> str:
     return "```diff\n" + "\n".join(parts) + "\n```\n"
 
 
+def dashboard_table() -> str:
+    panels = json.loads((ROOT / "deploy/grafana/dashboards/jaxllm.json").read_text(encoding="utf-8"))["panels"]
+    rows = [(panel["title"], panel["description"]) for panel in panels if panel["type"] != "row"]
+    return markdown(("Panel", "What it shows"), rows)
+
+
+def alerts_table() -> str:
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    rows = [(f"`{rule['alert']}`", rule["annotations"]["description"]) for rule in rules]
+    return markdown(("Alert", "When, and what to do"), rows)
+
+
+def markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ("---",) * len(head), *rows])
+
+
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "routes": (ROOT / "docs/api.md", routes_table),
     "fields": (ROOT / "docs/api.md", fields_tables),
@@ -180,6 +202,8 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "refused flags": (ROOT / "docs/coming-from.md", lambda: flags_table(REFUSED)),
     "models of the hub": (ROOT / "docs/index.md", hub_models_table),
     "sizes": (ROOT / "docs/memory.md", sizes_table),
+    "dashboard": (ROOT / "docs/operations.md", dashboard_table),
+    "alerts": (ROOT / "docs/operations.md", alerts_table),
     "families": (ROOT / "docs/models.md", family_table),
     "OLMo 2": (ROOT / "CONTRIBUTING.md", olmo2_diff),
 }
@@ -236,7 +260,13 @@ def written(page: Path) -> int:
     text = page.read_text(encoding="utf-8")
     for marker, (place, _) in GENERATED.items():
         text = part(marker).sub("", text) if place == page else text
-    return len(re.findall(r"\S*\w\S*", text))
+    return len(text.split())
+
+
+def test_the_picture_of_speed_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    chart = importlib.import_module("bar_chart")
+    assert chart.PICTURE.read_text(encoding="utf-8") == chart.speed(), "run: python benchmarks/bar_chart.py"
 
 
 def test_the_documentation_stays_small():

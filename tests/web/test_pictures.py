@@ -1,4 +1,4 @@
-"""A conversation with SmolLM2-135M-Instruct in both themes and on a phone; PICTURES=1 takes those of docs/serving.md."""
+"""Pictures of a conversation with SmolLM2-135M-Instruct; PICTURES=1 takes those of docs/serving.md."""
 
 from __future__ import annotations
 
