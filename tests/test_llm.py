@@ -260,6 +260,19 @@ def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llm, prompts):
         llm.embed(prompts, use_tqdm=False)
 
 
+def test_a_picture_is_refused_where_the_template_would_leave_it_out(llm, monkeypatch):
+    texts_alone = "{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    monkeypatch.setattr(llm, "tokenizer", ByteTokenizer(texts_alone))
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture]}]
+    with pytest.raises(
+        InvalidRequestError, match=r"^messages\[0\]\.content\[1\] has type 'image_url'; only text is served"
+    ):
+        llm.chat(asked, SHORT, False)
+    for content in ("What is this?", asked[0]["content"][:1]):
+        assert llm.chat([{"role": "user", "content": content}], SHORT, False)[0].prompt == "What is this?"
+
+
 @pytest.mark.every_version
 def test_inside_a_running_event_loop(llm):
     async def notebook_cell():
