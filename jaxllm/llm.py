@@ -6,7 +6,7 @@ import itertools
 import tempfile
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,15 @@ from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.front.controls import Controls
 from jaxllm.engine.front.drive import drive
 from jaxllm.engine.front.limits import check_capture, check_pooling, check_request, refuse_text
-from jaxllm.engine.front.sequences import Collector, Prompt, is_many, pooled_output, prompt_ids, prompt_list
+from jaxllm.engine.front.sequences import (
+    Collector,
+    Prompt,
+    Prompts,
+    one_or_many,
+    pooled_output,
+    prompt_ids,
+    prompt_list,
+)
 from jaxllm.engine.front.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
@@ -79,7 +87,7 @@ class LLM(Inside, Controls):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: Params = None,
         use_tqdm: bool = True,
         lora_request: LoRAs = None,
@@ -119,7 +127,7 @@ class LLM(Inside, Controls):
 
     def chat(
         self,
-        messages: list[dict] | list[list[dict]],
+        messages: Iterable[dict] | Iterable[Iterable[dict]],
         sampling_params: Params = None,
         use_tqdm: bool = True,
         lora_request: LoRAs = None,
@@ -141,7 +149,9 @@ class LLM(Inside, Controls):
         self._streams.check_process()
         refuse_text(self.info.tasks)
         tokenizer = self.get_tokenizer()
-        conversations: list[Any] = messages if messages and isinstance(messages[0], list) else [messages]
+        listed: list[Any] = list(messages)
+        one = not listed or isinstance(listed[0], Mapping)
+        conversations: list[list[dict]] = [listed] if one else [list(conversation) for conversation in listed]
         params = self._params(sampling_params, len(conversations))
         requests: list[Item] = []
         reasoning = template_reasoning(chat_template or tokenizer.chat_template)
@@ -162,7 +172,7 @@ class LLM(Inside, Controls):
         adapters, steers = _adapters(lora_request, count), steers_of(steer, count)
         return self._run(requests, use_tqdm, adapters=adapters, steers=steers)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.
 
         Raises:
@@ -184,7 +194,7 @@ class LLM(Inside, Controls):
         return self._run([(text, ids, shown) for text, ids in pairs], False, params)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, prompt_name: str | None = None
+        self, prompts: Prompts, use_tqdm: bool = True, *, prompt_name: str | None = None
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt, pooled and scaled as the checkpoint asks; else the last token's, of unit length.
 
@@ -209,7 +219,7 @@ class LLM(Inside, Controls):
 
     def pool(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         pooling: PoolingParams | None = None,
         use_tqdm: bool = True,
         *,
@@ -294,12 +304,13 @@ class LLM(Inside, Controls):
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * count
+        params = list(params)
         if len(params) != count:
             raise InvalidRequestError(
                 f"sampling_params has {len(params)} entries for {count} prompts; give one, or one a prompt",
                 param="sampling_params",
             )
-        return list(params)
+        return params
 
     def _run(
         self,
@@ -353,10 +364,11 @@ class LLM(Inside, Controls):
         return TableList(collector.output for collector in collectors)
 
     def _pooling_requests(
-        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams, second_texts: Sequence[int] = ()
+        self, prompts: Prompts, pooling: PoolingParams, second_texts: Sequence[int] = ()
     ) -> list[EngineRequest]:
         self._streams.check_process()
         all_ids = [prompt_ids(item, self.tokenizer)[1] for item in prompt_list(prompts)]
+        second_texts = list(second_texts)
         check_pooling(self.info, all_ids, pooling, second_texts)
         return [
             EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, pooling=pooling, second_text=second)
@@ -378,6 +390,7 @@ def _adapters(given: LoRAs, count: int) -> list[tuple[AdapterUse, ...]]:
     """The adapters of each of `count` prompts."""
     if given is None or isinstance(given, LoRARequest):
         return [adapter_uses(given)] * count
+    given = list(given)
     if len(given) != count:
         raise InvalidRequestError(
             f"lora_request has {len(given)} entries for {count} prompts; give one, or one a prompt",
@@ -401,7 +414,7 @@ _engines: dict[tuple, LLM] = {}
 
 
 def generate(
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompts,
     model: str = "smollm2-135m",
     *,
     engine: dict[str, Any] | None = None,
@@ -417,5 +430,6 @@ def generate(
         _engines[key] = LLM(model, **(engine or {}))
     llm = _engines[key]
     params = SamplingParams(**(llm.info.default_sampling.fields() | {"max_tokens": 128} | sampling))
-    texts = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    return texts if is_many(prompts) else texts[0]
+    asked, is_one = one_or_many(prompts)
+    texts = [output.outputs[0].text for output in llm.generate(asked, params, use_tqdm=False)]
+    return texts[0] if is_one else texts

@@ -37,7 +37,7 @@ from jaxllm.serving.http.relay import RelayedAnswer, RelayedRequest, WholeAnswer
 from jaxllm.serving.merged_metrics import merged
 from jaxllm.serving.monitor.server import monitoring
 from jaxllm.serving.served_model import stopped
-from jaxllm.serving.server import check_settings, configure_logging
+from jaxllm.serving.server import check_settings, configure_logging, warn_of_open_doors
 from jaxllm.sharding import nvidia
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def run_on_ray(config: ServeConfig) -> None:
         ConfigError: a setting is not for Ray, or what kept the replicas from starting.
     """
     configure_logging(config)
+    warn_of_open_doors(config)
     if config.port == 0:
         raise ConfigError("port is 0, and Ray's proxies, one on each machine, all listen at the same: name one")
     running = application(config, proxy=("host", "port"))

@@ -9,8 +9,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.folders import user_folder
 from jaxllm.logs import LogFormat
-from jaxllm.setting_values import Bytes, NumReplicas, Object, Seconds, SettingsGroup, SomeOf, parse_prefix
+from jaxllm.setting_values import (
+    Bytes,
+    Entries,
+    NumReplicas,
+    Object,
+    Origins,
+    Seconds,
+    SettingsGroup,
+    SomeOf,
+    parse_prefix,
+)
 
+OTHER_KEY_VARIABLES = ("LLAMA_API_KEY", "VLLM_API_KEY")
+"""Of llama.cpp and vLLM, honoured as JAXLLM_API_KEY: a server that has moved here must not answer without its key."""
 DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
 
@@ -37,7 +49,7 @@ class ServerConfig(SettingsGroup):
     """Seconds that running requests get to finish after Ctrl-C or SIGTERM, and after the lame-duck period."""
 
     api_key: SomeOf | None = None
-    """Clients must send it as a bearer token; several are separated by commas."""
+    """Clients must send it as a bearer token; commas separate several. VLLM_API_KEY and LLAMA_API_KEY set it too."""
     api_key_file: Path | None = None
     """A YAML file of named keys, each with what it may do: see docs/keys.md. SIGHUP has it read again."""
     rate_limit_store: str | None = None
@@ -52,9 +64,9 @@ class ServerConfig(SettingsGroup):
     """Certificates that those of clients must lead to."""
     ssl_cert_reqs: Literal[0, 1, 2] = 0
     """Whether clients need a certificate of their own: 0 no, 1 it is checked where they send one, 2 yes."""
-    allowed_origins: str | None = None
+    allowed_origins: Origins | None = None
     """Origins that may call from a browser (CORS), separated by commas; * for all."""
-    allowed_hosts: str | None = None
+    allowed_hosts: Entries | None = None
     """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
 
     @property

@@ -155,6 +155,34 @@ SomeOf = Annotated[str, AfterValidator(_some)]
 """Entries separated by commas."""
 
 
+def parse_entries(value: Any) -> Any:
+    """'["a", "b"]' and ['a', 'b'] -> 'a,b', since vLLM takes JSON; anything else is left for pydantic to judge."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, list):
+            raise ValueError('it must be separated by commas, or a JSON list such as ["*"]')
+    return ",".join(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else value
+
+
+Entries = Annotated[str, BeforeValidator(parse_entries)]
+"""Entries separated by commas, also where they come as a list."""
+
+
+def _origins(value: str) -> str:
+    """What no browser sends as Origin would open the server to no page."""
+    for origin in comma_separated(value):
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is no origin; it must be * or as https://chat.example:8443, in lower case")
+    return value
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
+Origins = Annotated[Entries, AfterValidator(_origins)]
+
+
 def parse_pairs(value: Any) -> Any:
     """'a=1,b=2' -> {'a': '1', 'b': '2'}; anything else is left for pydantic to judge."""
     if not isinstance(value, str):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
+from jaxllm.engine.front.beams import BeamSearchParams
 from jaxllm.errors import (
     CheckpointError,
     ConfigError,
@@ -24,6 +25,7 @@ from jaxllm.errors import (
 )
 from jaxllm.llm import _engines, generate
 from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.serving.fake_engine import ByteTokenizer
 from tests.sizes import FIELDS
 
 VOCAB = tiny_config("llama_gqa")["vocab_size"]
@@ -193,6 +195,82 @@ def test_what_cannot_be_honoured_is_refused(llm, prompt, params, says):
     with pytest.raises(InvalidRequestError, match=says):
         llm.generate([prompt], params, use_tqdm=False)
     assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].finished  # and nobody else is hurt
+
+
+SEVERAL = [[5, 6, 7], [8], [9, 10]]
+SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+]
+ASKED = {
+    "generate": lambda llm, prompts: [o.outputs[0].token_ids for o in llm.generate(prompts, SHORT, False)],
+    "one line": lambda llm, prompts: generate(prompts, "kept", detokenize=False, temperature=0, max_tokens=2),
+    "beam_search": lambda llm, prompts: [
+        [beam.token_ids for beam in o.outputs]
+        for o in llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=2))
+    ],
+    "embed": lambda llm, prompts: [o.outputs.embedding for o in llm.embed(prompts, False)],
+    "pool": lambda llm, prompts: [o.values.tolist() for o in llm.pool(prompts, None, False)],
+    "score": lambda llm, prompts: [s.total for s in llm.score(prompts, iter([[1], [2], [3]]), False)],
+    "score after one prompt": lambda llm, prompts: [s.total for s in llm.score([4], prompts, False)],
+    "capture": lambda llm, prompts: [
+        c["residual"][0].tolist() for c in llm.capture(prompts, {"residual": 0}, "all", False)
+    ],
+    "logits": lambda llm, prompts: [rows[:].tolist() for rows in llm.logits(prompts, "prompt", False)],
+    "a list for each prompt": lambda llm, prompts: [
+        o.outputs[0].token_ids
+        for o in llm.generate(
+            prompts, iter([SHORT] * 3), False, iter([None] * 3), steer=iter([None] * 3), patch=iter([None] * 3)
+        )
+    ],
+}
+
+
+@pytest.fixture
+def kept(llm, monkeypatch):
+    monkeypatch.setitem(_engines, ("kept", ()), llm)
+    return llm
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_prompts_may_come_from_an_iterator(kept, ask):
+    expected = ask(kept, SEVERAL)
+    assert len(expected) == 3 and ask(kept, (prompt for prompt in SEVERAL)) == expected
+    assert ask(kept, {"a": SEVERAL[0], "b": SEVERAL[1], "c": SEVERAL[2]}.values()) == expected
+
+
+def test_messages_may_come_from_an_iterator(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", ByteTokenizer())
+    (expected,) = llm.chat(CHAT, SHORT, False)
+    assert [output.prompt for output in llm.chat(iter(CHAT), SHORT, False)] == [expected.prompt]
+    several = llm.chat(map(iter, [CHAT, CHAT[:1]]), SHORT, False)
+    assert [output.prompt for output in several] == [
+        output.prompt for output in llm.chat([CHAT, CHAT[:1]], SHORT, False)
+    ]
+    assert several[0].prompt == expected.prompt != several[1].prompt
+
+
+@pytest.mark.parametrize("prompts", [b"Hi", [b"Hi"], bytearray(b"Hi"), {"prompt": b"Hi"}, 5])
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(llm, prompts):
+    with pytest.raises(InvalidRequestError, match=r"^prompt is (bytes; it|bytearray; it|5; it)"):
+        llm.generate(prompts, SHORT, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match=r"^prompt is (bytes; it|bytearray; it|5; it)"):
+        llm.embed(prompts, use_tqdm=False)
+
+
+def test_a_picture_is_refused_where_the_template_would_leave_it_out(llm, monkeypatch):
+    texts_alone = "{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    monkeypatch.setattr(llm, "tokenizer", ByteTokenizer(texts_alone))
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture]}]
+    with pytest.raises(
+        InvalidRequestError, match=r"^messages\[0\]\.content\[1\] has type 'image_url'; only text is served"
+    ):
+        llm.chat(asked, SHORT, False)
+    for content in ("What is this?", asked[0]["content"][:1]):
+        assert llm.chat([{"role": "user", "content": content}], SHORT, False)[0].prompt == "What is this?"
 
 
 @pytest.mark.every_version

@@ -45,7 +45,9 @@ def load_chat(file: Path) -> SavedChat:
     if not (system is None or isinstance(system, str)) or not isinstance(settings, dict):
         raise ConfigError(f"{file} is no saved chat: system must be text or null, and settings an object")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise ConfigError(f"{file} is no saved chat: messages must have a role ({' or '.join(ROLES)}) and a content")
+        raise ConfigError(
+            f"{file} is no saved chat: messages must have a role ({' or '.join(ROLES)}) and a content that is text"
+        )
     for name in settings:
         check_setting(settings, name)
     return SavedChat(system, messages, settings)

@@ -22,6 +22,7 @@ from jaxllm.cli.yaml_file import read_yaml
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, sections
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
+from jaxllm.server_config import OTHER_KEY_VARIABLES
 from jaxllm.setting_values import parse_bytes
 from jaxllm.wording import did_you_mean, wrong_setting
 
@@ -129,19 +130,18 @@ def read_settings(
 
 
 def names_setting(variable: str) -> bool:
-    """Whether an environment variable is to name a setting: all that begin with JAXLLM_ but one."""
-    return variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE
+    """Whether an environment variable is to name a setting: all that begin with JAXLLM_ but one, and other keys."""
+    return (variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE) or variable in OTHER_KEY_VARIABLES
 
 
 def _known_variables(schema: type[EngineConfig], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variable -> field name for every JAXLLM_* variable that is set."""
+    """Variable -> field name for every variable of settings that is set; of two for one field the last wins."""
     names = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
-    fields = {f"{ENV_PREFIX}{name.upper()}": name for name in names}
-    found = [variable for variable in environ if names_setting(variable)]
-    for variable in found:
+    fields = dict.fromkeys(OTHER_KEY_VARIABLES, "api_key") | {f"{ENV_PREFIX}{name.upper()}": name for name in names}
+    for variable in filter(names_setting, environ):
         if variable not in fields:
             raise ConfigError(f"unknown variable {variable!r}{did_you_mean(variable, fields)}")
-    return {variable: fields[variable] for variable in found}
+    return {variable: name for variable, name in fields.items() if variable in environ}
 
 
 def _from_text(text: str, field: FieldInfo) -> Any:

@@ -59,6 +59,7 @@ def patches_of(given: Patches, count: int) -> list[Patch]:
     """
     if given is None or isinstance(given, Mapping):
         return [given or {}] * count
+    given = list(given)
     if len(given) != count:
         raise InvalidRequestError(
             f"patch has {len(given)} entries for {count} prompts; give one for all, or one a prompt", "patch"

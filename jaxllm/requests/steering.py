@@ -66,6 +66,7 @@ def steers_of(given: Steers, count: int) -> list[list[Steer]]:
     """
     if given is None or isinstance(given, Steer):
         return [[] if given is None else [given]] * count
+    given = list(given)
     if all(isinstance(entry, Steer) for entry in given):
         return [[entry for entry in given if isinstance(entry, Steer)]] * count
     if len(given) != count:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.engine.front.drive import drive
 from jaxllm.engine.front.limits import check_capture, check_request, refuse_in_stages
-from jaxllm.engine.front.sequences import Prompt, failure, prompt_ids, prompt_list
+from jaxllm.engine.front.sequences import Prompt, Prompts, failure, prompt_ids, prompt_list
 from jaxllm.engine.front.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import ConfigError, InvalidRequestError
@@ -119,9 +119,7 @@ class Inside:
             self._watched = Watched(model)
         return self._watched.attention(self.params, jnp.array(ids, jnp.int32), layers)
 
-    def score(
-        self, prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], use_tqdm: bool = True
-    ) -> list[ScoredCompletion]:
+    def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[ScoredCompletion]:
         """How likely each completion is after its prompt, in their order; what prompts share is computed once.
 
         Args:
@@ -156,7 +154,7 @@ class Inside:
 
     def capture(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         capture: CaptureRequest,
         positions: str | Sequence[int] = "prompt",
         use_tqdm: bool = True,
@@ -208,7 +206,7 @@ class Inside:
 
     def logits(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         positions: str | Sequence[int] = "prompt",
         use_tqdm: bool = True,
         *,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.engine.front.sequences import Prompt, is_many, prompt_ids, prompt_list
+from jaxllm.engine.front.sequences import Prompt, Prompts, one_or_many, prompt_ids, prompt_list
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.tables import frame
@@ -61,9 +60,7 @@ class ScoredCompletion:
         return f"ScoredCompletion(total={self.total:.3f}, {len(self.token_ids):,} tokens{greedy})"
 
 
-def pairs(
-    prompts: Prompt | Sequence[Prompt], completions: Prompt | Sequence[Prompt], tokenizer: Tokenizer | None
-) -> list[tuple[list[int], int]]:
+def pairs(prompts: Prompts, completions: Prompts, tokenizer: Tokenizer | None) -> list[tuple[list[int], int]]:
     """The token ids of each prompt with its completion, and how many of them are the prompt's.
 
     Of texts the completion's are those from where the tokens of both together part from those of the prompt alone.
@@ -72,7 +69,8 @@ def pairs(
         InvalidRequestError: there are more of the one than of the other, or one cannot be scored.
     """
     behind = prompt_list(completions)
-    before = prompt_list(prompts) if is_many(prompts) else [prompts] * len(behind)
+    before, is_one = one_or_many(prompts)
+    before = before * len(behind) if is_one else before
     if len(before) != len(behind):
         raise InvalidRequestError(
             f"completions has {len(behind)} entries for {len(before)} prompts; give one a prompt, or one prompt for "

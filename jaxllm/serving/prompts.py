@@ -11,7 +11,6 @@ from jaxllm.engine.front.limits import refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.constraints import answer_constraint
-from jaxllm.serving.content_format import takes_parts, with_parts
 from jaxllm.serving.conversation import ROLES, Conversation, Message
 from jaxllm.serving.generation import Prompt
 from jaxllm.serving.generation_settings import GenerationSettings
@@ -21,6 +20,7 @@ from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.thinking import room_for_constraint, thinking_fields
 from jaxllm.serving.tool_prompt import has_tool_turns, knows_tools, with_tools_as_text
+from jaxllm.text.content_format import in_format
 from jaxllm.text.reasoning import opens_reasoning
 
 
@@ -108,8 +108,7 @@ def template_values(model: ServedModel, conversation: Conversation, *, may_be_cu
     if tool_format is not None and not knows_tools(values["template"]) and (tools or has_tool_turns(messages)):
         values["messages"] = with_tools_as_text(messages, tools, tool_format)
         values["tools"] = None
-    if takes_parts(values["template"], model.config.chat_template_content_format):
-        values["messages"] = [with_parts(message) for message in values["messages"]]
+    values["messages"] = in_format(values["messages"], values["template"], model.config.chat_template_content_format)
     return values
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -25,7 +27,7 @@ from jaxllm.folders import in_home, unwritable
 from jaxllm.logs import LogSettings
 from jaxllm.machine import share_one_heap
 from jaxllm.mcp.config_file import find_settings
-from jaxllm.server_config import ServerConfig
+from jaxllm.server_config import OTHER_KEY_VARIABLES, ServerConfig
 from jaxllm.serving.access.api_key import read_keys
 from jaxllm.serving.access.audit import AuditLog
 from jaxllm.serving.access.rate_limits import RateLimits
@@ -34,7 +36,7 @@ from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.http.tls import make_context, reload_certificate, scheme
 from jaxllm.serving.listener import address, listening
 from jaxllm.serving.loading import Entrance
-from jaxllm.serving.monitor.server import monitoring
+from jaxllm.serving.monitor.server import is_local, monitoring
 from jaxllm.serving.registry import Registry
 from jaxllm.serving.request_log import LOG as REQUEST_LOG
 from jaxllm.serving.running import noted
@@ -56,6 +58,10 @@ IDLE_CONNECTION_SECONDS = 30
 SWITCH_SECONDS = 0.0005
 """How long a thread that reads a large body, or encodes a long text, may keep the event loop waiting: Python's own 5 ms
 add up, for an event takes several turns of the loop."""
+_OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")
+"""How the variables of other servers' settings begin."""
+_LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
+"""Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""
 
 
 def serve(config: ServeConfig) -> None:
@@ -80,6 +86,7 @@ def serve(config: ServeConfig) -> None:
     config = settled(config, looks=True)
     if config.process_id:
         serve_as_follower(config)
+    warn_of_open_doors(config)
     with listening(config) as listener, _ending_on_sigterm():
         models = check_settings(config)
         tool_servers, named = find_settings(config.mcp_config)
@@ -108,6 +115,24 @@ def check_settings(config: ServeConfig) -> ServerModels:
     if config.audit_log is not None:
         AuditLog(config.audit_log).close()
     return models
+
+
+def warn_of_open_doors(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Log a server that anybody may use, and the settings of another server that are not honoured here."""
+    named = config.asks_for_key or config.ssl_cert_reqs == ssl.CERT_REQUIRED
+    if config.uds is None and not named and not is_local(config.host):
+        logger.warning(
+            "host is %s and there is no API key: everybody who reaches this address may use the server; "
+            "set JAXLLM_API_KEY or --api-key-file, or --host 127.0.0.1", config.host,
+        )  # fmt: skip
+    others = [
+        name for name, value in environ.items() if name.startswith(_OTHERS) and not _LINKS.search(f"{name}={value}")
+    ]
+    if ignored := sorted(set(others) - set(OTHER_KEY_VARIABLES)):
+        logger.warning(
+            "%s: set in the environment, but not honoured here; docs/coming-from.md says what corresponds to them",
+            ", ".join(ignored),
+        )
 
 
 def configure_logging(config: ServerConfig) -> None:

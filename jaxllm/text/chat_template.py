@@ -76,8 +76,6 @@ def render(
     """
     if continue_final_message:
         messages = [*messages[:-1], _tagged(messages)]
-    if not isinstance(template, str):
-        raise InvalidRequestError(f"chat_template is {one_line(template)}; it must be a text", param="chat_template")
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise InvalidRequestError(
             f"the chat template has {len(template)} characters; accepted are {MAX_TEMPLATE_CHARACTERS}",

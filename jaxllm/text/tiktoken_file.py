@@ -30,6 +30,7 @@ _REVISION = 1  # part of the cache key: raise it whenever this file builds somet
 _CODE = ("tokenization_kimi", "tokenization_moonshot")
 _BESIDE = (
     "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
 """Files that a tokenizer's directory has as they are, each where there is one."""
 _LONGEST = 1024

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from jaxllm.errors import CheckpointError, InvalidRequestError
+from jaxllm.errors import CheckpointError, InvalidRequestError, one_line
 from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
 from jaxllm.text.backend import load_backend, rust_errors
@@ -31,11 +31,16 @@ _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
 )
-_CONFIG_FIELDS: FieldKinds = ADDED_TOKEN_FIELDS | {
-    "add_bos_token": either(FLAG, NULL),
-    "add_eos_token": either(FLAG, NULL),
-    "chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL),
-}
+_TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}
+"""Of chat_template.json."""
+_CONFIG_FIELDS: FieldKinds = (
+    ADDED_TOKEN_FIELDS
+    | _TEMPLATE_FIELDS
+    | {
+        "add_bos_token": either(FLAG, NULL),
+        "add_eos_token": either(FLAG, NULL),
+    }
+)
 """Of tokenizer_config.json."""
 
 
@@ -160,17 +165,20 @@ class Tokenizer:
 
         `chat_template` is Jinja source, or the name of one of the checkpoint's templates; without it the checkpoint's
         default is used, or its `tool_use` template when `tools` are given. It is rendered in a process of its own.
-        Raises InvalidRequestError when there is no template, it refuses the messages, or it needs too much to render.
+        Raises InvalidRequestError when there is no template, it refuses the messages, it needs too much to render, or
+        a message holds anything but text.
         """
-        return self._template_process.render(
-            self.chat_template_values(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                **template_kwargs,
-            )
+        from jaxllm.text.content_format import in_format  # it loads jinja2
+
+        values = self.chat_template_values(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            **template_kwargs,
         )
+        values["messages"] = in_format(values["messages"], values["template"])
+        return self._template_process.render(values)
 
     def chat_template_values(
         self,
@@ -181,7 +189,13 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_kwargs: Any,
     ) -> dict[str, Any]:
-        """The arguments of `chat_template.render` that `apply_chat_template` comes down to, as JSON values."""
+        """The arguments of `chat_template.render` that `apply_chat_template` comes down to, as JSON values.
+
+        Raises InvalidRequestError as that does, without rendering.
+        """
+        from jaxllm.text.content_format import check_text  # it loads jinja2
+
+        check_text(messages)
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -204,6 +218,8 @@ class Tokenizer:
         self._template_process.close()
 
     def _template(self, wanted: str | None, with_tools: bool) -> str:
+        if not isinstance(wanted, str | None):
+            raise InvalidRequestError(f"chat_template is {one_line(wanted)}; it must be a text", param="chat_template")
         if wanted is not None:
             return self._templates.get(wanted, wanted)
         if with_tools and "tool_use" in self._templates:
@@ -334,8 +350,11 @@ def _embedding_rows(path: Path) -> int | None:
 
 
 def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """chat_template.jinja and additional_chat_templates/*.jinja, over tokenizer_config.json's string or named list."""
-    stated = config.get("chat_template")
+    """chat_template.jinja and additional_chat_templates/*.jinja, over the string or named list of a JSON file.
+
+    That is chat_template.json, which older processors save, or else tokenizer_config.json.
+    """
+    stated = _read(path, "chat_template.json", _TEMPLATE_FIELDS).get("chat_template") or config.get("chat_template")
     if isinstance(stated, list):
         templates = {entry["name"]: entry["template"] for entry in stated}
     else:

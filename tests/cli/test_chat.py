@@ -143,6 +143,10 @@ def test_a_chat_is_saved_and_goes_on_later(monkeypatch, tmp_path) -> None:
         ("[]", "it must be an object with system, messages, settings"),
         ('{"system": 1, "messages": [], "settings": {}}', "system must be text or null"),
         ('{"system": null, "messages": [{"role": "x", "content": "a"}], "settings": {}}', "user or assistant"),
+        (
+            '{"system": null, "messages": [{"role": "user", "content": [{"type": "image_url"}]}], "settings": {}}',
+            "a content that is text",
+        ),
         ('{"system": null, "messages": [], "settings": {"temperature": -1}}', "temperature is -1"),
         ('{"system": null, "messages": [], "settings": {"x": 1}}', "no setting x"),
     ],

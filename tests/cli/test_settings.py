@@ -14,6 +14,7 @@ import yaml
 from jaxllm.cli.settings import read_settings
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.setting_values import comma_separated
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
 
@@ -34,6 +35,50 @@ def test_each_source_wins_over_the_next(cli, served, yaml_file, monkeypatch) -> 
     monkeypatch.setenv("JAXLLM_MAX_NUM_SEQS", "12")
     assert cli("serve", "--config", path, "--port", "21").code == 0
     assert (served[0].port, served[0].max_num_seqs, served[0].seed, served[0].block_size) == (21, 12, 3, 16)
+
+
+@pytest.mark.parametrize(
+    ("variables", "keys"),
+    [
+        ({"VLLM_API_KEY": "v"}, ["v"]),
+        ({"LLAMA_API_KEY": "l,m"}, ["l", "m"]),
+        ({"JAXLLM_API_KEY": "j", "VLLM_API_KEY": "v"}, ["j"]),
+        ({"VLLM_API_KEY": "v", "JAXLLM_API_KEY": "j"}, ["j"]),
+    ],
+)
+def test_a_key_of_another_server_is_asked_for(variables: dict[str, str], keys: list[str]) -> None:
+    assert comma_separated(read_settings(ServeConfig, {}, environ=variables).api_key) == keys
+    assert read_settings(ServeConfig, {"api_key": "flag"}, environ=variables).api_key == "flag"
+    assert read_settings(EngineConfig, {}, environ=variables) == EngineConfig()
+
+
+def test_an_empty_key_of_another_server_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^VLLM_API_KEY is '': it must have at least one entry"):
+        read_settings(ServeConfig, {}, environ={"VLLM_API_KEY": ""})
+
+
+@pytest.mark.parametrize(
+    "given", ['["https://a.example", "http://b.example:3000"]', ["https://a.example", "http://b.example:3000"]]
+)
+def test_origins_and_hosts_may_be_a_list(given: Any) -> None:
+    config = read_settings(ServeConfig, {"allowed_origins": given, "allowed_hosts": '["a.example"]'}, environ={})
+    assert comma_separated(config.allowed_origins) == ["https://a.example", "http://b.example:3000"]
+    assert config.allowed_hosts == "a.example"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[*]", r'it must be separated by commas, or a JSON list such as \["\*"\]'),
+        ("a.example", "'a.example' is no origin"),
+        ("*, https://a.example/", "'https://a.example/' is no origin"),
+        ("https://*.example", r"'https://\*.example' is no origin"),
+        ("https://A.example", "'https://A.example' is no origin"),
+    ],
+)
+def test_what_no_browser_sends_as_origin_is_refused(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--allowed-origins is .*: {said}"):
+        read_settings(ServeConfig, {"allowed_origins": given}, environ={})
 
 
 def test_the_variable_that_forces_an_instruction_set_is_no_setting(cli, served, monkeypatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from gguf import GGUFWriter
 
 from jaxllm import LLM, CheckpointError, InvalidRequestError, SamplingParams, Steer
+from jaxllm.requests.steering import steers_of
 from tests.reference.inside import STEERED, STEERED_LAYER, STEERED_POSITIONS, load_inside, steering_vector
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.research.inside import GREEDY, tokens_of
@@ -26,6 +27,12 @@ def steer_of(llm: LLM, which: str, scale: float = 1.0) -> Steer:
     positions = STEERED_POSITIONS[which]
     ends = "all" if which == "all" else (positions.start, positions.stop)
     return Steer(STEERED_LAYER, steering_vector(llm.info.hidden_size) / scale, scale, ends)
+
+
+def test_vectors_may_come_from_an_iterator() -> None:
+    one, other = (Steer(layer, np.ones(4)) for layer in (0, 1))
+    assert steers_of(iter([one, other]), 2) == [[one, other]] * 2  # type: ignore[arg-type]
+    assert steers_of(iter([None, one]), 2) == [[], [one]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("which", STEERED_POSITIONS)

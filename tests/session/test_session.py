@@ -216,6 +216,11 @@ def test_a_wrong_request_is_named(made: Callable[..., Any]) -> None:
     session, _ = made(temperature=-1.0)
     with pytest.raises((InvalidRequestError, openai.BadRequestError), match="temperature"):
         session.run(USER)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    with pytest.raises(
+        (InvalidRequestError, openai.BadRequestError), match=r"messages\[0\]\.content\[0\] is .*image_url"
+    ):
+        session.run([{"role": "user", "content": [picture]}])
 
 
 def test_importing_it_needs_neither_client_nor_jax() -> None:

@@ -66,6 +66,9 @@ def test_the_other_files_of_the_folder_count(tmp_path: Path) -> None:
     loaded = load_tokenizer(folder, cache_dir=tmp_path / "kept")
     assert loaded.eos_token_ids == [FIRST + 1, FIRST + 3]
     assert loaded.chat_template is not None and has_chat_template(folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    assert load_tokenizer(folder, cache_dir=tmp_path / "kept").chat_template == "of the processor"
 
 
 def test_it_is_converted_once(tmp_path: Path) -> None:

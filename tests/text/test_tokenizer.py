@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from jaxllm.errors import CheckpointError, InvalidRequestError
 from jaxllm.text.template_process import TemplateProcess
 from jaxllm.text.tokenizer import Tokenizer as JaxLLMTokenizer
-from jaxllm.text.tokenizer import load_tokenizer
+from jaxllm.text.tokenizer import has_chat_template, load_tokenizer
 from tests.weights.models import real_model
 
 TEXTS = [
@@ -373,6 +373,13 @@ def test_chat_template_sources(tmp_path):
     assert load_tokenizer(tmp_path).apply_chat_template(HI, extra=5) == "J5"
     write_directory(tmp_path, {"chat_template": named[1:]})
     (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "P"}')
+    assert has_chat_template(tmp_path)
+    assert load_tokenizer(tmp_path).apply_chat_template(HI) == "P"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": 5}')
+    with pytest.raises(CheckpointError, match=r"chat_template\.json: chat_template is 5"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").unlink()
     with pytest.raises(InvalidRequestError, match="it has templates named tool_use"):
         load_tokenizer(tmp_path).apply_chat_template(HI)
 
@@ -447,15 +454,68 @@ def test_a_template_that_refuses_or_misbehaves_is_the_requests_error(tmp_path, t
     ("messages", "arguments", "message"),
     [
         (HI, {"chat_template": 5}, "chat_template is 5; it must be a text"),
-        (["Hi"], GO_ON, "a last message whose content is text"),
-        ([{"role": "user", "content": ["Hi"]}], GO_ON, "a last message whose content is text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], GO_ON, "a last message whose content is text"),
+        ([{"role": "user", "content": None}], GO_ON, "a last message whose content is text"),
     ],
 )
 def test_what_a_template_cannot_get_is_refused(tmp_path, messages, arguments, message):
     tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": "{{ messages }}"}))
     with pytest.raises(InvalidRequestError, match=message):
         tokenizer.apply_chat_template(messages, **arguments)
+
+
+EACH_PART = "{% for part in m['content'] %}{{ part.text }}/{% endfor %}"
+
+
+def parts(*given):
+    return [*HI, {"role": "user", "content": [{"type": "text", "text": "What is this?"}, *given]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        (
+            parts({"type": "image_url", "image_url": {"url": "data:,"}}),
+            r"messages\[1\].content\[1\] has type 'image_url'; ",
+        ),
+        (parts({"type": "input_audio", "input_audio": {}}), r"messages\[1\].content\[1\] has type 'input_audio'; "),
+        (parts({"image": "cat.png"}), r"messages\[1\].content\[1\] has type None; "),
+        (parts({"type": "text", "text": "", "image": "cat.png"}), r"messages\[1\].content\[1\] has 'image'; "),
+        (parts({"type": "text"}), r"messages\[1\].content\[1\] has no text; "),
+        (parts("cat.png"), r"messages\[1\].content\[1\] is 'cat.png'; "),
+        ([{"role": "tool", "content": {"type": "image", "data": "x"}}], r"messages\[0\].content has type 'image'; "),
+        (
+            [{"role": "user", "content": {"type": "text", "text": "Hi"}}],
+            r"messages\[0\].content is a part without a list",
+        ),
+        ([{"role": "user", "content": b"Hi"}], r"messages\[0\].content is "),
+        ([{"role": "user", "content": "Hi", "images": ["x"]}], r"messages\[0\].images is not available"),
+        (["Hi"], r"messages\[0\] is 'Hi'; it must be an object"),
+    ],
+)
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, "{% for m in messages %}{{ m.content[0].text }}{% endfor %}", "left out"]
+)
+def test_what_is_no_text_is_refused_by_name_whatever_the_template_makes_of_it(tmp_path, template, messages, named):
+    tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": template}))
+    with pytest.raises(InvalidRequestError, match=f"^{named}"):
+        tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        ("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", "hi|What is this?\nA cat|"),
+        (f"{{% for m in messages %}}{EACH_PART}|{{% endfor %}}", "hi/|What is this?/A cat/|"),
+        (
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+            f"{EACH_PART}{{% endif %}}|{{% endfor %}}",
+            "hi|What is this?/A cat/|",
+        ),
+    ],
+)
+def test_texts_reach_the_prompt_however_the_template_reads_contents(tmp_path, template, rendered):
+    tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": template}))
+    assert tokenizer.apply_chat_template(parts({"type": "text", "text": "A cat", "image": None})) == rendered
 
 
 def test_a_checkpoints_template_that_never_ends_is_stopped(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from jaxllm.weights.folder import model_file
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "additional_chat_templates",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "additional_chat_templates",
 )  # fmt: skip
 
 

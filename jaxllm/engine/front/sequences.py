@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,9 @@ from jaxllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | dict
 """Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
+Prompts = Prompt | Iterable[Prompt]
+"""One prompt, or several."""
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
@@ -44,24 +47,41 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None,
                 f"prompt has the keys {sorted(prompt)}; it must have 'prompt' or 'prompt_token_ids'", param="prompt"
             )
         prompt = inner
+    if isinstance(prompt, _BYTES):
+        raise InvalidRequestError(f"prompt is {type(prompt).__name__}; it must be text: decode it", param="prompt")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequestError("prompt is text, but skip_tokenizer_init is on; give token ids", param="prompt")
         return prompt, tokenizer.encode(prompt)
+    _check_iterable(prompt)
     ids = list(prompt)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise InvalidRequestError("prompt must be text or a list of integer token ids", param="prompt")
     return None, ids
 
 
-def is_many(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a list of prompts; a list of integers is one prompt."""
-    return not isinstance(prompts, (str, dict)) and not (prompts and all(isinstance(i, int) for i in prompts))
-
-
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def prompt_list(prompts: Prompts) -> list[Any]:
     """One prompt or many -> many."""
-    return list(prompts) if is_many(prompts) else [prompts]
+    return one_or_many(prompts)[0]
+
+
+def one_or_many(prompts: Prompts) -> tuple[list[Any], bool]:
+    """One prompt or many -> many, and whether it was one; a list of integers is one prompt.
+
+    Raises InvalidRequestError for what is neither.
+    """
+    if isinstance(prompts, (str, dict, *_BYTES)):
+        return [prompts], True
+    _check_iterable(prompts)
+    listed = list(prompts)  # an iterator can be looked at only once
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed], True
+    return listed, False
+
+
+def _check_iterable(given: object) -> None:
+    if not isinstance(given, Iterable):
+        raise InvalidRequestError(f"prompt is {given!r}; it must be text, or a list of integer token ids", "prompt")
 
 
 def split_request(request: EngineRequest) -> list[EngineRequest]:

@@ -39,7 +39,7 @@ def monitoring(
         yield None
         return
     app = Monitor(find_app, find_loop).app
-    hosts = comma_separated(config.allowed_hosts) or ([] if _is_local(config.monitor_host) else ["*"])
+    hosts = comma_separated(config.allowed_hosts) or ([] if is_local(config.monitor_host) else ["*"])
     app.add_middleware(OriginGuard, allowed_origins=[], allowed_hosts=hosts, has_key=False)
     with bind(config.monitor_host, config.monitor_port, "monitor_") as listener:
         settings = uvicorn.Config(
@@ -58,7 +58,7 @@ def monitoring(
             thread.join(END_SECONDS)
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether only this machine can reach it, by whose names alone it is then called."""
     try:
         return ipaddress.ip_address(host).is_loopback

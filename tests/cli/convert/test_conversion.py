@@ -128,6 +128,7 @@ def test_tokenizer_and_generation_config_go_along(tmp_path):
     source = write_checkpoint("llama_gqa", tmp_path / "source")
     (source / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": [2, 7]}')
     files = {"tokenizer.json": "{}", "tokenizer_config.json": '{"eos_token": "x"}', "chat_template.jinja": "{{ 1 }}"}
+    files["chat_template.json"] = '{"chat_template": "{{ 3 }}"}'
     for name, text in files.items():
         (source / name).write_text(text)
     (source / "additional_chat_templates").mkdir()

@@ -27,8 +27,9 @@ def test_own_and_allowed_pages_may(make_client: Any, engine: FakeEngine) -> None
     for origin in ("http://localhost:8000", "https://chat.example", "http://localhost:3000"):
         headers = {"Origin": origin, "Host": "localhost:8000"}
         assert client.post("/v1/files", headers=headers, **UPLOAD).status_code == 200, origin
-    anyone = make_client(engine, allowed_origins="*")
-    assert anyone.get("/v1/models", headers={"Origin": "https://evil.example"}).status_code == 200
+    for everybody in ("*", '["*"]'):
+        anyone = make_client(engine, allowed_origins=everybody)
+        assert anyone.get("/v1/models", headers={"Origin": "https://evil.example"}).status_code == 200
 
 
 def test_a_key_is_what_lets_in_where_there_is_one(make_client: Any, engine: FakeEngine) -> None:
