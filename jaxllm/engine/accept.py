@@ -79,7 +79,7 @@ class Results:
             ]
         if request.thinking is not None:
             self._follow_thinking(request, request.thinking, delta)
-        if request.constraint is not None and delta.finish_reason is None:
+        if request.constraint is not None:
             settled += self._follow_grammar(request, request.constraint, delta, num_running, pending)
         return delta, settled
 
@@ -105,10 +105,13 @@ class Results:
     ) -> int:
         """Move on in the grammar, over the tokens that it forces too; it may be complete then.
 
-        Returns how many rows of the step under way are not sampled for that.
+        Returns how many rows of the step under way are not sampled for that. Raises GrammarError, also of the token
+        that ends the answer: a grammar that has failed allows it.
         """
         for token in delta.token_ids:
             constraint.accept(token)
+        if delta.finish_reason is not None:
+            return 0
         forced = constraint.forced() if request.fast_forwards else []
         if len(forced) <= num_running:
             forced = []  # a step with a chunk in it takes longer, for everyone: more than sampling these would
@@ -116,6 +119,7 @@ class Results:
         for token in forced:
             constraint.accept(token)
         self._take(request, forced, delta)
+        constraint.check()
         if constraint.complete and delta.finish_reason is None:
             detokenizer = self._detokenizers.get(request.request_id)
             delta.finish_reason = "stop"

@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 
 from jaxllm.engine.markers import MarkerSearch
 from jaxllm.engine.masks import ALL, forbid
-from jaxllm.errors import InvalidRequestError, one_line
+from jaxllm.errors import InvalidRequestError
 from jaxllm.machine import cores
 from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
-from jaxllm.requests.structured_outputs import StructuredOutputs, new_matcher
+from jaxllm.requests.structured_outputs import StructuredOutputs, early_failure, failure, new_matcher
 from jaxllm.threads import call_with_stack
 
 THREADS = min(4, cores().usable)
@@ -70,7 +70,7 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """The grammar is satisfied, and nothing can follow."""
+        """Nothing can follow: the grammar is satisfied, or has failed, which `check` tells."""
         return self.active and self._direct and self.opening is None and self.matcher.is_stopped()
 
     def accept(self, token: int) -> None:
@@ -82,6 +82,7 @@ class Constraint:
         if self.opening is not None:
             self._accept_first(token, self.opening)
         elif self.active:
+            self.check()
             self.matcher.consume_token(token)
             self.check(" (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)")
         else:
@@ -138,9 +139,9 @@ class Constraint:
         return self.matcher.compute_ff_tokens() if settled and not self.matcher.is_stopped() else []
 
     def check(self, hint: str = "") -> None:
-        """Raises GrammarError where the matcher has failed: it says so nowhere else, and allows no token."""
-        if self.matcher.is_error():
-            raise GrammarError(f"the grammar failed{hint}: {one_line(self.matcher.get_error())}")
+        """Raises GrammarError where the matcher has failed."""
+        if problem := failure(self.matcher):
+            raise GrammarError(f"the grammar failed{hint}: {problem}")
 
 
 class Grammars:
@@ -164,10 +165,10 @@ class Grammars:
             raise GrammarError("this model names no end-of-sequence token, which ends what follows a grammar")
         self.prepare()
         grammar = compile_grammar(outputs)
-        matcher = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: new_matcher(self._vocabulary, grammar))
-        constraint = Constraint(matcher, outputs, self._tokenizer, self._vocabulary, self._opening(outputs))
-        constraint.check()
-        return constraint
+        matcher, problem = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: self._tried(grammar))
+        if problem:
+            raise GrammarError(f"the grammar failed: {problem}")
+        return Constraint(matcher, outputs, self._tokenizer, self._vocabulary, self._opening(outputs))
 
     def fill(self, constraints: Sequence[Constraint | None], mask: np.ndarray) -> None:
         """Set row i of `mask` [R, V/32] to the tokens that constraint i allows; rows of None allow all."""
@@ -184,6 +185,11 @@ class Grammars:
             if constraint is not None and not constraint.active:
                 for token in self._eos:
                     forbid(row, token)
+
+    def _tried(self, grammar: str) -> tuple[LLMatcher, str]:
+        """A matcher, and why it gives up with this vocabulary, which needs more of it than the compiler's."""
+        matcher = new_matcher(self._vocabulary, grammar)
+        return matcher, early_failure(matcher)
 
     def _opening(self, outputs: StructuredOutputs) -> LLMatcher | None:
         """What follows an answer that begins with one of `outputs.openings` and goes on as it likes."""

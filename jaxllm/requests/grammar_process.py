@@ -14,11 +14,11 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.asked_process import AskedProcesses, Died, TimedOut, answer_questions
-from jaxllm.errors import Field, InvalidRequestError, one_line
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.threads import call_with_stack
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 COMPILE_SECONDS = 10.0
 """Of processor time that one grammar may take, the start of its process included."""
@@ -31,7 +31,6 @@ IDLE_SECONDS = 300
 
 _MASK_STACK_BYTES = 2**20
 """Half of what the threads have on which llguidance fills masks."""
-_BYTES_FOLLOWED = 16
 MAX_TOKEN_ID = 2**19 - 1
 _TOKENS = re.compile(r"<\[[^]]*]>")
 """Tokens by their ids, as llguidance writes them."""
@@ -76,7 +75,7 @@ def _answer(stack_bytes: int, asked: bytes) -> bytes:
 
 
 def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
-    from jaxllm.requests.structured_outputs import StructuredOutputs, grammar_text, new_matcher
+    from jaxllm.requests.structured_outputs import StructuredOutputs, early_failure, grammar_text, new_matcher
 
     outputs = StructuredOutputs(**fields)
     try:
@@ -86,11 +85,8 @@ def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
     ids = [int(token_id) for token in _TOKENS.findall(grammar) for token_id in re.findall("[0-9]{1,9}", token)]
     vocabulary = _vocabulary(min(max(ids, default=0), MAX_TOKEN_ID).bit_length())
     matcher = call_with_stack("build", stack_bytes, lambda: new_matcher(vocabulary, grammar))
-    call_with_stack("follow", _MASK_STACK_BYTES, lambda: _follow(matcher))
-    if matcher.is_error():
-        problem, _, _ = matcher.get_error().partition("<backtrace>")
-        return {"error": f" cannot be enforced: {one_line(problem)}"}
-    return {"grammar": grammar}
+    problem = call_with_stack("follow", _MASK_STACK_BYTES, lambda: early_failure(matcher))
+    return {"error": f" cannot be enforced: {problem}"} if problem else {"grammar": grammar}
 
 
 @lru_cache(maxsize=1)
@@ -106,15 +102,6 @@ def _vocabulary(bits: int) -> LLTokenizer:
     backend.add_special_tokens(["<eos>"])
     eos = len(letters)
     return LLTokenizer(backend.to_str(), n_vocab=max(eos + 1, 2**bits), eos_token=eos)
-
-
-def _follow(matcher: LLMatcher) -> None:
-    """Take the first of the bytes allowed, a few times, as an engine will take tokens."""
-    for _ in range(_BYTES_FOLLOWED):
-        if matcher.is_stopped():  # as one is that has failed
-            return
-        allowed = matcher.compute_logit_bias()
-        matcher.consume_token(next(token for token, bias in enumerate(allowed) if bias))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,15 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_GRAMMAR_LENGTH = 512 * 1024
 MAX_ALTERNATIVES = 40_000
 """That may be open at one place of a text: the choices, the properties that may come next."""
+MAX_ITEMS_PER_MASK = 500_000
+"""Of llguidance's parser, for all tokens that may come next: ten times its default.
+
+At most 242,000 are needed for 1,000 optional properties (Gemma's vocabulary of 262,144 tokens), and 87,000 for an anyOf
+of 300 objects with five.
+"""
+_TOKENS_TRIED = 16
+_ALLOWED = 200
+"""In the bytes of LLMatcher.compute_logit_bias, one for each token."""
 JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n {0,32}|\n\t{0,8})?"}
 """Between the tokens of JSON: nothing, a space, or a new line and its indentation. More would let a model never end."""
 
@@ -104,11 +113,32 @@ def grammar_text(outputs: StructuredOutputs) -> str:
 
 
 def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    """What follows tokens through a compiled grammar. It may come with an error: see LLMatcher."""
+    """What follows tokens through a compiled grammar. It may come with an error: see `failure`."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_items_in_row=MAX_ALTERNATIVES, verbose_errors=False)
+    limits = LLParserLimits(max_items_in_row=MAX_ALTERNATIVES, step_max_items=MAX_ITEMS_PER_MASK, verbose_errors=False)
     return LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+
+
+def failure(matcher: LLMatcher) -> str:
+    """Why a matcher has given up, on one line; "" if it has not.
+
+    Nothing else tells: a matcher that has given up calls itself stopped, and allows the end of the answer.
+    """
+    problem, _, _ = matcher.get_error().partition("<backtrace>")
+    return one_line(problem.replace("<non-verbose/>", ""))
+
+
+def early_failure(matcher: LLMatcher) -> str:
+    """The `failure` of a new matcher at one of the first tokens that it allows; without one it begins anew."""
+    for _ in range(_TOKENS_TRIED):
+        allowed = matcher.compute_logit_bias()
+        if matcher.is_stopped():
+            break
+        matcher.consume_token(allowed.index(_ALLOWED))
+    problem = failure(matcher)
+    matcher.reset()
+    return problem
 
 
 def check_length(kind: str, length: int) -> None:

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from jaxllm import SamplingParams
 from jaxllm.engine.grammar import Grammars
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests import structured_outputs
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.engine.real_vocabulary import llm_with_real_vocabulary
@@ -220,6 +221,52 @@ def test_what_no_token_can_satisfy_fails_alone(llm):
     with pytest.raises(InvalidRequestError, match=r"grammar .*allowed_token_ids"):
         llm.generate(PROMPTS[0], impossible, use_tqdm=False)
     assert llm.generate(PROMPTS[0], params(max_tokens=3), use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+TEXTS = {"type": "string"}
+WIDE = {f"column_{i}": TEXTS for i in range(1000)}
+EVENTS = [{"type": "object", "properties": {f"event_{i}_{k}": TEXTS for k in range(5)}} for i in range(300)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "object", "properties": WIDE}, {"column_0": "a", "column_500": "b", "column_999": "c"}),
+        ({"anyOf": EVENTS}, {"event_299_0": "a", "event_299_4": "b"}),
+    ],
+    ids=["1,000 optional properties", "anyOf of 300 objects"],
+)
+def test_wide_schemas_are_followed(llm, schema, value):
+    """One character after the other: as many places as possible at which a mask is filled."""
+    backend = llm.tokenizer.backend
+    grammars = Grammars(backend, 49152, [0, 2])
+    constraint = grammars.build(StructuredOutputs(json=schema))
+    mask = np.empty((1, 49152 // 32), np.int32)
+    for character in json.dumps(value):
+        assert not constraint.complete
+        grammars.fill([constraint], mask)
+        constraint.accept(backend.encode(character, add_special_tokens=False).ids[0])
+    assert constraint.complete
+    constraint.check()
+
+
+def test_a_grammar_that_gives_up_in_the_middle_is_an_error_and_no_end(llm, monkeypatch):
+    """It would allow the answer's end, and nothing else; the schema's beginning leaves no choice."""
+    monkeypatch.setattr(structured_outputs, "MAX_ITEMS_PER_MASK", 50_000, raising=False)
+    row = {"type": "object", "properties": WIDE}
+    schema = {"type": "object", "properties": {"note": {"const": "abc " * 12}, "row": row}, "required": ["note", "row"]}
+    asked = params(structured_outputs=StructuredOutputs(json=schema))
+    with pytest.raises(InvalidRequestError, match=r"the grammar failed: .*Too many items \(limit \d+; [^<]*$"):
+        llm.generate(PROMPTS[0], asked, use_tqdm=False)
+    assert llm.generate(PROMPTS[0], params(max_tokens=3), use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_grammar_that_gives_up_at_once_is_refused_before_the_first_token(llm, monkeypatch):
+    monkeypatch.setattr(structured_outputs, "MAX_ITEMS_PER_MASK", 50_000, raising=False)
+    with pytest.raises(InvalidRequestError, match="Too many items"):
+        Grammars(llm.tokenizer.backend, 49152, [0, 2]).build(
+            StructuredOutputs(json={"type": "object", "properties": WIDE})
+        )
 
 
 @pytest.mark.parametrize(
