@@ -40,14 +40,19 @@ def answer_constraint(
     """
     thinks = conversation.rendering.thinks
     after = reasoning_end(formats.reasoning, prompt_text, in_reasoning=in_reasoning, thinks=thinks)
-    constraint = _constraint(conversation, formats, after, special_tokens)
+    constraint = _constraint(conversation, formats, after, special_tokens, in_reasoning=in_reasoning)
     if constraint is None or constraint.after is None or in_reasoning or formats.reasoning is None:
         return constraint
     return replace(constraint, openings=formats.reasoning.openings)
 
 
 def _constraint(
-    conversation: Conversation, formats: OutputFormats, after: str | None, special_tokens: Mapping[str, int]
+    conversation: Conversation,
+    formats: OutputFormats,
+    after: str | None,
+    special_tokens: Mapping[str, int],
+    *,
+    in_reasoning: bool,
 ) -> StructuredOutputs | None:
     tools, choice = conversation.tools, conversation.tool_choice
     answer = conversation.structured_outputs and replace(conversation.structured_outputs, after=after)
@@ -56,7 +61,15 @@ def _constraint(
 
     def calls(choice: ToolChoice) -> StructuredOutputs | None:
         parallel = conversation.parallel_tool_calls
-        return tool_constraint(formats, tools, choice, parallel=parallel, after=after, special_tokens=special_tokens)
+        return tool_constraint(
+            formats,
+            tools,
+            choice,
+            parallel=parallel,
+            after=after,
+            special_tokens=special_tokens,
+            in_reasoning=in_reasoning,
+        )
 
     if choice != "auto" or answer is None:
         return _compiled_calls(lambda: calls(choice), tools)

@@ -47,11 +47,20 @@ class ConversationPrompt:
     def parser(self) -> OutputParser | None:
         """A parser for one answer; None where there is nothing to find but text."""
         tools, formats = self.conversation.tools, self.formats
+        outputs = self.prompt.params.structured_outputs
+        after = (outputs and outputs.after) or ""
         if not self.conversation.separate_reasoning:
-            formats = dataclasses.replace(formats, reasoning=None)
+            known = formats.reasoning if tools and after else None
+            formats = dataclasses.replace(formats, reasoning=known and known.as_content(opened=self.in_reasoning))
         if formats.reasoning is None and not tools:
             return None
-        return OutputParser(formats, tools=tools, in_reasoning=self.in_reasoning, parse_tools=bool(tools))
+        return OutputParser(
+            formats,
+            tools=tools,
+            in_reasoning=self.in_reasoning,
+            parse_tools=bool(tools),
+            constrained_after=after,
+        )
 
 
 async def render(

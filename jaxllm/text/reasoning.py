@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jaxllm.requests.thinking_markers import ThinkingMarkers
@@ -76,6 +76,10 @@ class ReasoningFormat:
     def openings(self) -> tuple[str, ...]:
         """What an answer begins with that has reasoning, or whose text is marked."""
         return tuple(filter(None, (*self.opens, self.answer)))
+
+    def as_content(self, *, opened: bool) -> ReasoningFormat:
+        """The same, as text that is content with all its marks; the prompt has `opened` the block, or has not."""
+        return replace(self, open="" if opened else self.open, around=(), wrapper=None, in_content=True)
 
     def markers(self, *, opened: bool, text_follows: bool = False) -> ThinkingMarkers:
         """For a request whose prompt has `opened` the block, or has not; with `text_follows` nothing else can."""

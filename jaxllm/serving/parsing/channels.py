@@ -47,6 +47,7 @@ class MessageReader(ABC):
         self.calls = calls
         self.also_ends: tuple[str, ...] = (START,)
         self._events = events
+        self._constrained_after = ""
         self._said: set[type[Event]] = set()
         self._begins = True
 
@@ -58,8 +59,15 @@ class MessageReader(ABC):
     def is_cut_header(self, text: str) -> bool:
         """Whether the answer's end has cut a header off, which nobody is shown."""
 
-    def answer(self) -> Scan[None]:
-        """The whole answer; it may begin inside the analysis, or behind `<|start|>assistant`."""
+    def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
+        """The whole answer; it may begin inside the analysis, or behind `<|start|>assistant`.
+
+        If it does, or with one of `openings`, all messages before `constrained_after`, the end of a header, are
+        reasoning.
+        """
+        if constrained_after and (self.in_analysis or (yield from next_of(self.source, openings))):
+            self._constrained_after = constrained_after
+            self.also_ends += (constrained_after,)
         if self.in_analysis:
             yield from self.body(Reasoning)
         while (yield from any_left(self.source)):
@@ -87,6 +95,8 @@ class MessageReader(ABC):
             self.say_kept()
             return
         source.take(len(stop))
+        if "".join(source.kept).endswith(self._constrained_after):
+            self._constrained_after = ""
         yield from self.addressed("".join(header))
 
     def call(self, scan: Scan[None]) -> Scan[None]:
@@ -109,6 +119,8 @@ class MessageReader(ABC):
     def body(self, kind: type[Content] | type[Reasoning] | None, more_ends: Sequence[str] = ()) -> Scan[None]:
         """Text up to an end; what was read before it and not cleared comes with it. None says nothing of it."""
         source = self.source
+        if kind is Content and self._constrained_after:
+            kind = Reasoning
         self._begins = True
         self.in_analysis = kind is Reasoning
         self._say(kind, "".join(source.kept))
@@ -124,7 +136,7 @@ class MessageReader(ABC):
     def say_kept(self) -> None:
         """What was read and is no message, as content."""
         self._begins = True
-        self._say(Content, "".join(self.source.kept))
+        self._say(Reasoning if self._constrained_after else Content, "".join(self.source.kept))
 
     def _say(self, kind: type[Content] | type[Reasoning] | None, text: str) -> None:
         """Messages of one kind are lines of their own."""

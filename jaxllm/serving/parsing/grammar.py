@@ -49,6 +49,7 @@ def tool_constraint(
     parallel: bool,
     after: str | None,
     special_tokens: Mapping[str, int],
+    in_reasoning: bool = False,
 ) -> StructuredOutputs | None:
     """What makes the model call as asked, in the format of `formats`; OutputParser reads back whatever it allows.
 
@@ -60,7 +61,8 @@ def tool_constraint(
 
     In formats whose strings are not JSON, a string's enum, or its pattern and length, are enforced by text_limits.py.
 
-    `after` is where the constraint begins, such as "</think>"; `special_tokens` are the tokenizer's, with their ids.
+    `after` is where the constraint begins, such as "</think>"; `special_tokens` are the tokenizer's, with their ids;
+    `in_reasoning` tells that the prompt has opened the thought, where the layout has one.
     None: nothing needs, or can be, enforced.
     """
     if formats.tools is None:
@@ -74,7 +76,8 @@ def tool_constraint(
         return StructuredOutputs(grammar=writer.auto(tools, formats, parallel), after=after)
     if isinstance(choice, NamedTool):
         tools, parallel = [tool for tool in tools if tool.name == choice.name], False
-    return StructuredOutputs(grammar=writer.required(tools, parallel, leading_space=after is not None), after=after)
+    grammar = writer.required(tools, parallel, leading_space=after is not None, in_reasoning=in_reasoning)
+    return StructuredOutputs(grammar=grammar, after=after)
 
 
 class _Grammar:
@@ -87,7 +90,7 @@ class _Grammar:
         self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._rules: dict[str, str] = {}
 
-    def required(self, tools: Sequence[Tool], parallel: bool, leading_space: bool) -> str:
+    def required(self, tools: Sequence[Tool], parallel: bool, *, leading_space: bool, in_reasoning: bool) -> str:
         calls = self._calls(tools, lenient=True)
         repeated = f" ({self._text(self._layout.between)} call)*" if parallel else ""
         space = "SPACE? " if leading_space else ""
@@ -96,8 +99,9 @@ class _Grammar:
         self._rules["call"] = " | ".join(calls)
         if self._layout.thought is not None:
             open, close = self._layout.thought
-            self._rules["thought"] = f"{self._text(open)} {self._raw_text('thinking', close, also_ends=_MARKER)}"
-            space = "thought? "
+            thinking = self._raw_text("thinking", close, also_ends=_MARKER)
+            self._rules["thought"] = thinking if in_reasoning else f"{self._text(open)} {thinking}"
+            space = "thought " if in_reasoning else "thought? "
         return self._lark(f"{space}{self._text(self._layout.start)} call{repeated} {self._text(self._layout.stop)}")
 
     def auto(self, tools: Sequence[Tool], formats: OutputFormats, parallel: bool) -> str:

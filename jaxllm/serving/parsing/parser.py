@@ -53,6 +53,9 @@ class OutputParser:
 
     Reasoning: ends at its closing mark, or at a call whose marker models write nowhere else. A closing mark where no
     reasoning is open is left out at the answer's beginning, and right behind reasoning or a call.
+
+    `constrained_after` is the text that a constraint on the answer waits for, where it waits for one: then reasoning
+    ends there and nowhere else, since what comes before follows no schema.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class OutputParser:
         tools: Sequence[Tool] | None,
         in_reasoning: bool,
         parse_tools: bool,
+        constrained_after: str = "",
     ):
+        self._constrained_after = constrained_after
         self._in_reasoning = in_reasoning and formats.reasoning is not None
         self._source = Source()
         self._events: list[Event] = []
@@ -89,7 +94,10 @@ class OutputParser:
             self._messages = _MESSAGES[formats.channels](
                 self._source, self._writer, self._events, in_analysis=self._in_reasoning, calls=calls
             )
-        self._scan = self._messages.answer() if self._messages else self._answer(formats.reasoning)
+            openings = formats.reasoning.openings if formats.reasoning else ()
+            self._scan = self._messages.answer(constrained_after, openings)
+        else:
+            self._scan = self._answer(formats.reasoning)
 
     @property
     def in_reasoning(self) -> bool:
@@ -135,6 +143,8 @@ class OutputParser:
         yield from skip_space(source)
         opened = yield from next_of(source, reasoning.opens)
         if opened:
+            if source.position and not self._in_reasoning:
+                self._constrained_after = ""  # a constraint waits only where the answer begins with the mark
             self._in_reasoning = True
             source.take(len(opened))
             yield from skip_space(source)
@@ -168,10 +178,10 @@ class OutputParser:
     def _thinking(self, reasoning: ReasoningFormat) -> Scan[None]:
         """Reasoning up to and with its closing mark, or up to and with a call."""
         source = self._source
-        calls = {syntax.marker: syntax for syntax in self._syntaxes if syntax.ends_reasoning}
-        stops = (*reasoning.closes, *calls, *reasoning.around)
+        calls, closes = self._reasoning_ends(reasoning)
+        stops = (*closes, *calls, *reasoning.around)
         try:
-            while (stop := (yield from copy_until(source, stops, self._thoughts))) not in reasoning.closes:
+            while (stop := (yield from copy_until(source, stops, self._thoughts))) not in closes:
                 if stop in reasoning.around:
                     yield from self._mark(stop)
                     continue
@@ -187,14 +197,20 @@ class OutputParser:
         """Reasoning and its marks as the beginning of the content."""
         source = self._source
         self._content(("" if opened else reasoning.open) + "".join(source.kept))
-        calls = [syntax.marker for syntax in self._syntaxes if syntax.ends_reasoning]
+        calls, closes = self._reasoning_ends(reasoning)
         try:
-            stop = yield from copy_until(source, (*reasoning.closes, *calls), self._content)
-            if stop in reasoning.closes:
+            stop = yield from copy_until(source, (*closes, *calls), self._content)
+            if stop in closes:
                 self._content(source.take(len(stop)))
         except UnfinishedError:
             pass
         self._in_reasoning = False
+
+    def _reasoning_ends(self, reasoning: ReasoningFormat) -> tuple[dict[str, CallSyntax], tuple[str, ...]]:
+        """The calls, by their markers, and the marks that end open reasoning."""
+        if self._constrained_after:
+            return {}, (self._constrained_after,)
+        return {syntax.marker: syntax for syntax in self._syntaxes if syntax.ends_reasoning}, reasoning.closes
 
     def _text(self) -> Scan[None]:
         """Content up to the next call, and that call."""

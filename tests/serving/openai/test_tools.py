@@ -208,6 +208,38 @@ def test_calls_are_enforced(client: TestClient, engine: FakeEngine, choice: Any,
     assert constraint.after == "</think>"
 
 
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tool_choice": "required"}, {"tool_choice": NAMED}, {"tools": [STRICT]}],
+    ids=["required", "named", "strict"],
+)
+@pytest.mark.parametrize("opened", [True, False], ids=["opened", "opens"])
+@pytest.mark.parametrize("separate", [True, False], ids=["separate", "in the content"])
+def test_a_call_that_the_model_only_thinks_of_is_not_returned(
+    client: TestClient, engine: FakeEngine, fields: dict[str, Any], opened: bool, separate: bool
+) -> None:
+    """The constraint waits for </think>, so that the first call follows no schema."""
+    engine.tokenizer = ByteTokenizer(TEMPLATE + "<think>\n" * opened)
+    thought = f"Perhaps {CALL.replace('city', 'town')}?"
+    engine.reply = f"{'' if opened else '<think>'}{thought}</think>\n\n{CALL}"
+    fields = {"tools": [TOOL], "separate_reasoning": separate} | fields
+    message = post(client, **fields).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    left = {"content": None, "reasoning": thought}
+    if not separate:
+        left = {"content": engine.reply.removesuffix(f"\n\n{CALL}"), "reasoning": None}
+    assert {name: message.get(name) for name in left} == left
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(client, **fields) if chunk["choices"]]
+    streamed = {name: "".join(delta.get(name) or "" for delta in deltas) for name in left}
+    assert streamed == {name: text or "" for name, text in left.items()}
+    pieces = [piece["function"]["arguments"] for delta in deltas for piece in delta.get("tool_calls") or []]
+    assert "".join(pieces) == call["function"]["arguments"]
+
+
 @pytest.mark.parametrize("name", ["auto", "required"])
 def test_a_tool_may_be_called_like_a_choice(client: TestClient, engine: FakeEngine, name: str) -> None:
     function = {"type": "function", "function": {"name": name}}
@@ -219,8 +251,7 @@ def test_a_tool_may_be_called_like_a_choice(client: TestClient, engine: FakeEngi
 def test_auto_is_constrained_where_a_tool_is_strict(client: TestClient, engine: FakeEngine) -> None:
     post(client, tools=[TOOL])
     assert grammar(engine) is None
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-    post(client, tools=[strict])
+    post(client, tools=[STRICT])
     assert "weather" in grammar(engine).grammar
 
 

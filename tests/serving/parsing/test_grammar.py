@@ -220,6 +220,27 @@ def test_auto_is_free_where_nothing_is_strict() -> None:
     assert tool_constraint(nothing, STRICT, "required", parallel=True, after=None, special_tokens={}) is None
 
 
+@pytest.mark.parametrize(
+    "known", [known for known in TOOL_FORMATS if known.layout.thought], ids=lambda known: known.name
+)
+@each_vocabulary
+def test_calls_come_after_the_thought_that_the_prompt_has_opened(
+    known: ToolFormat, words: str, vocabularies: dict[str, Vocabulary]
+) -> None:
+    assert known.layout.thought is not None
+    text = f"Hm.{known.layout.thought[1]}{written(known, PARIS)}"
+    for opened in (True, False):
+        outputs = tool_constraint(
+            _formats(known), TOOLS, "required", parallel=False, after=None,
+            special_tokens=vocabularies[words].special, in_reasoning=opened,
+        )  # fmt: skip
+        assert _accepts(vocabularies[words], outputs, text) is opened
+        assert _accepts(vocabularies[words], outputs, written(known, PARIS)) is not opened
+    parser = OutputParser(_formats(known), tools=TOOLS, in_reasoning=True, parse_tools=True)
+    content, thought, calls = seen(parse_whole(parser, text))
+    assert (content, thought, [json.loads(arguments) for _, arguments in calls]) == (None, "Hm.", [PARIS[1]])
+
+
 def test_after_reasoning_whitespace_may_come_first(vocabularies: dict[str, Vocabulary]) -> None:
     formats = detect_formats(None, "hermes", "think")
     known = formats.tools
