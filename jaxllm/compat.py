@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -49,19 +48,6 @@ from jaxlib import xla_client  # noqa: E402
 from jaxllm.errors import ConfigError  # noqa: E402
 
 logger = logging.getLogger(__name__)
-
-
-def lower_thread_priority() -> None:
-    """Let the calling thread yield to others, where the system can tell threads apart (Linux)."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def raise_thread_priority(thread: int) -> None:
-    """Undo `lower_thread_priority` for a thread, by native id, where the system lets this process do so."""
-    if sys.platform == "linux":
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # only root may; the thread may have ended
-            os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
 def check_cpu_targets_at_once() -> None:

@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 import pytest
 
 from jaxllm.config import EngineConfig, ModelConfig
+from jaxllm.cpu_kernels import runnable_isas
 from jaxllm.engine.start import stage_steps
+from tests.cpu_kernels.weights import needs_kernels
 from tests.reference.tiny import write_checkpoint
 
 pytestmark = pytest.mark.programs
 
 PROGRAM = """
 import json, os, sys, time
-from jaxllm import LLM, SamplingParams
+from contextlib import nullcontext
+from jaxllm import LLM, SamplingParams, cpu_kernels
 from jaxllm.engine.device import compiling_process
 from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.start import stage_steps
@@ -32,7 +35,11 @@ def counted(*arguments):
     return found
 SavedExecutables.load = counted
 compiling_process.MODULE = os.environ.get("COMPILING_MODULE", compiling_process.MODULE)
-with LLM(sys.argv[1], compile_cache_dir=sys.argv[2] or None, **json.loads(sys.argv[3])) as llm:
+chosen = os.environ.get("CHOSEN_ISA")
+with (
+    cpu_kernels.forced(chosen) if chosen else nullcontext(),
+    LLM(sys.argv[1], compile_cache_dir=sys.argv[2] or None, **json.loads(sys.argv[3])) as llm,
+):
     said = [
         llm.generate([[5, 6, 7, 8, 9, 10]] * 3, SamplingParams(max_tokens=6, **params), use_tqdm=False)
         for params in ({"temperature": 0}, {"seed": 1, "logprobs": 2, "top_k": 9})
@@ -106,11 +113,55 @@ def test_a_process_beside_the_engine_compiles_what_nobody_waits_for(tmp_path, mo
     assert start(model, tmp_path / "cache", cpu_kernels="off")[:2] == (beside.tokens, 0)
 
 
+@needs_kernels
+def test_that_process_takes_the_engines_instruction_set(tmp_path, monkeypatch):
+    """Its own choice would be the best there is."""
+    model = write_checkpoint("llama_gqa", tmp_path / "model")
+    monkeypatch.setenv("LAYERS_WORTH_A_PROCESS", "1")
+    monkeypatch.setenv("CHOSEN_ISA", "portable")
+    assert start(model, tmp_path / "cache").loaded > 0
+
+
+DIGEST = """
+import json, sys
+from pathlib import Path
+from jaxllm import cpu_kernels
+from jaxllm.config import EngineConfig
+from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.manifest import step_manifest
+from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.device.saved import SavedExecutables
+from jaxllm.sharding.mesh import build_meshes
+config = EngineConfig(model=sys.argv[1], **json.loads(sys.argv[2]))
+(mesh,) = build_meshes(1, 1, 1)
+devices = mesh.devices.flatten().tolist()
+blueprint = make_blueprint(config, open_model(config, Path(config.model)), Platform.of(devices[0]))
+print(SavedExecutables(None, step_manifest(blueprint, mesh), devices).name, cpu_kernels.isa())
+"""
+
+
+def digests(model: Path, count: int) -> list[list[str]]:
+    """What executables are saved under, and the instruction set, in each of some processes that start at once."""
+    command = [sys.executable, "-c", DIGEST, str(model), json.dumps(FIELDS)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    return [process.communicate(timeout=300)[0].split() for process in processes]
+
+
+@needs_kernels
+def test_processes_that_start_at_once_find_the_same_executables(tmp_path):
+    """Beside each other on busy cores, each with the best instruction set that the processor has."""
+    said = digests(write_checkpoint("llama_gqa", tmp_path / "model"), 4)
+    assert len(said[0]) == 2 and said == said[:1] * 4
+    assert said[0][1] == runnable_isas()[0]
+
+
 def test_that_process_is_told_the_engines_settings_alone(tmp_path):
     """Those of a served model are more, and are refused where an engine's are read."""
     config = ModelConfig(model="m", served_model_name="a,b", tool_call_parser="none", max_model_len=64)
     plan = SimpleNamespace(platform="cpu", kv_bytes=5, state_cache_bytes=6)
-    blueprint = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(num_layers=99)), plan=plan)
+    options = SimpleNamespace(kernels=SimpleNamespace(native=False))
+    blueprint = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(num_layers=99)), plan=plan, options=options)
     helper = stage_steps._helper(config, blueprint, SimpleNamespace(root=tmp_path, name="set"))  # type: ignore[arg-type]
     assert helper is not None
     told = EngineConfig.model_validate_json(helper._command[-3])

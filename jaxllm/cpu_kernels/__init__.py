@@ -41,7 +41,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
 from jaxllm.cpu_kernels.adapters import AdapterArrays, AdapterUses, low_rank
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
 from jaxllm.cpu_kernels.huge_pages import zeros
-from jaxllm.cpu_kernels.library import available, forced, isa, reason, runnable_isas, set_threads
+from jaxllm.cpu_kernels.library import available, forced, isa, reason, rounds_to_bf16, runnable_isas, set_threads
 from jaxllm.cpu_kernels.norms import normalise
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
@@ -88,6 +88,7 @@ __all__ = [
     "normalise",
     "reason",
     "repack",
+    "rounds_to_bf16",
     "runnable_isas",
     "running_weights",
     "set_threads",

@@ -86,9 +86,8 @@ def _compiled_for(asked: str, known: list[str]) -> list[str] | None:
     """The instruction sets that a first start compiles, beside the portable one; None is all of them."""
     if asked == EVERY_ISA:
         return None
-    if asked:
-        return [isa for isa in known if isa == asked]
-    return wanted_here(known, platform.machine())
+    wanted = wanted_here(known, platform.machine())
+    return wanted if not asked or asked in (wanted or ()) else [isa for isa in known if isa == asked]
 
 
 def _refused(asked: str, runnable: list[str]) -> str:
@@ -110,7 +109,8 @@ def _packaged() -> ctypes.CDLL | None:
 def _registered(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.jaxllm_isa.restype = ctypes.c_char_p
-    library.jaxllm_set_isa.restype = library.jaxllm_runs_isa.restype = ctypes.c_bool
+    for asks in (library.jaxllm_set_isa, library.jaxllm_runs_isa, library.jaxllm_rounds_to_bf16):
+        asks.restype = ctypes.c_bool
     library.jaxllm_set_reads_by_group.argtypes = [ctypes.c_bool]
     library.jaxllm_set_reads_by_group.restype = ctypes.c_bool
     check_cpu_targets_at_once()
@@ -157,6 +157,14 @@ def runnable_isas() -> list[str]:
     lib = library()
     isas = [*reversed(ISAS.get(platform.machine(), {})), PORTABLE]
     return [isa for isa in isas if lib.jaxllm_runs_isa(isa.encode())]
+
+
+def rounds_to_bf16(isa_name: str) -> bool:
+    """Whether products with bf16 weights, and attention over pages of 16 or 8 bits, round what they multiply to bf16.
+
+    Instruction sets that do not multiply in float32.
+    """
+    return library().jaxllm_rounds_to_bf16(isa_name.encode())
 
 
 def set_threads(count: int) -> None:

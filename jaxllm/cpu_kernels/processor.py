@@ -36,7 +36,7 @@ def runnable_here(isas: list[str], cpuinfo: Path = CPUINFO) -> list[str] | None:
 def wanted_here(isas: list[str], machine: str) -> list[str] | None:
     """Those of a machine's sets, the best last, that this processor may choose; None: no telling, so all of them.
 
-    Whether AMX pays is found out by comparing it with the set before it.
+    A system may refuse AMX's registers to a process, which then takes the set before it.
     """
     found = runnable_here(isas) if machine == platform.machine() else None
     if found is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +17,10 @@ from jaxllm import compat
 from jaxllm.threads import start_thread
 
 T = TypeVar("T")
+
+BACKGROUND_NICENESS = 5
+"""How far below the engine's priority work runs while no request waits for it. On a core that something else keeps busy
+Linux gives it a quarter of the time (at 10 a tenth, at 19 a hundredth), so that it ends on a busy machine too."""
 
 _open: weakref.WeakSet[Jobs] = weakref.WeakSet()
 
@@ -38,6 +44,8 @@ class Jobs:
     """
 
     def __init__(self, name: str, *, urgent_threads: int, background_threads: int = 0):
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
+        """That of the thread which makes this; Linux counts it per thread."""
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: set[Job] = set()
@@ -66,7 +74,7 @@ class Jobs:
         with self._changed:
             job.urgent = True
             if job.background_thread is not None:
-                compat.raise_thread_priority(job.background_thread)
+                _set_niceness(job.background_thread, self._niceness)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -93,8 +101,11 @@ class Jobs:
         return job
 
     def _work_behind(self) -> None:
-        compat.lower_thread_priority()
+        self._lower_priority()
         self._work(self._next_behind)
+
+    def _lower_priority(self) -> None:
+        _set_niceness(threading.get_native_id(), self._niceness + BACKGROUND_NICENESS)
 
     @compat.under_own_settings
     def _work(self, choose: Callable[[], Job | None]) -> None:
@@ -104,7 +115,7 @@ class Jobs:
                 self._running.discard(job)
                 if job.background_thread is not None:
                     job.background_thread = None
-                    compat.lower_thread_priority()  # it was raised if somebody came to wait for the job
+                    self._lower_priority()  # it was raised if somebody came to wait for the job
                 self._changed.notify_all()
             del job  # and its result with it, which would live until the next one comes
 
@@ -129,13 +140,20 @@ def _close_all() -> None:
         jobs.close()
 
 
+def _set_niceness(thread: int, niceness: int) -> None:
+    """Of one thread, where the system can tell threads apart (Linux)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # root alone may raise a priority; it has ended
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
 def _run(job: Job) -> None:
     function, job.function = job.function, None
     assert function is not None
     with contextlib.suppress(InvalidStateError):  # `close` cancelled it meanwhile
         try:
             result = function()
-        except Exception as error:
+        except BaseException as error:  # the thread has other jobs to run
             job.set_exception(error)
         else:
             job.set_result(result)

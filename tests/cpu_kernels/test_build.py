@@ -92,7 +92,7 @@ def test_a_library_of_few_sets_chooses_among_them(tmp_path):
 
 @needs_kernels
 def test_what_linux_tells_of_the_processor_is_what_the_kernels_find():
-    """Except that a processor must also prove that its AMX is of use, and that the system keeps the registers."""
+    """Except that a system may refuse AMX's registers to a process."""
     known = list(compiler.ISAS[platform.machine()])
     told = processor.runnable_here(known)
     if told is None:
@@ -126,6 +126,15 @@ def test_the_sets_that_a_first_start_compiles(cpuinfo, wanted, tmp_path, monkeyp
     monkeypatch.setattr(processor, "runnable_here", lambda isas: found)
     assert processor.wanted_here(known, platform.machine()) == wanted
     assert processor.wanted_here(known, "another") is None
+
+
+def test_a_choice_that_is_passed_on_compiles_nothing_more(monkeypatch):
+    """A process that is told what another has chosen finds that one's library."""
+    monkeypatch.setattr(library, "wanted_here", lambda known, machine: ["avx512bf16", "amx"])
+    known = list(compiler.ISAS["x86_64"])
+    for chosen in ("", "amx", "avx512bf16"):
+        assert library._compiled_for(chosen, known) == ["avx512bf16", "amx"]
+    assert library._compiled_for("avx2", known) == ["avx2"]
 
 
 @needs_kernels
@@ -198,6 +207,7 @@ OTHER_FFI = """
 void jaxllm_isa() {}
 void jaxllm_set_isa() {}
 void jaxllm_runs_isa() {}
+void jaxllm_rounds_to_bf16() {}
 void jaxllm_set_reads_by_group() {}
 XLA_FFI_Error* jaxllm_linear(XLA_FFI_CallFrame* call) {
   XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)call->extension_start)->metadata;

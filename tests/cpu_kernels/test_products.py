@@ -107,11 +107,11 @@ def test_weights_are_read_in_either_order_to_the_same_sums(isa, format):
 
 @every_format
 def test_vector_instruction_sets_agree_to_the_last_bit(format):
-    if format == "bf16":
-        pytest.skip("avx512bf16 and amx round activations, and the others do not")
+    vectors = [isa for isa in ISAS if isa != "portable"]
+    if format == "bf16":  # by rounded activations, which are added up in another order where there are tiles
+        vectors = [isa for isa in vectors if not cpu_kernels.rounds_to_bf16(isa)]
     weights = random_weights(format, 33, 512)
     x = activations(20, 512)
-    vectors = [isa for isa in ISAS if isa != "portable"]
     results = []
     for isa in vectors:
         with cpu_kernels.forced(isa):

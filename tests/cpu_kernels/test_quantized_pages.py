@@ -56,7 +56,7 @@ def check(batch: RaggedBatch, kind: str, *, threads: tuple[int | None, ...] = (N
     for isa, count in itertools.product(ISAS, threads):
         with cpu_kernels.forced(isa, count):
             out, got = run(batch, **options)
-        tolerance = 2e-2 if batch.q.dtype == jnp.bfloat16 or isa.endswith("bf16") else 2e-5
+        tolerance = 2e-2 if batch.q.dtype == jnp.bfloat16 or cpu_kernels.rounds_to_bf16(isa) else 2e-5
         np.testing.assert_allclose(out.astype(np.float64), expected, rtol=tolerance, atol=tolerance, err_msg=isa)
         np.testing.assert_array_equal(out[~batch.real], 0)
         for buffer, expected_buffer in zip(got, expected_pages, strict=True):

@@ -82,7 +82,7 @@ def _random_codes(format: str, rows: int, inputs: int, rng: np.random.Generator)
 
 def rounded(x: np.ndarray, format: str, isa: str) -> np.ndarray:
     """What a product with weights of `format` takes `x` for, in float64."""
-    if format in ("f32", "e4m3") or (format == "bf16" and isa not in ("avx512bf16", "amx")):
+    if format in ("f32", "e4m3") or (format == "bf16" and not cpu_kernels.rounds_to_bf16(isa)):
         return x.astype(np.float64)
     if format == "bf16":
         return x.astype(ml_dtypes.bfloat16).astype(np.float64)

@@ -27,7 +27,6 @@ namespace {
 struct Candidate {
   const Kernels* (*table)();
   bool (*runs_here)();
-  bool (*is_best_here)() = [] { return true; };  // of what runs here
 };
 
 #if defined(__x86_64__)
@@ -77,10 +76,10 @@ bool has_feature(const char* name) {
 
 #endif
 
-// Of those that were compiled, the best first.
+// Of those that were compiled, the best first: which of them a process takes depends on nothing but what runs here.
 const Candidate CANDIDATES[] = {
 #ifdef WITH_amx
-    {kernels_amx, jaxllm_has_amx, amx_pays},
+    {kernels_amx, jaxllm_has_amx},
 #endif
 #ifdef WITH_avx512bf16
     {kernels_avx512bf16, has_avx512bf16},
@@ -108,7 +107,7 @@ const Kernels* find(const char* name) {
   __builtin_cpu_init();
 #endif
   for (const Candidate& candidate : CANDIDATES)
-    if ((!name || !strcmp(candidate.table()->name, name)) && candidate.runs_here() && (name || candidate.is_best_here())) return candidate.table();
+    if ((!name || !strcmp(candidate.table()->name, name)) && candidate.runs_here()) return candidate.table();
   return nullptr;
 }
 
@@ -140,6 +139,12 @@ EXPORT bool jaxllm_set_isa(const char* name) {
 }
 
 EXPORT bool jaxllm_runs_isa(const char* name) { return find(name); }
+
+// Whether its products with bf16 weights, and its attention over pages of 16 or 8 bits, round what they multiply to bf16.
+EXPORT bool jaxllm_rounds_to_bf16(const char* name) {
+  const Kernels* found = find(name);
+  return found && found->has_bf16;
+}
 
 // Gives what was set before.
 EXPORT bool jaxllm_set_reads_by_group(bool value) { return std::exchange(reads_by_group, value); }

@@ -4,6 +4,3 @@
 
 const Kernels& kernels();
 int threads();
-
-// Whether AMX's kernels compute what AVX-512's do on this processor, which has both, and in less time.
-bool amx_pays();

@@ -10,8 +10,9 @@ constexpr int TILE_ROWS = 16;
 // Registers 0 to 3 are sums, of rows m + 16 (i / 2) by group i % 2; 4 and 5 activations; 6 and 7 weights.
 class Tiles {
  public:
-  // Of `rows` rows, by steps of `bytes` of each row's activations.
-  Tiles(int rows, int bytes) {
+  // Of `rows` rows, by steps of `bytes` of each row's activations; 0 rows take no tiles, and no time.
+  Tiles(int rows, int bytes) : shaped_(rows) {
+    if (!shaped_) return;
     struct alignas(64) Shapes {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
@@ -21,10 +22,16 @@ class Tiles {
       shapes.row_bytes[i] = uint16_t(i == 4 || i == 5 ? bytes : 64);
       shapes.rows[i] = uint8_t(i < 6 ? rows : bytes / 4);
     }
+    asm volatile("" ::"r"(&shapes) : "memory");  // GCC believes that the next line reads 8 bytes of it
     _tile_loadconfig(&shapes);
   }
-  ~Tiles() { _tile_release(); }
+  ~Tiles() {
+    if (shaped_) _tile_release();
+  }
   Tiles(const Tiles&) = delete;
+
+ private:
+  bool shaped_;
 };
 
 // What was written to memory is there: the intrinsics do not say that they read it.

@@ -166,7 +166,7 @@ template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int c
   constexpr int AT_ONCE = F == Format::q6_k ? 4 : 8;
   memset(out, 0, size_t(count) * PANEL_COLUMNS * sizeof(float));
 #if defined(__AMX_INT8__)
-  const Tiles shaped(TILE_ROWS, F == Format::q6_k ? BLOCK / 2 : BLOCK);
+  const Tiles shaped(count < TILE_ROWS ? 0 : TILE_ROWS, F == Format::q6_k ? BLOCK / 2 : BLOCK);
 #endif
   for (int b = 0; b < w.inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
     for (int sub = 0; sub < form.blocks(); sub++, b++) {

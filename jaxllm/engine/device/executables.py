@@ -31,6 +31,7 @@ from jaxllm.engine.device.saved import SavedExecutables
 from jaxllm.engine.device.stage_keys import keys_of
 from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.jobs import Job, Jobs
+from jaxllm.errors import one_line
 from jaxllm.models.options import Stage
 from jaxllm.progress import Progress
 
@@ -347,6 +348,12 @@ class Executables:
     def _compile(self, key: Key) -> Compiled:
         try:
             made = self._load_or_compile(key)
+        except CancelledError:
+            raise
+        except Exception as error:
+            text = "%s could not be compiled: requests that need it fail, and others run in larger steps: %s"
+            logger.warning(text, key, one_line(error))
+            raise
         finally:
             self._finish(key)
         self._on_made(key)

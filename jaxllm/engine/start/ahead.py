@@ -15,6 +15,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.device.executables import Executables, compile_step
 from jaxllm.engine.device.keys import Key
 from jaxllm.engine.device.saved import SavedExecutables
+from jaxllm.engine.jobs import BACKGROUND_NICENESS
 from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import make_blueprint, step_functions
@@ -23,8 +24,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.sharding.clusters import settled
 from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights.source import resolve_model
-
-IDLE_PRIORITY = 19
 
 
 @under_own_settings
@@ -79,7 +78,7 @@ def compile_ahead(
 
 
 def main(config: str, output: str, expected: str) -> None:
-    os.nice(IDLE_PRIORITY)
+    os.nice(BACKGROUND_NICENESS)
     compile_ahead(
         EngineConfig.model_validate_json(config),
         Path(output),

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm import compat
-from jaxllm.config import EngineConfig, part_of
+from jaxllm import compat, cpu_kernels
+from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, part_of
 from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.executables import Executables
 from jaxllm.engine.device.keys import Key
@@ -142,4 +142,5 @@ def _helper(config: EngineConfig, blueprint: Blueprint, saved: SavedExecutables 
     plan = blueprint.plan  # not what is free when the process begins
     sizes = {"kv_cache_memory": plan.kv_bytes or None, "state_cache_memory": plan.state_cache_bytes}
     settings = part_of(config, EngineConfig).model_copy(update=sizes)  # a server's has more, which that process refuses
-    return CompilingProcess(settings.model_dump_json(), str(saved.root), saved.name)
+    environment = {CPU_ISA_VARIABLE: cpu_kernels.isa()} if blueprint.options.kernels.native else {}
+    return CompilingProcess(settings.model_dump_json(), str(saved.root), saved.name, environment=environment)

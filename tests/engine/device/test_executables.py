@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 import pytest
 
+from jaxllm.engine.device import compiling_process
 from jaxllm.engine.device.buckets import Buckets
 from jaxllm.engine.device.compiling_process import CompilingProcess
 from jaxllm.engine.device.executables import URGENT_THREADS, Executables
@@ -173,7 +174,7 @@ def test_a_step_takes_the_smallest_that_is_ready_and_covers_it(functions, execut
     assert executables.covering("head", 1, PLAIN) == Key("head", 4, PLAIN)
 
 
-def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executables, monkeypatch):
+def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executables, monkeypatch, caplog):
     step = functions.step
     monkeypatch.setattr(functions, "step", lambda key: 1 / 0 if key.kind == "pool" else step(key))
     begin_and_cover(functions, executables)
@@ -182,6 +183,9 @@ def test_a_failed_compile_fails_those_who_ask_for_it_alone(functions, executable
         executables.get(Key("pool"))
     assert executables.get(Key("adjust")) == "compiled adjust"
     assert executables.missing([Key("pool"), Key("adjust")]) == [Key("pool")]
+    assert [text for text in caplog.messages if "could not be compiled" in text] == [
+        "pool could not be compiled: requests that need it fail, and others run in larger steps: division by zero"
+    ]
 
 
 def test_the_log_says_when_the_last_one_is_done(functions, executables, caplog):
@@ -294,6 +298,23 @@ def test_what_a_helper_leaves_is_compiled_here(functions, helped):
     functions.finish_all()
     helped.wait()
     assert helped._saved.loaded == rest[:1] and set(rest[1:]) <= set(functions.begun)
+
+
+def test_a_process_that_compiles_may_say_much(tmp_path, monkeypatch, caplog):
+    """XLA's warnings are long, and nothing reads them while it compiles."""
+    (tmp_path / "talkative.py").write_text(
+        "import os, sys\nprint('w' * 2**20, file=sys.stderr)\nprint(os.environ['TOLD'], flush=True)\nsys.exit('why')"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(compiling_process, "MODULE", "talkative")
+    saved, ended = [], threading.Event()
+    process = CompilingProcess(environment={"TOLD": "adjust"})
+    process.start(saved.append, ended.set)
+    try:
+        assert ended.wait(60) and saved == ["adjust"]
+        assert caplog.messages == ["the process that compiles has failed, and the engine compiles: why"]
+    finally:
+        process.close()
 
 
 def test_a_helper_ends_with_the_engine(helped):
