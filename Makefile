@@ -23,7 +23,7 @@ help: ## Show this list
 
 # With this environment first in PATH, which tool servers look for their programs in.
 serve: $(VENV)/.installed ## Serve SmolLM2-135M-Instruct on http://127.0.0.1:8000
-	PATH="$(abspath $(BIN)):$$PATH" jaxllm serve $(MODEL) $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" exec jaxllm serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/jaxllm pull smollm2-135m

@@ -33,6 +33,7 @@ from jaxllm.server_config import ServerConfig
 from jaxllm.serving.app import create_app, find_route
 from jaxllm.serving.http.errors import error_response, to_api_error
 from jaxllm.serving.http.multipart import FORM_OVERHEAD
+from jaxllm.serving.http.reading import BodyMemory
 from jaxllm.serving.http.relay import RelayedAnswer, RelayedRequest, WholeAnswer, answer
 from jaxllm.serving.merged_metrics import merged
 from jaxllm.serving.monitor.server import monitoring
@@ -229,6 +230,8 @@ class RayFront:
         self._replicas = replicas
         self._answer = replicas.options(method_name="answer", stream=True)
         self._config = config
+        largest = max(config.max_body_size, config.max_file_size + FORM_OVERHEAD)
+        self._body_memory = BodyMemory(max(config.max_body_memory, largest))
         self._hints = hints
 
     async def __call__(self, request: Request) -> Response:
@@ -241,7 +244,8 @@ class RayFront:
             return None if ours is error else as_event(bytes(as_error(to_api_error(ours)).body))
 
         try:
-            relayed = await RelayedRequest.read(request, self._body_limit(request))
+            with self._body_memory.share() as share:
+                relayed = await RelayedRequest.read(request, self._body_limit(request), share)
             path = getattr(route, "path", request.scope["path"].removeprefix(request.scope.get("root_path", "")))
             if path == "/metrics" or (path in FOR_ALL and request.method == "POST"):
                 return await self._ask_all(relayed, merges=path == "/metrics")

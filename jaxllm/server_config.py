@@ -41,6 +41,10 @@ class ServerConfig(SettingsGroup):
     """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""
     max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
     """Largest request body, as 16MiB; larger ones get 413."""
+    max_body_memory: Annotated[Bytes, Field(gt=0)] = 256 * 2**20
+    """Memory for all bodies that are being read, as 256MiB, at least one's; beyond it the slowest gets 503."""
+    send_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds after which a client that takes nothing of what it is sent is disconnected."""
     sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0
     """Seconds of silence after which a stream sends a keep-alive comment."""
     lameduck: Annotated[float, Field(ge=0)] = 0.0

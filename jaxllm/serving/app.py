@@ -68,9 +68,9 @@ def make_routes(config: ServerConfig) -> FastAPI:
         title="jaxllm",
         version=version("jaxllm"),
         redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,  # install_openapi adds it, and there are no pages of FastAPI's then
     )
+    install_openapi(app)
     shown_key = [Security(HTTPBearer(auto_error=False))] if config.asks_for_key else []
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)
@@ -84,7 +84,6 @@ def make_routes(config: ServerConfig) -> FastAPI:
     install_error_handlers(app)
     for gone in (ClientDisconnected, ClientDisconnect):  # before the answer, and before the body was complete
         app.add_exception_handler(gone, _nobody_listens)
-    install_openapi(app)
     nowhere = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": [], "app": app}
     for route in app.routes:
         route.matches(nowhere)

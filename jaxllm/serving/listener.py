@@ -16,6 +16,9 @@ from jaxllm.server_config import ServerConfig
 
 WAITING_CONNECTIONS = 2048
 """That the system keeps while the model loads, or the event loop is busy."""
+UNSENT_BYTES = 128 * 1024
+"""That the system keeps of a connection beside what is on its way: megabytes otherwise for each client that does not
+read."""
 
 
 @contextmanager
@@ -55,6 +58,8 @@ def bind(host: str, port: int, prefix: str = "") -> socket.socket:
         raise ConfigError(f"{prefix}host is {host!r}, which is no address of this machine: {error.strerror}") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)  # connections inherit it
     try:
         listener.bind(address)
         listener.listen(WAITING_CONNECTIONS)

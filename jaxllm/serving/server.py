@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -206,7 +207,7 @@ class Server(uvicorn.Server):
             self.entrance,
             host=config.host,
             port=config.port,
-            http=BoundedProtocol,
+            http=partial(BoundedProtocol, send_timeout=config.send_timeout),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             log_config=None,

@@ -23,6 +23,7 @@ from jaxllm.serving.access.rate_limits import RateLimits
 from jaxllm.serving.access.usage import Ledger
 from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.body_process import BodyProcess
+from jaxllm.serving.http.reading import BodyMemory
 from jaxllm.serving.registry import Registry
 from jaxllm.serving.served_model import Running
 from jaxllm.serving.template_process import TemplateProcesses
@@ -57,6 +58,7 @@ class ServerState:
         self.clients_templates = TemplateProcesses()
         """For templates that come with requests: those who wait for one hold up nobody else."""
         self.bodies = BodyProcess(config.max_body_size)
+        self.body_memory = BodyMemory(max(config.max_body_memory, config.max_body_size))
         self.tool_servers = ToolServers(find_settings(config.mcp_config)[1], result_limit=config.mcp_result_limit)
         """Begun and ended with the application."""
         self.created = int(time.time())

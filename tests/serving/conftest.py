@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,8 @@ def listen(tmp_path: Path) -> Iterator[Callable[..., str]]:
         app = app_of(config, engine)
         if tool_servers is not None:
             app.state.server.tool_servers = tool_servers
-        server = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, log_config=None, timeout_graceful_shutdown=1))
+        protocol: Any = partial(BoundedProtocol, send_timeout=config.send_timeout)
+        server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_config=None, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         running.append((server, thread))

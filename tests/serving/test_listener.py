@@ -14,7 +14,7 @@ import pytest
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.listener import address, bind_file, listening
+from jaxllm.serving.listener import address, bind, bind_file, listening
 
 pytestmark = pytest.mark.programs
 
@@ -71,3 +71,18 @@ def test_another_file_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_and_an_address_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="uds and port exclude each other"):
         ServeConfig(uds=Path("/x.sock"), port=1)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="this system keeps what it likes")
+def test_the_system_keeps_little_of_what_a_client_does_not_read() -> None:
+    with bind("127.0.0.1", 0) as listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        connection, _ = listener.accept()
+        with connection:
+            connection.setblocking(False)
+            kept = 0
+            with pytest.raises(BlockingIOError):
+                while True:
+                    kept += connection.send(b"a" * 65536)
+    assert kept < 2**20

@@ -11,7 +11,8 @@ from fastapi.routing import APIRoute
 
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_numbers
-from jaxllm.serving.http.route import JSONRoute, ParsedRequest, let_in, read_body
+from jaxllm.serving.http.reading import read_body
+from jaxllm.serving.http.route import JSONRoute, ParsedRequest, let_in
 from jaxllm.serving.shown import shown
 
 
@@ -23,7 +24,8 @@ class ListRoute(JSONRoute):
 
         async def handle(request: Request) -> Response:
             let_in(request, self.sent_key(request))
-            value = _parsed(b"".join(await read_body(request, SMALL_BODY)))
+            with request.app.state.server.body_memory.share() as share:
+                value = _parsed(b"".join(await read_body(request, SMALL_BODY, share)))
             return await handler(ParsedRequest(request.scope, request.receive, value))
 
         return handle

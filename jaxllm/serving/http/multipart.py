@@ -11,9 +11,11 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import OperationalError
+from starlette.formparsers import MultiPartParser
 from starlette.types import Message, Receive
 
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.body import SMALL_BODY
 from jaxllm.serving.http.route import bearer_key, let_in
 from jaxllm.serving.shown import shown
 from jaxllm.wording import did_you_mean
@@ -21,6 +23,7 @@ from jaxllm.wording import did_you_mean
 FORM_OVERHEAD = 64 * 1024
 """Bytes that the form may need beside its file."""
 MAX_FIELD_SIZE = 16 * 1024
+MultiPartParser.spool_max_size = SMALL_BODY  # of each upload that stays in memory; the rest goes to disk at once
 NO_ROOM = "the server has no room to store this file; delete others, or ask its operator"
 
 

@@ -18,6 +18,8 @@ LOCAL_NAMES = frozenset({"localhost"})
 class OriginGuard:
     """Refuses requests that a foreign page makes a browser send (403), and names that are not this server's (421).
 
+    A request with several names, or in HTTP/1.1 with none, is refused as well (400): others may read another one.
+
     Without an API key a server trusts whoever reaches it, so a page in a browser on its machine must not. A page has
     an Origin header that the browser writes: it is let in when it is of this server or in `allowed_origins`. By DNS
     rebinding a page's own name can lead here: `allowed_hosts` are the names under which the server is called, besides
@@ -35,8 +37,12 @@ class OriginGuard:
         app = self._app
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            host, origin = headers.get("host", ""), headers.get("origin")
-            if not self._is_ours(host):
+            hosts, origin = headers.getlist("host"), headers.get("origin")
+            host = next(iter(hosts), "")
+            if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
+                message = f"the request has {len(hosts)} Host headers; it must have one"
+                app = error_response(APIError(400, message, code="invalid_host"))
+            elif not self._is_ours(host):
                 message = f"Host is {shown(host)}, not a name of this server; see --allowed-hosts"
                 app = error_response(APIError(421, message, code="unknown_host"))
             elif origin is not None and not self._may_call(origin, host):

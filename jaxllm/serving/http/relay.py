@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.http.route import read_pieces
+from jaxllm.serving.http.reading import Share, read_pieces
 
 _CARRIED = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
@@ -27,9 +27,9 @@ class RelayedRequest:
     body: bytes
 
     @classmethod
-    async def read(cls, request: Request, limit: int) -> RelayedRequest:
-        """Read the body. Raises APIError 413 where it has more than `limit` bytes."""
-        pieces = await read_pieces(request, limit)
+    async def read(cls, request: Request, limit: int, share: Share) -> RelayedRequest:
+        """Read the body. Raises APIError as `read_pieces` does."""
+        pieces = await read_pieces(request, limit, share)
         return cls({name: request.scope[name] for name in _CARRIED if name in request.scope}, b"".join(pieces))
 
 

@@ -11,10 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_numbers, may_overflow, parse_object
 from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.http.early_stream import EarlyStream
+from jaxllm.serving.http.reading import read_body
 from jaxllm.serving.http.records import current_record
 from jaxllm.serving.http.request_model import ignored_fields
 
@@ -83,13 +83,13 @@ class JSONRoute(APIRoute):
             let_in(request, self.sent_key(request))
             if self.body_field is None:
                 return await handler(request)
-            pieces = await read_body(request, state.config.max_body_size)
-            ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
-            if sum(map(len, pieces)) <= SMALL_BODY:
-                value = _parsed(b"".join(pieces))
-            else:
-                value = await state.read_large(self._read_large, state.bodies, pieces)
-            del pieces
+            with state.body_memory.share() as share:
+                pieces = await read_body(request, state.config.max_body_size, share)
+                ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
+                if sum(map(len, pieces)) <= SMALL_BODY:
+                    value = _parsed(b"".join(pieces))
+                else:
+                    value = await state.read_large(self._read_large, state.bodies, pieces)
             return await handler(ParsedRequest(request.scope, request.receive, value))
 
         return handle
@@ -154,30 +154,3 @@ def let_in(request: Request, sent: str) -> None:
 def note(request: Request, **learnt: str | None) -> None:
     """Tell the audit log, where there is one, something of a request."""
     request.scope.get(NOTED, {}).update(learnt)
-
-
-async def read_body(request: Request, limit: int) -> list[bytes]:
-    """The body, which is JSON, in the pieces that it came in. Raises APIError 415, and what `read_pieces` raises."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        raise APIError(415, f"Content-Type is {content_type!r}; it must be application/json")
-    return await read_pieces(request, limit)
-
-
-async def read_pieces(request: Request, limit: int) -> list[bytes]:
-    """The body in the pieces that it came in. Raises APIError 413 where it has, or says that it has, more bytes."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
-    pieces, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        pieces.append(chunk)
-    return pieces
-
-
-def _too_large(limit: int) -> APIError:
-    message = f"the body is larger than {limit} bytes"
-    return APIError(413, message, code="body_too_large", headers={"Connection": "close"})

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import EngineDeadError
+from jaxllm.serving.http.reading import BodyMemory
 from jaxllm.serving.http.relay import RelayedAnswer, RelayedRequest, answer
 from tests.serving.fake_engine import FakeEngine, app_of
 
@@ -34,7 +35,8 @@ class Relay:
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = await RelayedRequest.read(Request(scope, receive), self._limit)
+        with BodyMemory(self._limit).share() as share:
+            request = await RelayedRequest.read(Request(scope, receive), self._limit, share)
         messages = self._messages(pickle.loads(pickle.dumps(request)))
         await RelayedAnswer(await anext(messages), messages, self._lost)(scope, receive, send)
 
