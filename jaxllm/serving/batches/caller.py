@@ -23,7 +23,7 @@ from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResu
 from jaxllm.serving.batches.lines import Line
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import check_numbers
-from jaxllm.serving.http.route import TENANT
+from jaxllm.serving.http.route import TENANT, YIELDS
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.model_loader import AT_CAPACITY, FAILED
 from jaxllm.serving.state import ServerState
@@ -129,7 +129,7 @@ class Caller:
         It asks for no key: the server knows keys by their hashes only.
         """
         try:
-            await self._app({**scope, TENANT: tenant, "client": None}, receive, send)
+            await self._app({**scope, TENANT: tenant, YIELDS: True, "client": None}, receive, send)
         except Exception:
             logger.exception("a line of a batch failed")
             raise
