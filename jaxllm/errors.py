@@ -81,6 +81,10 @@ class QueueFullError(JaxLLMError):
     """The waiting queue is at its limit; the client should retry later."""
 
 
+class StorageFullError(JaxLLMError):
+    """The disk that objects are stored on, or this user's share of it, is full; what was to be stored is not."""
+
+
 class EnginePausedError(JaxLLMError):
     """The engine was told to pause and takes no requests until it is told to go on."""
 

@@ -100,6 +100,8 @@ class ServerConfig(SettingsGroup):
     """How many of several models may be loaded at once (default 1; with model_memory as many as fit into that)."""
     model_memory: Annotated[Bytes, Field(gt=0)] | None = None
     """Bytes that several models may take together, as 24GiB: of each GPU, or of the host where they run on the CPU."""
+    model_min_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds after its load in which one of several models that is busy gives its place to no other."""
     model_ttl: Annotated[float, Field(gt=0)] | None = None
     """Seconds without a request after which one of several models is unloaded (default: never)."""
 

@@ -59,7 +59,7 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
         ConfigError: a file cannot be read, an entry is wrong, two models share a name, or there is no model.
     """
     if not config.has_catalog:
-        for name in ("max_loaded_models", "model_memory", "model_ttl"):
+        for name in ("max_loaded_models", "model_memory", "model_min_seconds", "model_ttl"):
             if name in config.model_fields_set:
                 raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")
         return []

@@ -64,11 +64,13 @@ class LoadableModel:
         error: why the last load failed, if it did, as clients are told it.
         awaited: whether the server is not ready before this model is: one that was loaded at the start.
         info, has_chat_template, metrics: of the last load; None before the first.
-        planned_bytes: what the last engine was planned to take of each device or of the host, where that is known.
+        planned_bytes: what its last engine, or the one that is starting, was planned to take of each device or of the
+            host, where that is known.
         keep_alive: seconds without a request after which it is unloaded: what the last request that said something of
             it wanted, or else its own; infinity is never.
         leases: who holds it; while anybody does it is not unloaded.
         last_used: when a lease last began or ended, on the monotonic clock.
+        loaded_at: when its last load ended, on the same clock.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class LoadableModel:
         self.planned_bytes: int | None = None
         self.leases: set[Lease] = set()
         self._falls_asleep = False
-        self.last_used = 0.0
+        self.last_used = self.loaded_at = 0.0
         self._past = EngineStats()
 
     @classmethod
@@ -148,7 +150,7 @@ class LoadableModel:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a request runs on it; others may wait until it is loaded or woken up."""
+        """Whether a request runs on it; others may wait for their turn, or until it is loaded or woken up."""
         return any(not lease.waits for lease in self.leases)
 
     @property
@@ -163,7 +165,7 @@ class LoadableModel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it may be unloaded to make room."""
+        """Whether nobody asks for it, and it may be unloaded."""
         return self.served is not None and not self.leases and not self.pinned
 
     @property
@@ -184,8 +186,8 @@ class LoadableModel:
         """Start its engine, or wake it up; blocks until that can run requests. Raises whatever keeps it from it."""
 
         def ask(nbytes: int | None) -> None:
-            make_room(nbytes)
             self.planned_bytes = nbytes
+            make_room(nbytes)
 
         try:
             with watched_by(self._note):
@@ -224,7 +226,7 @@ class LoadableModel:
 
     def detach(self) -> ServedModel:
         """From now on it is unloaded; whoever calls this shuts down the engine of what it returns."""
-        assert self.served is not None and not self.leases
+        assert self.served is not None and not self.is_in_use
         served, self._past = self.served, counted(self.stats())
         self.served, self.awaited = None, False
         self.on_change()
@@ -261,7 +263,7 @@ class LoadableModel:
     def _keep(self, served: ServedModel) -> None:
         self.info, self.metrics = served.engine.info, served.metrics
         self.has_chat_template = served.has_chat_template
-        self.last_used = time.monotonic()
+        self.last_used = self.loaded_at = time.monotonic()
         self.keep_alive = self._ttl
         self.served = served
 
@@ -282,7 +284,8 @@ class Lease:
     """One request's hold on its model, which stays in place until the request has sent its last byte.
 
     `name` is what the client calls the model, or one of its adapters; the `meter` says in whose name the request comes,
-    and counts what it uses. A context manager that releases the model at its end. It `waits` until the model is loaded.
+    and counts what it uses. A context manager that releases the model at its end. It `waits` until its turn has come
+    and the model is loaded: until then others may have that unloaded.
     """
 
     def __init__(

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 AT_CAPACITY = "at_capacity"
 FAILED = "model_failed"
-WAITING = "Waiting for another load or unload to end"
+WAITING = "Waiting for its turn"
 STARTING = "Starting the engine's process"
 LEASE_SECONDS = 0.02
-"""How often a model that is to sleep is looked at, until its requests have ended."""
+"""How often models that have to answer requests first are looked at, before they sleep or make room."""
 POLL_SECONDS = 0.5
 """How often idle models are looked for."""
 
@@ -31,39 +31,69 @@ POLL_SECONDS = 0.5
 class ModelLoader:
     """At most `most` of `models`, and at most `memory` bytes of them, are loaded; one load or unload goes on at a time.
 
+    First come, first served: models that requests wait for have their turns in the order in which they were asked for.
+    Those that must make room for the next one answer what they have begun, and later requests for them wait for another
+    turn. For `min_seconds` after it was loaded a busy model makes room for none.
+
     An engine is planned before another is unloaded for it, so that none gives way to one that cannot start.
     Everything is called on the server's event loop, but for `drain`, which a signal handler may call.
     """
 
-    def __init__(self, models: Sequence[LoadableModel], most: int | None = None, memory: int | None = None):
+    def __init__(
+        self,
+        models: Sequence[LoadableModel],
+        most: int | None = None,
+        memory: int | None = None,
+        min_seconds: float = 0.0,
+    ):
         """None is any number."""
         self._models = models
         self._most = len(models) if most is None else most
         self._memory = memory
+        self._min_seconds = min_seconds
         self._changing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load")
         """The same for all loads: what one thread has freed another of glibc's heaps would not use again."""
-        self._loads: dict[LoadableModel, asyncio.Task[APIError | None]] = {}
+        self._turns: dict[LoadableModel, asyncio.Task[APIError | None]] = {}
+        """The models that somebody waits for, in order: not loaded, loading, or about to make room for others."""
+        self._placed: LoadableModel | None = None
+        """The one that is loading, once there is room for it."""
         self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
 
-    async def load(self, model: LoadableModel) -> None:
-        """Returns when the model is loaded and awake; all who ask meanwhile wait for one load, which outlives them.
+    async def load(self, model: LoadableModel, *, yields: bool = False) -> None:
+        """Returns when a request may run on the model; all who ask meanwhile wait for one load, which outlives them.
 
-        Raises APIError 503: all models that may be loaded at once are busy, the load failed, or the server is stopping.
+        One that `yields` waits for no busy model.
+
+        Raises APIError 503: too many requests wait for the model, or it yields and others are busy; the load failed, or
+        the server is stopping.
         """
-        if not model.is_awake and (error := await asyncio.shield(self.begin(model))) is not None:
+        if self.may_run(model):
+            return
+        limit = model.config.max_num_waiting
+        if sum(lease.waits for lease in model.leases) > max(limit, 1):
+            raise _at_capacity(f"{limit} requests wait for {model.name} already, and max_num_waiting is {limit}")
+        if yields and model not in self._turns and (busy := [*self._in_the_way(model), *self._turns]):
+            names = ", ".join(one.name for one in dict.fromkeys(busy))
+            raise _at_capacity(f"{names} must answer requests first, and {self._limit(model)}")
+        if (error := await asyncio.shield(self.begin(model))) is not None:
             raise error
+
+    def may_run(self, model: LoadableModel) -> bool:
+        """Whether a request that comes now may run: the model is awake, and need not make room for another."""
+        return model.is_awake and not self._makes_room(model)
 
     def begin(self, model: LoadableModel) -> asyncio.Task[APIError | None]:
         """Load a model in the background: a task of what kept it from loading. Raises as `load`."""
-        task = self._loads.get(model)
+        task = self._turns.get(model)
         if task is None:
             if self._draining:
                 raise _shutting_down()
-            self._check_room(model, model.planned_bytes)
-            model.stage = Stage(WAITING if self._changing.locked() else STARTING)
-            task = self._loads[model] = asyncio.create_task(self._load(model), name=f"load {model.name}")
+            self._check_pinned(model)
+            if not model.is_awake:
+                model.stage = Stage(WAITING)
+            task = self._turns[model] = asyncio.create_task(self._take_turn(model), name=f"load {model.name}")
         return task
 
     async def unload(self, model: LoadableModel) -> None:
@@ -112,30 +142,32 @@ class ModelLoader:
     def drain(self) -> None:
         """From now on no load begins, and what is loading is given up."""
         self._draining = True
-        for model in list(self._loads):
+        for model in list(self._turns):
             model.give_up()
 
     async def close(self) -> None:
         """Wait until nothing is being loaded or unloaded any more."""
         self.drain()
-        await asyncio.gather(*self._loads.values())
+        await asyncio.gather(*self._turns.values())
         async with self._changing:
             if self._sweeper is not None:
                 self._sweeper.cancel()
         self._thread.shutdown(wait=False)
 
-    async def _load(self, model: LoadableModel) -> APIError | None:
-        began = time.monotonic()
+    async def _take_turn(self, model: LoadableModel) -> APIError | None:
+        """Wait until requests for the model may run; they do by the time that this ends, or its error is theirs."""
         try:
-            async with self._changing:
-                self._check_room(model, model.planned_bytes)
+            while not self.may_run(model):
                 if self._draining:
                     return _shutting_down()
-                model.stage = Stage(STARTING)
-                make_room = partial(self._make_room, model, asyncio.get_running_loop())
-                await self._in_thread(partial(model.load, make_room))
-                assert model.served is not None
-                model.served.draining = self._draining
+                if self._next is model and not self._in_the_way(model):
+                    await self._load(model)
+                    break
+                if model.stage is None and not model.is_awake:
+                    model.stage = Stage(WAITING)
+                await asyncio.sleep(LEASE_SECONDS)
+            for lease in model.leases:
+                lease.waits = False
         except APIError as error:
             return error
         except Exception as error:
@@ -145,60 +177,101 @@ class ModelLoader:
             return unavailable(f"model {model.name!r} could not be loaded: {model.error}", code=FAILED)
         finally:
             model.stage = None
-            del self._loads[model]
-        logger.info("model %s was loaded in %.1f s", model.name, time.monotonic() - began)
+            del self._turns[model]
         return None
 
-    def _make_room(self, model: LoadableModel, loop: asyncio.AbstractEventLoop, nbytes: int | None) -> None:
-        """In the thread that loads: unload what must go for a model that takes so much. Raises as `_take_place`."""
-        evicted = asyncio.run_coroutine_threadsafe(self._take_place(model, nbytes), loop).result()
+    async def _load(self, model: LoadableModel) -> None:
+        """Raises whatever keeps it from loading."""
+        async with self._changing:
+            if self._draining:
+                raise _shutting_down()
+            began = time.monotonic()
+            model.stage = Stage(STARTING)
+            try:
+                await self._in_thread(partial(model.load, partial(self._make_room, model, asyncio.get_running_loop())))
+            finally:
+                self._placed = None
+            assert model.served is not None
+            model.served.draining = self._draining
+        logger.info("model %s was loaded in %.1f s", model.name, time.monotonic() - began)
+
+    def _make_room(self, model: LoadableModel, loop: asyncio.AbstractEventLoop, _: int | None) -> None:
+        """In the thread that loads, when the model has been planned: unload what must go. Raises as `_take_place`."""
+        evicted = asyncio.run_coroutine_threadsafe(self._take_place(model), loop).result()
         while evicted:
             _shut_down(evicted)
 
-    async def _take_place(self, model: LoadableModel, nbytes: int | None) -> list[ServedModel]:
-        """The engines that must go for a model, taken from models that nobody uses, the longest unused first.
+    async def _take_place(self, model: LoadableModel) -> list[ServedModel]:
+        """The engines that must go for a model, once all of them have answered what they have begun.
 
-        Raises APIError 503 where too many are busy or pinned; all stay as they are then.
+        Raises APIError 503 where pinned models leave no room, or the server is stopping; all stay as they are then.
         """
-        self._check_room(model, nbytes)
-        loaded = [one for one in self._models if one is not model and one.served is not None]
-        idle = sorted((one for one in loaded if self._takes_room(one) and one.is_idle), key=lambda one: one.last_used)
-        going: list[LoadableModel] = []
-        while not self._fits([one for one in loaded if one not in going], nbytes):
-            going.append(idle.pop(0))
-        evicted = []
+        self._check_pinned(model)
+        while self._in_the_way(model):
+            await asyncio.sleep(LEASE_SECONDS)
+            if self._draining:
+                raise _shutting_down()
+        going, self._placed = self._going(model), model
         for one in going:
             logger.info("model %s is unloaded to make room for %s", one.name, model.name)
-            evicted.append(one.detach())
-        return evicted
+        return [one.detach() for one in going]
 
-    def _fits(self, others: Sequence[LoadableModel], nbytes: int | None) -> bool:
-        """Whether a model that takes so many bytes may be loaded beside those."""
+    @property
+    def _next(self) -> LoadableModel | None:
+        """The first model that is to be loaded and has no room yet."""
+        return next((one for one in self._turns if not one.is_awake and one is not self._placed), None)
+
+    def _makes_room(self, model: LoadableModel) -> bool:
+        """Whether a model takes no requests any more, since it must go for the next one."""
+        if (following := self._next) is None:
+            return False
+        stays = model.is_in_use and time.monotonic() < model.loaded_at + self._min_seconds
+        return not stays and model in self._going(following)
+
+    def _in_the_way(self, model: LoadableModel) -> list[LoadableModel]:
+        """Of those that must go for a model, the ones that cannot go yet."""
+        return [one for one in self._going(model) if one.is_in_use or one is self._placed]
+
+    def _going(self, model: LoadableModel) -> list[LoadableModel]:
+        """The models that must go for another: first unused ones, the longest unused, then the longest loaded."""
+        others = self._others(model)
+        may_go = [one for one in others if one is self._placed or (self._takes_room(one) and not one.pinned)]
+        may_go.sort(
+            key=lambda one: (one is self._placed, one.is_in_use, one.loaded_at if one.is_in_use else one.last_used)
+        )
+        going: list[LoadableModel] = []
+        while may_go and not self._fits(model, [one for one in others if one not in going]):
+            going.append(may_go.pop(0))
+        return going
+
+    def _others(self, model: LoadableModel) -> list[LoadableModel]:
+        """All that are loaded, or have a place already, but for this one."""
+        return [one for one in self._models if one is not model and (one.served is not None or one is self._placed)]
+
+    def _fits(self, model: LoadableModel, others: Sequence[LoadableModel]) -> bool:
+        """Whether a model may be loaded beside those."""
         if sum(one.served is None or one.is_awake for one in others) >= self._most:
             return False
-        return self._memory is None or sum(one.held_bytes for one in others) + (nbytes or 0) <= self._memory
+        planned = model.planned_bytes or 0
+        return self._memory is None or sum(one.held_bytes for one in others) + planned <= self._memory
 
     def _takes_room(self, model: LoadableModel) -> bool:
         """Whether there is more of it once the model is unloaded; asleep it may have given back all."""
         return model.is_awake or (self._memory is not None and model.held_bytes > 0)
 
-    def _check_room(self, model: LoadableModel, nbytes: int | None) -> None:
-        """Raises where all that are idle could go, and there would still be no room: see `_take_place`."""
-        taken = [one for one in self._models if one is not model and (one.served is not None or one in self._loads)]
-        if not self._fits(pinned := [one for one in taken if one.pinned], nbytes):
+    def _check_pinned(self, model: LoadableModel) -> None:
+        """Raises 503 where all others could go but those that stay, and there would still be no room."""
+        pinned = [one for one in self._others(model) if one.pinned]
+        if not self._fits(model, pinned):
             names = ", ".join(one.name for one in pinned)
-            message = f"{names} stay loaded (pinned) and leave no room for {model.name}: {self._limit(nbytes)}"
+            message = f"{names} stay loaded (pinned) and leave no room for {model.name}: {self._limit(model)}"
             raise unavailable(message, code=FAILED)
-        if not self._fits(busy := [one for one in taken if not one.is_idle], nbytes):
-            names = ", ".join(one.name for one in busy)
-            message = f"at capacity: {names} must answer requests first, and {self._limit(nbytes)}; retry later"
-            raise unavailable(message, code=AT_CAPACITY)
 
-    def _limit(self, nbytes: int | None) -> str:
+    def _limit(self, model: LoadableModel) -> str:
         """What is full, in words."""
-        if self._memory is None or nbytes is None:
+        if self._memory is None or model.planned_bytes is None:
             return f"max_loaded_models is {self._most}"
-        return f"it takes {format_bytes(nbytes)}, and model_memory is {format_bytes(self._memory)}"
+        return f"it takes {format_bytes(model.planned_bytes)}, and model_memory is {format_bytes(self._memory)}"
 
     async def _unload(self, model: LoadableModel) -> None:
         await self._in_thread(partial(_shut_down, [model.detach()]))
@@ -236,6 +309,10 @@ def _busy(model: LoadableModel, reason: str, what: str) -> APIError:
 def _asleep(model: LoadableModel) -> APIError:
     message = f"model {model.name!r} was put to sleep before the answer was complete; the next request wakes it up"
     return unavailable(message, code="model_asleep")
+
+
+def _at_capacity(reason: str) -> APIError:
+    return unavailable(f"at capacity: {reason}; retry later", code=AT_CAPACITY)
 
 
 def _shutting_down() -> APIError:

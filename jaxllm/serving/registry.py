@@ -16,11 +16,11 @@ from jaxllm.serving.access.tenant import OTHERS, Tenant, tenant_of
 from jaxllm.serving.changes import Changes
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.early_stream import telling
-from jaxllm.serving.http.route import ANSWER_HEADERS, early_stream, hold, note
+from jaxllm.serving.http.route import ANSWER_HEADERS, YIELDS, early_stream, hold, note
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.keep_alive import FOREVER
 from jaxllm.serving.loadable import Lease, LoadableModel
-from jaxllm.serving.model_loader import ModelLoader
+from jaxllm.serving.model_loader import WAITING, ModelLoader
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.wording import did_you_mean
 
@@ -45,7 +45,8 @@ class Registry:
     """Every model of a server. Iterating gives each once, the default first.
 
     With `any_name` the default model also answers requests for names that no model has. At most `max_loaded` models
-    are loaded at a time, which take at most `memory` bytes; by default all that there are.
+    are loaded at a time, which take at most `memory` bytes; by default all that there are. For `min_seconds` see
+    ModelLoader.
 
     Raises ConfigError when two models have a name in common, or there is none.
     """
@@ -57,6 +58,7 @@ class Registry:
         any_name: bool = False,
         max_loaded: int | None = None,
         memory: int | None = None,
+        min_seconds: float = 0.0,
     ):
         self._by_name: dict[str, LoadableModel] = {}
         self._any_name = any_name
@@ -73,7 +75,7 @@ class Registry:
                     )
         if not self._by_name:
             raise ConfigError("model is missing: a server needs at least one")
-        self.loader = ModelLoader(list(self), max_loaded, memory)
+        self.loader = ModelLoader(list(self), max_loaded, memory, min_seconds)
         self.draining = False
         """Whether the server is stopping."""
         self.changes = Changes()
@@ -148,8 +150,10 @@ class Registry:
             raise unavailable(message, code="model_not_loaded")
         return model.served
 
-    async def lease(self, name: str | None, keep_alive: float | None = None, meter: Meter | None = None) -> Lease:
-        """Hold the model that a request asks for, or the default one, and load it where it is not loaded.
+    async def lease(
+        self, name: str | None, keep_alive: float | None = None, meter: Meter | None = None, *, yields: bool = False
+    ) -> Lease:
+        """Hold the model that a request asks for, or the default one, when its turn has come and it is loaded.
 
         From then on it stays loaded for `keep_alive` seconds without a request, where that is given. The `meter` counts
         the request for its tenant.
@@ -170,7 +174,8 @@ class Registry:
         try:
             self._check_concurrency(tenant)
             await meter.count_request(model.name)
-            await self.loader.load(model)
+            if lease.waits:  # its turn may have come meanwhile
+                await self.loader.load(model, yields=yields)
         except BaseException:
             lease.release()
             raise
@@ -228,13 +233,15 @@ async def leased(request: Request, name: str | None, *, keep_alive: float | None
     note(request, model=model.name)
 
     async def take() -> Lease:
-        return hold(request, await registry.lease(name, keep_alive, meter))
+        return hold(request, await registry.lease(name, keep_alive, meter, yields=YIELDS in request.scope))
 
-    if not stream or model.is_awake:
+    if not stream or registry.loader.may_run(model):
         return await take()
-    return await until_disconnect(
-        request.receive, telling(early_stream(request), take(), lambda: f"loading {model.name}: {model.stage}")
-    )
+
+    def doing() -> str:
+        return f"loading {model.name}: {model.stage or WAITING}"
+
+    return await until_disconnect(request.receive, telling(early_stream(request), take(), doing))
 
 
 def _unknown(name: str | None, names: list[str]) -> APIError:

@@ -35,6 +35,7 @@ class ServerModels:
         self._are_several = bool(catalog)
         self._max_loaded = config.most_loaded_models if catalog else None
         self._memory = config.model_memory
+        self._min_seconds = config.model_min_seconds
         self._models = [
             LoadableModel(
                 entry.of_model, _start_engine, preload=entry.preload, pinned=entry.pinned, hidden=entry.hidden,
@@ -61,7 +62,13 @@ class ServerModels:
             if model.awaited:
                 with self._naming(model):
                     model.load(partial(self._check_memory, model))
-        return Registry(self._models, any_name=self._any_name, max_loaded=self._max_loaded, memory=self._memory)
+        return Registry(
+            self._models,
+            any_name=self._any_name,
+            max_loaded=self._max_loaded,
+            memory=self._memory,
+            min_seconds=self._min_seconds,
+        )
 
     def shutdown(self) -> None:
         """Stop the engines of all that is loaded, when the server has ended."""

@@ -136,6 +136,7 @@ SAMPLES: dict[str, Any] = {
     "mcp_config": "/mcp.json", "mcp_inject": False, "mcp_result_limit": 500, "mcp_max_turns": 3, "mcp_max_calls": 4,
     "allow_mcp_urls": True,
     "models": "/models.yaml", "model_directory": "/models", "max_loaded_models": 3, "model_ttl": 60.0,
+    "model_min_seconds": 30.0,
     "model_memory": "1GiB",
     "ray": True, "num_replicas": 3, "prefix_affinity": True, "replica_options": {"max_ongoing_requests": 9},
     "serve_any_model_name": True, "enable_force_include_usage": True,

@@ -87,11 +87,12 @@ class Several(Running):
         *,
         max_loaded: int | None = 1,
         memory: int | None = None,
+        min_seconds: float = 0.0,
         **settings: Any,
     ):
         self.starts = starts
         self.models = make_models(starts, models)
-        self.registry = Registry(self.models, max_loaded=max_loaded, memory=memory)
+        self.registry = Registry(self.models, max_loaded=max_loaded, memory=memory, min_seconds=min_seconds)
         self.begin(self._app(ServerConfig(data_dir=data_dir, mcp_config=OFF, **settings)), settings.get("api_key"))
 
     def _app(self, config: ServerConfig) -> FastAPI:

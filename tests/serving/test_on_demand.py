@@ -91,27 +91,16 @@ def test_the_model_that_was_not_used_for_longest_makes_room(serve: Serve, starts
     assert starts.events[-3:] == ["stopped b", "start c", "started c"]  # its memory is free before the next loads
 
 
-def test_a_model_that_answers_is_not_unloaded(serve: Serve, starts: Starts) -> None:
-    server = serve("a", "b")
-    starts.delays["a"] = 0.2
-    with server.busy("a"):
-        with pytest.raises(openai.InternalServerError) as raised:
-            server.ask("b")
-        status, code, message = refusal(raised.value)
-        assert (status, code) == (503, "at_capacity")
-        assert "at capacity: a must answer requests first, and max_loaded_models is 1" in message
-        assert raised.value.response.headers["Retry-After"] == "1"
-        assert starts.events == ["start a", "started a"]
-    wait_for(lambda: not server.models[0].leases)
-    assert server.ask("b") == "I am b."
-
-
-def test_a_model_that_is_loading_is_busy(serve: Serve, starts: Starts) -> None:
+def test_a_model_that_is_loading_makes_no_room(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b")
     starts.held["a"] = threading.Event()
     server.post("/models/load", "a")
-    with pytest.raises(openai.InternalServerError, match="at capacity: a must answer"):
-        server.ask("b")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.ask, "b")
+        wait_for(lambda: server.states() == {"a": "loading", "b": "loading"} and starts.events == ["start a"])
+        starts.held["a"].set()
+        assert asked.result() == "I am b."
+    assert starts.events == ["start a", "started a", "stopped a", "start b", "started b"]
 
 
 def test_a_pinned_model_stays(serve: Serve, starts: Starts) -> None:

@@ -12,6 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Mapped, mapped_column
 
+from jaxllm.errors import StorageFullError
 from jaxllm.serving.access.usage import Account, Ledger, Used
 from jaxllm.serving.store.database import Base, Database
 
@@ -72,9 +73,10 @@ class UsageStore:
                     await session.execute(addition(dialect, account, used))
         except BaseException as error:
             self._ledger.put_back(usage)
-            if not isinstance(error, SQLAlchemyError | OSError):
+            if not isinstance(error, SQLAlchemyError | OSError | StorageFullError):
                 raise
-            logger.exception("the usage of API keys could not be written; it is tried again")
+            known = isinstance(error, StorageFullError)
+            logger.error("the usage of API keys could not be written; it is tried again: %s", error, exc_info=not known)
 
     async def of(self, owner: str | None, since: str, until: str) -> list[tuple[Account, Used]]:
         """What an owner has used from one day to another, both included, by day and model."""

@@ -16,13 +16,14 @@ import msgspec
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from jaxllm.errors import StorageFullError
 from jaxllm.server_config import ServerConfig
 from jaxllm.serving.access.tenant import Tenant
 from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResult
 from jaxllm.serving.batches.lines import Line
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import check_numbers
-from jaxllm.serving.http.route import TENANT
+from jaxllm.serving.http.route import TENANT, YIELDS
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.model_loader import AT_CAPACITY, FAILED
 from jaxllm.serving.state import ServerState
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 BATCH_PRIORITY = 1000
 """Of every line, unless it asks for an even later turn; other requests have 0, and lower runs earlier."""
 
-QUEUE_FULL, UNAVAILABLE = 429, 503
+QUEUE_FULL, UNAVAILABLE, NO_ROOM = 429, 503, 507
 ALL_PLACES = sys.maxsize
 _HEADERS = {"Content-Type": "application/json"}
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -93,7 +94,8 @@ class Caller:
     async def call(self, endpoint: str, line: Line, owner: str | None) -> LineResult:
         """The endpoint's answer, whatever it is; while there is no room for it the line waits and tries again.
 
-        It runs in the name of its batch's `owner`. Raises Unavailable.
+        It runs in the name of its batch's `owner`. Raises Unavailable, and StorageFullError where the answer was to be
+        stored and there was no room.
         """
         try:
             tenant = self._keys.named(owner)
@@ -110,6 +112,8 @@ class Caller:
             code = _error_code(said) if answer.status_code == UNAVAILABLE else None
             if answer.status_code == UNAVAILABLE and code not in (AT_CAPACITY, FAILED):
                 raise Unavailable(self.model_of(line))
+            if answer.status_code == NO_ROOM:
+                raise StorageFullError(said["error"]["message"])
             if answer.status_code != QUEUE_FULL and code != AT_CAPACITY:
                 break
             await asyncio.sleep(delay)
@@ -125,7 +129,7 @@ class Caller:
         It asks for no key: the server knows keys by their hashes only.
         """
         try:
-            await self._app({**scope, TENANT: tenant, "client": None}, receive, send)
+            await self._app({**scope, TENANT: tenant, YIELDS: True, "client": None}, receive, send)
         except Exception:
             logger.exception("a line of a batch failed")
             raise

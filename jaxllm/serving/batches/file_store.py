@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,11 +16,13 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from jaxllm.folders import in_home
 from jaxllm.serving.batches.file_types import FileList, FileListQuery, FileObject
-from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.serving.shown import shown
 from jaxllm.serving.store.database import Base, Database
 from jaxllm.serving.store.owned import Owned
 from jaxllm.serving.store.pages import Numbered, page_of
+
+EXPIRED_AT_ONCE = 1000
 
 
 class FileRow(Numbered, Owned, Base):
@@ -48,7 +50,7 @@ class FileStore:
     async def save(
         self, content: BinaryIO, owner: str | None, *, filename: str, purpose: str, expires_after: int | None = None
     ) -> FileObject:
-        """Keep a copy of `content`; `expires_after` is in seconds."""
+        """Keep a copy of `content`; `expires_after` is in seconds. Raises StorageFullError."""
         file_id = f"file-{uuid.uuid4().hex}"
         path = self._directory / file_id
         await asyncio.to_thread(_copy, content, path)
@@ -116,27 +118,28 @@ class FileStore:
     async def delete(self, file_id: str, owner: str | None) -> None:
         """Raises 404."""
         await self.get(file_id, owner)
-        async with self._database.transaction() as session:
-            await session.execute(delete(FileRow).where(FileRow.id == file_id))
-        await asyncio.to_thread((self._directory / file_id).unlink, missing_ok=True)
+        await self._delete([file_id])
 
     async def delete_expired(self) -> None:
-        async with self._database.transaction() as session:
-            gone = (await session.scalars(delete(FileRow).where(~_alive()).returning(FileRow.id))).all()
-        await self._unlink(gone)
+        """Delete those that have expired, or a thousand of them."""
+        async with self._database.session() as session:
+            gone = (await session.scalars(select(FileRow.id).where(~_alive()).limit(EXPIRED_AT_ONCE))).all()
+        await self._delete(gone)
 
     async def delete_before(self, time_of: int, most: int) -> int:
         """Delete up to `most` files that were made before that time; how many there were."""
-        async with self._database.transaction() as session:
+        async with self._database.session() as session:
             gone = (await session.scalars(select(FileRow.id).where(FileRow.created_at < time_of).limit(most))).all()
-            await session.execute(delete(FileRow).where(FileRow.id.in_(gone)))
-        await self._unlink(gone)
+        await self._delete(gone)
         return len(gone)
 
-    async def _unlink(self, file_ids: Iterable[str]) -> None:
-        """Take the bytes of files away whose rows are gone."""
+    async def _delete(self, file_ids: Sequence[str]) -> None:
+        """The bytes before the rows: on a full disk SQLite needs their room to forget the rows."""
         for file_id in file_ids:
             await asyncio.to_thread((self._directory / file_id).unlink, missing_ok=True)
+        if file_ids:
+            async with self._database.transaction() as session:
+                await session.execute(delete(FileRow).where(FileRow.id.in_(file_ids)))
 
 
 def files_of(data_dir: Path) -> Path:
@@ -145,25 +148,30 @@ def files_of(data_dir: Path) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for `source` that outlives it; a copy where the file system has no hard links."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    """A second name for `source` that outlives it; a copy where the file system has no hard links.
+
+    Raises StorageFullError.
+    """
+    with telling_full():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
 
 
 def _copy(content: BinaryIO, path: Path) -> None:
     """Complete on disk when it has its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     try:
-        with partial.open("wb") as file:
-            shutil.copyfileobj(content, file, 1 << 20)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with telling_full():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                shutil.copyfileobj(content, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

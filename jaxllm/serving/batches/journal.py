@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from filelock import FileLock
 
 from jaxllm.serving.batches.batch_types import LineResult
 from jaxllm.serving.batches.file_store import link_or_copy
+from jaxllm.serving.http.api_error import telling_full
 
 _result_decoder = msgspec.json.Decoder(LineResult)
 _attempt_decoder = msgspec.json.Decoder(tuple[Literal["started", "released"], str])
@@ -59,7 +61,8 @@ class Progress:
 class Journal:
     """A directory `batches/ID`. A result is there when `append` returns, whatever happens to the machine then.
 
-    Blocking: every method but the lock's belongs on a thread.
+    Blocking: every method but the lock's belongs on a thread. What finds no room raises StorageFullError and leaves
+    nothing of it, so that it may be tried again.
     """
 
     def __init__(self, directory: Path):
@@ -68,6 +71,7 @@ class Journal:
         self.output = directory / "output.jsonl"
         self.errors = directory / "errors.jsonl"
         self._attempts = directory / "attempts.jsonl"
+        self._writing = threading.Lock()
 
     def begin(self, input_file: Path) -> None:
         """Keep the input, so that deleting the uploaded file does not touch the batch."""
@@ -90,8 +94,7 @@ class Journal:
         self._note("released", custom_ids)
 
     def _note(self, what: str, custom_ids: Iterable[str]) -> None:
-        with self._attempts.open("ab") as file:
-            file.write(b"".join(msgspec.json.encode((what, custom_id)) + b"\n" for custom_id in custom_ids))
+        self._append({self._attempts: [msgspec.json.encode((what, custom_id)) + b"\n" for custom_id in custom_ids]})
 
     def append(self, results: Iterable[LineResult]) -> None:
         """Write answers to the output, everything else to the errors."""
@@ -99,12 +102,20 @@ class Journal:
         for result in results:
             path = self.output if succeeded(result) else self.errors
             lines[path].append(msgspec.json.encode(result) + b"\n")
-        for path, encoded in lines.items():
-            if encoded:
-                with path.open("ab") as file:
-                    file.write(b"".join(encoded))
-                    file.flush()
-                    os.fsync(file.fileno())
+        self._append(lines, synced=True)
+
+    def _append(self, lines: Mapping[Path, Sequence[bytes]], *, synced: bool = False) -> None:
+        with self._writing, telling_full():
+            sizes = {path: path.stat().st_size if path.exists() else 0 for path in lines}
+            try:
+                for path, encoded in lines.items():
+                    if encoded:
+                        _append_to(path, b"".join(encoded), synced=synced)
+            except OSError:
+                for path, size in sizes.items():
+                    if path.exists():
+                        os.truncate(path, size)
+                raise
 
     def recover(self) -> Progress:
         """Read the results back, cutting off a line that a crash left half written."""
@@ -122,6 +133,14 @@ class Journal:
 
     def remove(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _append_to(path: Path, content: bytes, *, synced: bool) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def succeeded(result: LineResult) -> bool:

@@ -7,12 +7,15 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from jaxllm.errors import StorageFullError
 from jaxllm.serving.batches.batch_store import UNFINISHED, BatchRow, BatchStore
 from jaxllm.serving.batches.batch_types import BatchError, LineError, LineResult
 from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Places, Unavailable, line_result
@@ -26,12 +29,17 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 """How often results go to disk, counts to the database, and cancelling and expiry are looked for."""
+ROOM_SECONDS = 5.0
+"""How long a batch waits that finds the disk full, before it tries again."""
 LINES_READ_AT_ONCE = 64
 
 EXPIRED = LineError("batch_expired", "This request could not be executed before the completion window expired.")
 FAILED = LineError("server_error", "the server failed to run this request; its log has details")
 MAX_CRASHES = 2
 CRASHED = LineError("server_crashed", "the server or its engine crashed twice while it ran this request")
+
+
+T = TypeVar("T")
 
 
 class Suspended(Exception):
@@ -57,7 +65,10 @@ class Stores:
 
 
 class BatchRun:
-    """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick."""
+    """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick.
+
+    While the disk is full it waits, with what is to be written in memory; what could not even be begun does not run.
+    """
 
     def __init__(
         self,
@@ -83,6 +94,7 @@ class BatchRun:
         """Models whose engines died under this run."""
         self._results: list[LineResult] = []
         self._recording = asyncio.Lock()
+        self._waits_for_room = False
 
     async def run(self) -> None:
         """From wherever the batch stands to its end. Raises Suspended."""
@@ -100,7 +112,7 @@ class BatchRun:
 
     async def _advance(self, batch: BatchRow) -> None:
         if batch.status == "validating":
-            batch = await self._validate(batch)
+            batch = await self._with_room(lambda: self._validate(batch))
             if batch.status == "failed":
                 return
         progress = await asyncio.to_thread(self._journal.recover)
@@ -144,15 +156,14 @@ class BatchRun:
             await asyncio.gather(feeding, closing, return_exceptions=True)
             batch = await self._record()
             if blameless := self._blameless():
-                await asyncio.to_thread(self._journal.release, blameless)
+                await self._with_room(lambda: asyncio.to_thread(self._journal.release, blameless))
         if batch.status == "cancelling":
             return batch
         now = int(time.time())
         if not finished:
             await self._expire_the_rest(batch)
-        return await self._batches.change(
-            self._id, ("in_progress",), status="finalizing", finalizing_at=now, expired_at=None if finished else now
-        )
+        values = {"status": "finalizing", "finalizing_at": now, "expired_at": None if finished else now}
+        return await self._with_room(lambda: self._batches.change(self._id, ("in_progress",), **values))
 
     async def _feed(self, batch: BatchRow) -> None:
         """Start a line whenever there are places for it; returns when all have ended."""
@@ -173,10 +184,10 @@ class BatchRun:
 
     async def _run_line(self, batch: BatchRow, line: Line) -> None:
         model = self._started[line.custom_id] = self._caller.model_of(line)
-        await _to_its_end(self._journal.start, line.custom_id)
+        await self._with_room(lambda: _to_its_end(self._journal.start, line.custom_id))
         try:
-            result = await self._caller.call(batch.endpoint, line, batch.owner)
-        except Unavailable:
+            result = await self._with_room(lambda: self._caller.call(batch.endpoint, line, batch.owner))
+        except (Unavailable, Suspended):
             raise
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
@@ -214,13 +225,35 @@ class BatchRun:
             results, self._results = self._results, []
             if not results:
                 return await self._batches.row(self._id)
-            await asyncio.to_thread(self._journal.append, results)
+            await self._with_room(lambda: asyncio.to_thread(self._journal.append, results))
             for result in results:
                 self._done.add(result.custom_id)
                 self._tally.add(result)
-            return await self._batches.change(self._id, **dataclasses.asdict(self._tally))
+            return await self._with_room(lambda: self._batches.change(self._id, **dataclasses.asdict(self._tally)))
+
+    async def _with_room(self, write: Callable[[], Awaitable[T]]) -> T:
+        """What `write` gives, called again until the disk has room. Raises Suspended when the server stops first."""
+        while True:
+            try:
+                written = await write()
+            except StorageFullError as error:
+                if not self._waits_for_room:
+                    logger.error("batch %s waits: %s. It tries again every %g s", self._id, error, ROOM_SECONDS)
+                self._waits_for_room = True
+            else:
+                if self._waits_for_room:
+                    logger.info("batch %s goes on", self._id)
+                self._waits_for_room = False
+                return written
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ROOM_SECONDS):
+                    await self._closing.wait()
+                raise Suspended
 
     async def _end(self, status: str, errors: list[BatchError] | None = None) -> None:
+        await self._with_room(lambda: self._try_to_end(status, errors))
+
+    async def _try_to_end(self, status: str, errors: list[BatchError] | None) -> None:
         """Make files of the results and close the batch in one transaction, so that it may be tried again."""
         batch = await self._batches.row(self._id)
         files: dict[str, FileRow] = {}

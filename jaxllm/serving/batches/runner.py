@@ -57,7 +57,7 @@ class Batches:
     async def create(self, request: BatchRequest, tenant: Tenant) -> BatchRow:
         """Its lines run in the tenant's name.
 
-        Raises APIError when the input file is missing or was uploaded for something else.
+        Raises APIError when the input file is missing or was uploaded for something else, and StorageFullError.
         """
         self._state.check_accepting()
         try:
@@ -69,8 +69,13 @@ class Batches:
             message = f"input_file_id is {file.id!r}, uploaded with purpose {file.purpose!r}; it must be 'batch'"
             raise APIError(400, message, param="input_file_id", code="invalid_input_file")
         batch_id = new_batch_id()
-        await asyncio.to_thread(self._stores.journal(batch_id).begin, path)
-        batch = await self.store.add(batch_id, request, self._state.registry.default_name, tenant.name)
+        journal = self._stores.journal(batch_id)
+        try:
+            await asyncio.to_thread(journal.begin, path)
+            batch = await self.store.add(batch_id, request, self._state.registry.default_name, tenant.name)
+        except Exception:
+            await asyncio.to_thread(journal.remove)
+            raise
         self._start(batch.id)
         return batch
 

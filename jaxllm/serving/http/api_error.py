@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from jaxllm.errors import StorageFullError
 
 RETRY_AFTER_SECONDS = "1"
 _SHOWN_PATH_LENGTH = 300
+_DISK_FULL = "53100"
+"""PostgreSQL's code for a full disk."""
 
 
 class APIError(Exception):
@@ -38,6 +45,22 @@ class APIError(Exception):
 def unavailable(message: str, code: str) -> APIError:
     """503: the same request may succeed later."""
     return APIError(503, message, type="server_error", code=code, headers={"Retry-After": RETRY_AFTER_SECONDS})
+
+
+@contextmanager
+def telling_full() -> Iterator[None]:
+    """Raises StorageFullError where a file or a database that is written to inside finds the disk full."""
+    try:
+        yield
+    except Exception as error:
+        cause = getattr(error, "orig", error)  # of one of SQLAlchemy's the driver's own
+        full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        full |= getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+        full |= getattr(cause, "sqlstate", None) == _DISK_FULL
+        if not full:
+            raise
+        message = "the server has no room to store this; delete files, or ask its operator"
+        raise StorageFullError(message) from None
 
 
 def dotted(path: Sequence[str | int]) -> str:

@@ -12,7 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jaxllm.errors import ContextLengthError, EngineDeadError, EnginePausedError, InvalidRequestError, QueueFullError
+from jaxllm.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EnginePausedError,
+    InvalidRequestError,
+    QueueFullError,
+    StorageFullError,
+)
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
 from jaxllm.serving.shown import shown
 from jaxllm.wording import must
@@ -21,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 HANDLED: tuple[type[Exception], ...] = (
-    APIError, InvalidRequestError, QueueFullError, EnginePausedError, EngineDeadError, RequestValidationError,
-    HTTPException, Exception,
+    APIError, InvalidRequestError, QueueFullError, EnginePausedError, EngineDeadError, StorageFullError,
+    RequestValidationError, HTTPException, Exception,
 )  # fmt: skip
 """What `to_api_error` answers: frameworks want to have each named."""
 
@@ -55,6 +62,8 @@ def to_api_error(error: Exception) -> APIError:
             return unavailable(str(error), code="engine_paused")
         case EngineDeadError():
             return unavailable(str(error), code="engine_dead")
+        case StorageFullError():
+            return APIError(507, str(error), type="server_error", code="insufficient_storage")
         case RequestValidationError():
             return _validation_error(error)
         case HTTPException():

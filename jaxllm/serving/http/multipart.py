@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from sqlalchemy.exc import OperationalError
 from starlette.formparsers import MultiPartParser
 from starlette.types import Message, Receive
 
-from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.serving.http.body import SMALL_BODY
 from jaxllm.serving.http.route import bearer_key, let_in
 from jaxllm.serving.shown import shown
@@ -24,14 +21,13 @@ FORM_OVERHEAD = 64 * 1024
 """Bytes that the form may need beside its file."""
 MAX_FIELD_SIZE = 16 * 1024
 MultiPartParser.spool_max_size = SMALL_BODY  # of each upload that stays in memory; the rest goes to disk at once
-NO_ROOM = "the server has no room to store this file; delete others, or ask its operator"
 
 
 class MultipartRoute(APIRoute):
     """A route behind the API key whose body is a multipart form with one file of limited size.
 
     Raises APIError: 401 wrong or missing key, 413 too large, 415 not a form by its Content-Type, 400 when the form is
-    malformed or has a field that the route does not know or has it twice, 507 when the disk is full.
+    malformed or has a field that the route does not know or has it twice. Raises StorageFullError.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -49,23 +45,12 @@ class MultipartRoute(APIRoute):
             if declared.isdecimal() and int(declared) > limit + FORM_OVERHEAD:
                 raise too_large(limit)
             limited = Request(request.scope, _limited(request.receive, limit))
-            try:
+            with telling_full():
                 async with limited.form(max_files=1, max_fields=16, max_part_size=MAX_FIELD_SIZE) as form:
                     _check_fields(Counter(name for name, _ in form.multi_items()), fields)
                     return await handler(limited)
-            except (OSError, OperationalError) as error:
-                if not _is_full(error):
-                    raise
-                raise APIError(507, NO_ROOM, type="server_error", param="file", code="insufficient_storage") from None
 
         return handle
-
-
-def _is_full(error: OSError | OperationalError) -> bool:
-    """Whether the disk is full, or this user's share of it."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def too_large(limit: int) -> APIError:

@@ -29,6 +29,9 @@ ANSWER_HEADERS = "jaxllm.answer_headers"
 NOTED = "jaxllm.noted"
 """Where a request's scope has what the audit log is told of it."""
 
+YIELDS = "jaxllm.yields"
+"""In a request's scope where it makes no busy model give up its place: a line of a batch."""
+
 _HOLDS = "jaxllm.holds"
 _STREAM = "jaxllm.stream"
 

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from jaxllm.errors import StorageFullError
 from jaxllm.serving.http.records import goes_on
 from jaxllm.serving.responses.objects import STOPPED, Response
 from jaxllm.serving.responses.response_store import LEASE_SECONDS, ResponseStore
@@ -129,7 +130,7 @@ class BackgroundRuns:
             await asyncio.sleep(LEASE_SECONDS / 3)
             try:
                 ended = await self._store.renew(list(self._active))
-            except SQLAlchemyError:
+            except (SQLAlchemyError, StorageFullError):
                 logger.exception("the leases of background responses could not be renewed")
                 continue
             for response_id in ended:

@@ -70,8 +70,8 @@ class ResponseRun:
     async def events(self, keep_alive: float | None = None) -> AsyncIterator[list[bytes]]:
         """Server-sent events as they come, an empty list after `keep_alive` seconds of silence.
 
-        What stops the generation becomes an error event and a failed response. The last event follows the store, so
-        that whoever has seen it finds the response there.
+        What stops the generation, or keeps the response from being stored, becomes an error event and a failed
+        response. The last event follows the store, so that whoever has seen it finds the response there.
         """
         writer, loop = self._writer, self._loop
         yield self._note([server_sent(event) for event in writer.open()])
@@ -84,20 +84,27 @@ class ResponseRun:
             ended = writer.finish(loop.usage(), loop.phases())
             sent = self._note([server_sent(event) for event in ended])
         except Exception as error:
-            api_error = to_api_error(error)
-            if api_error.status == 500:
-                logger.exception("%s failed while running", self.response.id)
-            ended = writer.fail(api_error, loop.usage(), loop.phases())
-            sent = self._note([server_sent(event) for event in ended])
+            sent = self._note(self._failed(error, "failed while running"))
         if sent:
             yield sent
         last = [server_sent(writer.last())]
-        await self._save(b"".join(self.sent + last) if self.keeps_events else None)
+        try:
+            await self._save(b"".join(self.sent + last) if self.keeps_events else None)
+        except Exception as error:
+            last = [*self._failed(error, "could not be stored"), server_sent(writer.last())]
         yield self._note(last)
 
     def abort(self, error: APIError) -> None:
         """End now, as failed with the error."""
         self._loop.abort(error)
+
+    def _failed(self, error: Exception, what: str) -> list[bytes]:
+        """The events that tell of an error. The log has the details of one that clients are not told."""
+        api_error = to_api_error(error)
+        if api_error.status in (500, 507):
+            logger.error("%s %s: %s", self.response.id, what, error, exc_info=api_error.status == 500)
+        events = self._writer.fail(api_error, self._loop.usage(), self._loop.phases())
+        return [server_sent(event) for event in events]
 
     def _note(self, sent: list[bytes]) -> list[bytes]:
         if self.keeps_events:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from msgspec import UNSET
+
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
@@ -162,11 +164,15 @@ class EventWriter:
         yield from self._close()
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.response.status, self.response.error = "failed", ResponseError(code, message)
+        self.response.completed_at, self.response.incomplete_details = UNSET, None
         self._account(usage, phases)
         yield self._numbered(StreamError(code=told["code"], message=message, param=told["param"]))
 
     def last(self) -> ResponseEvent:
-        return self._numbered(_TERMINAL[self.response.status](response=self.response))
+        """The event that ends the stream; asked for again after `fail`, where it could not be kept, it is another."""
+        event = self._numbered(_TERMINAL[self.response.status](response=self.response))
+        self._events -= 1
+        return event
 
     def _account(self, usage: Usage, phases: Phases) -> None:
         self.response.usage = _usage(usage)

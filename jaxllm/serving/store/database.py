@@ -16,7 +16,7 @@ from sqlalchemy.orm import DeclarativeBase
 
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.folders import in_home
-from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.api_error import APIError, telling_full
 
 if TYPE_CHECKING:
     from jaxllm.serving.store.layout import TableLayout
@@ -82,12 +82,14 @@ class Database:
 
         Raises:
             ConfigError: the database cannot be reached, or a newer jaxllm has made its tables.
+            StorageFullError: there is no room for what is missing.
         """
         async with self._opening:
             if self._opened:
                 return None
             if self._sqlite and self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with telling_full():
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
             from jaxllm.serving.store.layout import upgrade  # Alembic comes with it, which many a server never needs
 
             async with self._first_connection() as connection:
@@ -117,13 +119,14 @@ class Database:
             reason = one_line(error.orig if isinstance(error, DBAPIError) else error)
             raise ConfigError(f"the database of stored objects ({self.place}) cannot be reached: {reason}") from None
         try:
-            yield connection
+            with telling_full():
+                yield connection
         finally:
             await connection.close()
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
-        """A session for reading. What is left uncommitted at its end is rolled back."""
+        """A session for reading. What is left uncommitted at its end is rolled back. Raises as `open`."""
         await self.open()
         async with _telling(), self._sessions() as session:
             yield session
@@ -132,7 +135,7 @@ class Database:
     async def transaction(self) -> AsyncIterator[AsyncSession]:
         """A session for writing, committed at its end and rolled back on an error; on SQLite one at a time.
 
-        Keep it short, and never open another inside it.
+        Keep it short, and never open another inside it. Raises StorageFullError where the database cannot grow.
         """
         await self.open()
         async with _telling(), self._writing if self._sqlite else nullcontext(), self._sessions.begin() as session:
@@ -152,7 +155,8 @@ class Database:
 async def _telling() -> AsyncIterator[None]:
     """What PostgreSQL cannot hold is a mistake of the request that brings it, whichever field it is in."""
     try:
-        yield
+        with telling_full():
+            yield
     except DBAPIError as error:
         if getattr(error.orig, "sqlstate", None) != _NO_CHARACTER:
             raise

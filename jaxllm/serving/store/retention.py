@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from jaxllm.errors import StorageFullError
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Retention:
     async def _look(self, time_of: int) -> None:
         try:
             deleted = await delete_old(self._deleters, time_of)
-        except (SQLAlchemyError, OSError):
+        except (SQLAlchemyError, OSError, StorageFullError):
             logger.exception("old objects could not be deleted; the next attempt is in %g seconds", LOOK_SECONDS)
             return
         if any(deleted.values()):
