@@ -29,6 +29,7 @@ class Family:
         models: what people call the models that it serves.
         architectures: `architectures` in config.json.
         model_types: `model_type` in config.json.
+        wrappers: `model_type` of multimodal models whose `text_config` is of this family where it does not say its own.
         layer_types: what the entries of `layer_types` in config.json may be.
         fields: what keys of config.json must be, where that is not what `HF_FIELDS` has of them.
         gguf_architectures: `general.architecture` in a GGUF file; empty where llama.cpp does not have the family. Where
@@ -47,6 +48,7 @@ class Family:
     models: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
+    wrappers: tuple[str, ...] = ()
     from_hf: Callable[[dict[str, Any]], DecoderConfig]
     layer_types: tuple[str, ...] = LAYER_TYPES
     fields: FieldKinds = field(default_factory=dict)

@@ -3,63 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError
+from jaxllm.models import families
 from jaxllm.models.checks import check_decoder, check_direction
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
-from jaxllm.models.families import (
-    baichuan,
-    bert,
-    bloom,
-    cohere,
-    deepseek,
-    ernie4_5,
-    exaone4,
-    falcon_h1,
-    gemma,
-    gemma4,
-    glm,
-    glm4_moe,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    granite4,
-    hunyuan,
-    internlm3,
-    lfm2,
-    llama,
-    llama4,
-    mamba2,
-    minimax_m2,
-    ministral3,
-    mistral,
-    mistral4,
-    mixtral,
-    modernbert,
-    mpt,
-    nemotron_h,
-    nomic_bert,
-    olmo2,
-    olmo3,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen_delta,
-    qwen_moe,
-    seed_oss,
-    smollm3,
-    stablelm,
-    starcoder2,
-)
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import GGUF_NAMES, gguf_further_layers
 from jaxllm.models.hf import hf_linear, hf_names, hf_renaming
@@ -75,76 +32,18 @@ from jaxllm.weights.packed_file import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 
-FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    llama4.FAMILY,
-    smollm3.FAMILY,
-    mistral.FAMILY,
-    ministral3.FAMILY,
-    mixtral.FAMILY,
-    phi.FAMILY,
-    phi3.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen_moe.QWEN2_MOE,
-    qwen_moe.QWEN3_MOE,
-    qwen_delta.NEXT,
-    qwen_delta.DENSE,
-    qwen_delta.MOE,
-    stablelm.FAMILY,
-    gemma.GEMMA1,
-    gemma.GEMMA2,
-    gemma.GEMMA3,
-    gemma4.GEMMA4,
-    gemma4.UNIFIED,
-    deepseek.V2,
-    deepseek.V3,
-    glm.GLM,
-    glm.GLM4,
-    lfm2.LFM2,
-    lfm2.LFM2_MOE,
-    olmo2.FAMILY,
-    olmo3.FAMILY,
-    exaone4.FAMILY,
-    seed_oss.FAMILY,
-    cohere.COHERE,
-    cohere.COHERE2,
-    starcoder2.FAMILY,
-    granite.FAMILY,
-    granite4.FAMILY,
-    mamba2.FAMILY,
-    falcon_h1.FAMILY,
-    nemotron_h.FAMILY,
-    ernie4_5.DENSE,
-    ernie4_5.MOE,
-    hunyuan.FAMILY,
-    hunyuan.MOE,
-    internlm3.FAMILY,
-    baichuan.FAMILY,
-    bloom.FAMILY,
-    mpt.FAMILY,
-    gpt2.FAMILY,
-    gpt_neox.FAMILY,
-    gpt_oss.FAMILY,
-    glm4_moe.MOE,
-    glm4_moe.LITE,
-    mistral4.FAMILY,
-    minimax_m2.FAMILY,
-    bert.BERT,
-    bert.ROBERTA,
-    modernbert.FAMILY,
-    nomic_bert.FAMILY,
-)
 
-WRAPPERS = {
-    "mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-    "llama4": "llama4_text", "kimi_k25": "deepseek_v3", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}  # fmt: skip
-"""Multimodal `model_type`s whose `text_config` is served, and the type of one that does not say."""
+def find_families() -> tuple[Family, ...]:
+    """Every `Family` that a file of `families/` has at its top level, by name."""
+    modules = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
+    found = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Family)}
+    return tuple(found[name] for name in sorted(found, key=str.casefold))
 
-ALIASES = {"kimi_k2": "deepseek_v3"}
-"""`model_type`s of models that are another family's under a name of their own."""
+
+FAMILIES = find_families()
+
+WRAPPERS = {wrapper: family for family in FAMILIES for wrapper in family.wrappers}
+"""Multimodal `model_type`s whose `text_config` is served, and the family of one that does not say its own type."""
 
 IGNORED_TENSORS: tuple[str, ...] = (
     "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale", "model.mtp_*",
@@ -240,9 +139,8 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
             raise CheckpointError(f"{checkpoint.path}: text_config is {shown(c['text_config'])}; accepted is an object")
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
-        c = {"model_type": WRAPPERS[kind]} | c["text_config"] | tied
+        c = {"model_type": WRAPPERS[kind].model_types[0]} | c["text_config"] | tied
     known = {name: family for family in FAMILIES for name in family.model_types}
-    known |= {alias: known[name] for alias, name in ALIASES.items()}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     try:
         check_hf(c, family.layer_types, family.fields)

@@ -225,6 +225,7 @@ GEMMA3 = Family(
     models="Gemma 3 270M, 1B, 4B, 12B, 27B (text), EmbeddingGemma",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     model_types=("gemma3_text",),
+    wrappers=("gemma3",),
     from_hf=gemma3_from_hf,
     gguf_architectures=("gemma3", EMBEDDING),
     from_gguf=gemma3_from_gguf,

@@ -118,6 +118,7 @@ FAMILY = Family(
     models="Llama 4 Scout, Maverick (text)",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     model_types=("llama4_text",),
+    wrappers=("llama4",),
     layer_types=("full_attention", "chunked_attention"),
     from_hf=from_hf,
     hf_names=hf_names,

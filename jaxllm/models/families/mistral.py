@@ -23,6 +23,7 @@ FAMILY = Family(
     models="Mistral 7B, Nemo, Small 3.x (text), Ministral 8B",
     architectures=("MistralForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration"),
     model_types=("mistral", "ministral"),
+    wrappers=("mistral3",),
     from_hf=from_hf,
     gguf_architectures=("llama", "mistral3"),
 )

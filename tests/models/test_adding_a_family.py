@@ -1,0 +1,45 @@
+"""A family is one file: what finds families finds it in the folder, and nothing else is edited."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.reference.tiny import tiny_config
+
+FAMILY = """
+from jaxllm.models.families.llama import from_hf
+from jaxllm.models.family import Family
+
+SQUIRREL = Family(
+    name="Squirrel",
+    models="Squirrel 7B",
+    architectures=("SquirrelForCausalLM",),
+    model_types=("squirrel",),
+    wrappers=("squirrel_with_eyes",),
+    from_hf=from_hf,
+)
+"""
+CHECK = """
+import sys
+from pathlib import Path
+from jaxllm.models import families
+families.__path__.append(sys.argv[1])
+from jaxllm.models.registry import FAMILIES
+from jaxllm.models.verdict import verdict
+print("Squirrel" in [family.name for family in FAMILIES], *map(verdict, map(Path, sys.argv[2:])), sep="\\n")
+"""
+
+
+def test_a_file_in_the_folder_is_all_that_a_family_takes(tmp_path: Path):
+    (tmp_path / "families").mkdir()
+    (tmp_path / "families" / "squirrel.py").write_text(FAMILY)
+    text = tiny_config("llama_gqa") | {"model_type": "squirrel"}
+    files = {"plain": text, "wrapped": {"model_type": "squirrel_with_eyes", "text_config": text}}
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    asked = [str(tmp_path / name) for name in ("families", "plain.json", "wrapped.json")]
+    found = subprocess.run([sys.executable, "-c", CHECK, *asked], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["True", *["served, as Squirrel"] * 2]
