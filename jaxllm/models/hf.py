@@ -115,6 +115,8 @@ def hf_rope(
     if kind == "longrope":
         fields |= {f"{name}_divisors": tuple(map(float, given[f"{name}_factor"])) for name in ("short", "long")}
         fields["attention_factor"] = given.get("attention_factor") or longrope_attention_factor(factor, original)
+    if given.get("divisors"):
+        fields["divisors"] = tuple(given["divisors"])
     return RopeConfig(
         dim=int(head_dim * (given.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial)),
         theta=float(given.get("rope_theta") or c.get("rope_theta") or theta),

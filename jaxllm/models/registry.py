@@ -18,12 +18,14 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import GGUF_NAMES, gguf_further_layers
+from jaxllm.models.gguf import GgufFile, as_stored, gguf_config
+from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.hf import hf_linear, hf_names, hf_renaming
 from jaxllm.models.hf_fields import check_hf
+from jaxllm.models.layers.encoder import Projection
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.sentence_files import read_sentence_files
-from jaxllm.models.tasks import GGUF_HEAD, class_labels
+from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling
 from jaxllm.weights.adapters.merged import MergedCheckpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
@@ -41,6 +43,14 @@ def find_families() -> tuple[Family, ...]:
 
 
 FAMILIES = find_families()
+
+GGUF_FAMILIES = {
+    name: family
+    for family in FAMILIES
+    if family.gguf is not None and family.owns is None
+    for name in family.gguf_architectures
+}
+"""The architectures of GGUF files, and the family of one that no other owns."""
 
 WRAPPERS = {wrapper: family for family in FAMILIES for wrapper in family.wrappers}
 """Multimodal `model_type`s whose `text_config` is served, and the family of one that does not say its own type."""
@@ -105,11 +115,12 @@ def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
-    known = {name: family for family in FAMILIES if family.from_gguf for name in family.gguf_architectures}
-    family = _find(checkpoint, "general.architecture", checkpoint.config.get("general.architecture"), known)
-    assert family.from_gguf is not None
+    kind = _find(checkpoint, "general.architecture", checkpoint.config.get("general.architecture"), GGUF_FAMILIES)
+    file = GgufFile(checkpoint)
     try:
-        config = family.from_gguf(checkpoint)
+        kin = [family for family in FAMILIES if file.architecture in family.gguf_architectures]
+        family = next((one for one in kin if one.owns is not None and one.owns(file)), kind)
+        config = as_stored(file, family.from_hf(gguf_config(file, family.gguf or {})))
         check_decoder(config)
         labels = class_labels(checkpoint)
     except KeyError as error:
@@ -120,9 +131,22 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     if labels:
         config = _classifier(config, len(labels))
         patterns |= {"head.weight": GGUF_HEAD} if config.encoder is None else {}
-    further = tuple(f"blk.{config.num_layers + i}.*" for i in range(gguf_further_layers(checkpoint)))
+    config, more = _gguf_projections(config, checkpoint, file)
+    further = tuple(f"blk.{config.num_layers + i}.*" for i in range(file.further_layers))
     ignored = (*IGNORED_TENSORS, *further, *_unused("blk.{}.attn_{}*", config))
-    return ModelSpec(family, config, expand(patterns, config.num_layers), ignored)
+    return ModelSpec(family, config, expand(patterns | more, config.num_layers), ignored)
+
+
+def _gguf_projections(
+    config: DecoderConfig, checkpoint: Checkpoint, file: GgufFile
+) -> tuple[DecoderConfig, dict[str, Pattern]]:
+    """The same encoder with the Dense modules of a file, which are there if they were asked for when it was made."""
+    names = [name for name in DENSE_MODULES if file.has(name)]
+    if config.encoder is None or not names:
+        return config, {}
+    projections = tuple(Projection(file.rows(name), bias=False) for name in names)
+    encoder = replace(config.encoder, pooling=gguf_pooling(checkpoint, "mean"), projections=projections)
+    return replace(config, encoder=encoder), {f"projections.products.{i}.weight": name for i, name in enumerate(names)}
 
 
 def _unused(pattern: str, config: DecoderConfig) -> list[str]:

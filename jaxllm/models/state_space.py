@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.gguf import Metadata, gguf_linear
+from jaxllm.models.gguf import GgufFile
+from jaxllm.models.gguf_names import gguf_linear
 from jaxllm.models.hf import hf_linear
-from jaxllm.models.layers.ssd import SSDConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source, without_middle_axis
 
@@ -53,30 +52,12 @@ def check_sizes(name: str, head_dim: int, heads: int, inner: int) -> None:
         )
 
 
-def gguf_ssd(checkpoint: Checkpoint) -> SSDConfig:
-    """The state-space layers of a GGUF file; what it has tensors for they have.
-
-    Raises:
-        CheckpointError: the sizes do not go together, or no layer of the file is such a layer.
-    """
-    get, tensors = Metadata(checkpoint), checkpoint.tensors
-    layer = next((name.split(".")[1] for name in tensors if name.endswith(".ssm_in.weight")), None)
-    if layer is None:
-        raise CheckpointError("no tensor is called blk.*.ssm_in.weight; accepted is one for each state-space layer")
-    inner, heads = get("ssm.inner_size"), get("ssm.time_step_rank")
+def gguf_ssd_head_dim(file: GgufFile) -> int:
+    """Channels of a state-space head of a GGUF file. Raises CheckpointError where the sizes do not go together."""
+    inner, heads = file("ssm.inner_size"), file("ssm.time_step_rank")
     if inner % heads:
         raise CheckpointError(f"ssm.inner_size is {inner}; accepted is a multiple of {heads} heads")
-    return SSDConfig(
-        heads=heads,
-        head_dim=inner // heads,
-        state_size=get("ssm.state_size"),
-        groups=get("ssm.group_count"),
-        kernel=get("ssm.conv_kernel"),
-        conv_bias=f"blk.{layer}.ssm_conv1d.bias" in tensors,
-        bias=f"blk.{layer}.ssm_in.bias" in tensors,
-        output_bias=f"blk.{layer}.ssm_out.bias" in tensors,
-        norm="after_gate" if f"blk.{layer}.ssm_norm.weight" in tensors else None,
-    )
+    return inner // heads
 
 
 def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.gguf import Metadata, gguf_rows
+from jaxllm.models.gguf import GgufFile
 from jaxllm.models.hf_fields import COUNT, maybe
 from jaxllm.models.sentence_files import read_sentence_files
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
@@ -21,6 +21,9 @@ CLASSIFIER = "ForSequenceClassification"
 
 GGUF_HEAD = "cls.output.weight"
 """The classification head of a GGUF file."""
+
+DENSE_MODULES = ("dense_2.weight", "dense_3.weight")
+"""An encoder's projections in one."""
 
 RERANKER = "qwen3-reranker"
 
@@ -44,8 +47,8 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
     if checkpoint.format == "gguf":
         if GGUF_HEAD not in checkpoint.tensors:
             return ()
-        labels = Metadata(checkpoint)("classifier.output_labels", [])
-        return tuple(labels) or _numbered(gguf_rows(checkpoint, GGUF_HEAD))
+        labels = GgufFile(checkpoint)("classifier.output_labels", [])
+        return tuple(labels) or _numbered(GgufFile(checkpoint).rows(GGUF_HEAD))
     check_fields(c, _CLASSIFIER_FIELDS)
     if not any(name.endswith(CLASSIFIER) for name in c.get("architectures") or ()):
         return ()
@@ -98,13 +101,13 @@ def longest_text(checkpoint: Checkpoint) -> int | None:
 
 def gguf_pooling(checkpoint: Checkpoint, usual: Pooling) -> Pooling:
     """What stands for a text, as a GGUF file says, or the `usual`."""
-    return _GGUF_POOLING.get(Metadata(checkpoint)("pooling_type", 0), usual)
+    return _GGUF_POOLING.get(GgufFile(checkpoint)("pooling_type", 0), usual)
 
 
 def _gguf_tasks(checkpoint: Checkpoint, labels: tuple[str, ...], encodes: bool, usual: Pooling) -> ModelTasks:
     kind = checkpoint.config["general.architecture"]
     pooling = gguf_pooling(checkpoint, usual)
-    projects = encodes and "dense_2.weight" in checkpoint.tensors
+    projects = encodes and DENSE_MODULES[0] in checkpoint.tensors
     activation: Activation = "sigmoid" if len(labels) == 1 else "softmax"
     judge = kind == "qwen3" and set(labels) == {"yes", "no"}
     return ModelTasks(

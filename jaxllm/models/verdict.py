@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxllm.errors import CheckpointError
 from jaxllm.models.families import bert, deepseek, llama, mixtral
 from jaxllm.models.family import Family
-from jaxllm.models.registry import FAMILIES, WRAPPERS, model_spec
+from jaxllm.models.registry import FAMILIES, GGUF_FAMILIES, WRAPPERS, model_spec
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
@@ -129,7 +129,7 @@ def _described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
 
 def _families_by_name(format: str) -> dict[str, Family]:
     if format == "gguf":
-        return {name: family for family in FAMILIES if family.from_gguf for name in family.gguf_architectures}
+        return GGUF_FAMILIES
     return {name: family for family in FAMILIES for name in family.model_types} | WRAPPERS
 
 

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import numpy as np
+
 from tests.reference.tiny import tiny_config
 
 FAMILY = """
@@ -20,6 +23,8 @@ SQUIRREL = Family(
     model_types=("squirrel",),
     wrappers=("squirrel_with_eyes",),
     from_hf=from_hf,
+    gguf_architectures=("squirrel",),
+    gguf={},
 )
 """
 CHECK = """
@@ -33,13 +38,27 @@ print("Squirrel" in [family.name for family in FAMILIES], *map(verdict, map(Path
 """
 
 
-def test_a_file_in_the_folder_is_all_that_a_family_takes(tmp_path: Path):
+def write_gguf(path: Path) -> None:
+    writer = gguf.GGUFWriter(path, "squirrel")
+    sizes = {"block_count": 2, "context_length": 64, "embedding_length": 48, "feed_forward_length": 96}
+    for key, size in (sizes | {"attention.head_count": 4, "attention.key_length": 12}).items():
+        writer.add_uint32(f"squirrel.{key}", size)
+    writer.add_float32("squirrel.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_tensor("token_embd.weight", np.zeros((128, 48), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_file_in_the_folder_is_all_that_a_family_takes(tmp_path: Path) -> None:
     (tmp_path / "families").mkdir()
     (tmp_path / "families" / "squirrel.py").write_text(FAMILY)
     text = tiny_config("llama_gqa") | {"model_type": "squirrel"}
     files = {"plain": text, "wrapped": {"model_type": "squirrel_with_eyes", "text_config": text}}
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    asked = [str(tmp_path / name) for name in ("families", "plain.json", "wrapped.json")]
+    write_gguf(tmp_path / "squirrel.gguf")
+    asked = [str(tmp_path / name) for name in ("families", "plain.json", "wrapped.json", "squirrel.gguf")]
     found = subprocess.run([sys.executable, "-c", CHECK, *asked], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == ["True", *["served, as Squirrel"] * 2]
+    assert found.stdout.splitlines() == ["True", *["served, as Squirrel"] * 3]

@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, permuted_names
+from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_fields
 from jaxllm.models.layers.alibi import USUAL_STEEPNESS
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern, Source
 
 LAYERS_OF_13B, SIZE_OF_13B = 40, 5120
@@ -25,12 +24,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     layers, longest = c["num_hidden_layers"], c.get("max_position_embeddings") or c.get("model_max_length") or 4096
     fields = hf_fields(c | {"max_position_embeddings": longest}, **_positions(layers, c["hidden_size"]))
     return DecoderConfig(**fields)
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The head is as the file has it."""
-    get = Metadata(checkpoint)
-    return DecoderConfig(**gguf_fields(checkpoint, **_positions(get("block_count"), get("embedding_length"))))
 
 
 def _positions(layers: int, size: int) -> dict[str, Any]:
@@ -60,6 +53,6 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("baichuan",),
-    from_gguf=from_gguf,
+    gguf={},
     gguf_names=permuted_names,
 )

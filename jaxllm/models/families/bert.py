@@ -10,10 +10,10 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import ENCODER_NAMES, Metadata, gguf_fields, gguf_layers, gguf_rows
+from jaxllm.models.gguf import GgufFile, Table, rows
+from jaxllm.models.gguf_names import ENCODER_NAMES
 from jaxllm.models.hf import hf_fields, hf_linear
 from jaxllm.models.layers.encoder import EncoderConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern
 
@@ -53,7 +53,7 @@ def _from_hf(c: dict[str, Any], first_position: int) -> DecoderConfig:
         **hf_fields(
             {"hidden_act": "gelu"} | c,
             layers=(LayerKind(None),) * c["num_hidden_layers"],
-            max_position_embeddings=positions - first_position,
+            max_position_embeddings=min(positions - first_position, c.get("model_max_length") or positions),
             norm="layer",
             norm_eps=c.get("layer_norm_eps", 1e-12),
             pre_norms=False,
@@ -68,31 +68,17 @@ def _from_hf(c: dict[str, Any], first_position: int) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The rows in front of the first position are left out of a file."""
-    get = Metadata(checkpoint)
-    positions = gguf_rows(checkpoint, "position_embd.weight")
-    encoder = EncoderConfig(
-        positions=positions,
-        token_types=gguf_rows(checkpoint, "token_types.weight") if "token_types.weight" in checkpoint.tensors else 0,
-        embedding_norm=True,
-        sum_norms=True,
-        last_norm=False,
-    )
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=(LayerKind(None),) * gguf_layers(checkpoint),
-            max_position_embeddings=min(get("context_length"), positions),
-            hidden_act="gelu",
-            norm="layer",
-            norm_eps=get("attention.layer_norm_epsilon"),
-            pre_norms=False,
-            post_norms=True,
-            gated_mlp=False,
-            encoder=encoder,
-        )
-    )
+def gguf_token_types(file: GgufFile) -> int:
+    """Kinds of tokens that have an embedding."""
+    return file.rows("token_types.weight") if file.has("token_types.weight") else 0
+
+
+GGUF: Table = {
+    "max_position_embeddings": rows("position_embd.weight"),
+    "model_max_length": "context_length",
+    "type_vocab_size": gguf_token_types,
+}
+"""The rows in front of the first position are left out of a file."""
 
 
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -139,7 +125,7 @@ BERT = Family(
     model_types=("bert",),
     from_hf=bert_from_hf,
     gguf_architectures=("bert",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     gguf_names=gguf_names,
     hf_names=hf_names,
     ignored=UNUSED,

@@ -7,12 +7,9 @@ from typing import Any
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families.gpt_neox import rows_by_part
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers
 from jaxllm.models.hf import hf_fields, hf_linear
-from jaxllm.models.hf_fields import LENGTH, SIZE, maybe
+from jaxllm.models.hf_fields import LENGTH, OFF, SIZE, maybe
 from jaxllm.models.layers.alibi import USUAL_STEEPNESS
-from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import NULL, FieldKind, either
 from jaxllm.weights.names import Pattern, Source
 
 OWN_KEYS = {
@@ -21,7 +18,6 @@ OWN_KEYS = {
 }  # fmt: skip
 """BLOOM's names of keys that other families call otherwise."""
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 2048, "tie_word_embeddings": True}
-OFF = either(FieldKind("false", lambda value: value is False), NULL)
 WHAT_BLOOM_IS: dict[str, Any] = {
     "norm": "layer", "embedding_norm": True, "gated_mlp": False, "hidden_act": "gelu_new", "alibi": USUAL_STEEPNESS,
 }  # fmt: skip
@@ -32,7 +28,7 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = DEFAULTS | c | {usual: c[own] for own, usual in OWN_KEYS.items() if own in c}
     return DecoderConfig(
         **hf_fields(
-            c | {"intermediate_size": 4 * c["hidden_size"]},
+            {"intermediate_size": 4 * c["hidden_size"]} | c,
             layers=(LayerKind(None),) * c["num_hidden_layers"],
             norm_eps=c.get("layer_norm_epsilon", 1e-5),
             qkv_bias=True,
@@ -41,12 +37,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
             **WHAT_BLOOM_IS,
         )
     )
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """How steep ALiBi is is not stored."""
-    eps, layers = Metadata(checkpoint)("attention.layer_norm_epsilon"), (LayerKind(None),) * gguf_layers(checkpoint)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, norm_eps=eps, **WHAT_BLOOM_IS))
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -88,6 +78,6 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("bloom",),
-    from_gguf=from_gguf,
+    gguf={},
     gguf_names=gguf_names,
 )

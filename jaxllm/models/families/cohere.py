@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, gguf_windows
+from jaxllm.models.gguf import Table, layer_types, nonzero, optional, tensor
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.weights.checkpoint import Checkpoint
 
 THETA = 500_000.0
 DEFAULTS = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
@@ -52,30 +51,15 @@ def _fields(c: dict[str, Any], layers: tuple[LayerKind, ...], **differences: Any
     )
 
 
-def cohere_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Queries and keys have norms where their tensors are."""
-    rope = gguf_rope(checkpoint, theta=THETA, interleaved=True)
-    layers = (LayerKind(rope),) * Metadata(checkpoint)("block_count")
-    qk_norm = "layer_per_head" if "blk.0.attn_q_norm.weight" in checkpoint.tensors else None
-    return DecoderConfig(**_gguf_fields(checkpoint, layers, qk_norm=qk_norm))
-
-
-def cohere2_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As Hugging Face's: every fourth layer has no window."""
-    rope = gguf_rope(checkpoint, theta=THETA, interleaved=True)
-    return DecoderConfig(**_gguf_fields(checkpoint, _layers(rope, gguf_windows(checkpoint, period=4))))
-
-
-def _gguf_fields(checkpoint: Checkpoint, layers: tuple[LayerKind, ...], **differences: Any) -> dict[str, Any]:
-    get = Metadata(checkpoint)
-    return gguf_fields(
-        checkpoint,
-        layers=layers,
-        norm_eps=get("attention.layer_norm_epsilon"),
-        logit_scale=float(get("logit_scale")),
-        **WHAT_COHERE_IS,
-        **differences,
-    )
+COHERE_GGUF: Table = {
+    "logit_scale": "logit_scale",
+    "rope_theta": optional("rope.freq_base", THETA),
+    "use_qk_norm": tensor("blk.0.attn_q_norm.weight"),
+}
+COHERE2_GGUF: Table = COHERE_GGUF | {
+    "sliding_window": nonzero("attention.sliding_window"),
+    "layer_types": layer_types(4),
+}
 
 
 COHERE = Family(
@@ -85,7 +69,7 @@ COHERE = Family(
     model_types=("cohere",),
     from_hf=cohere_from_hf,
     gguf_architectures=("command-r",),
-    from_gguf=cohere_from_gguf,
+    gguf=COHERE_GGUF,
 )
 
 COHERE2 = Family(
@@ -95,5 +79,5 @@ COHERE2 = Family(
     model_types=("cohere2",),
     from_hf=cohere2_from_hf,
     gguf_architectures=("cohere2",),
-    from_gguf=cohere2_from_gguf,
+    gguf=COHERE2_GGUF,
 )

@@ -9,10 +9,9 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
+from jaxllm.models.gguf import GgufFile, Table, optional
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source
 
@@ -59,30 +58,6 @@ def _rope(c: dict[str, Any]) -> Any:
     return hf_rope(c, hf_head_dim(c), theta=THETA, interleaved=True)
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As Hugging Face's."""
-    rope = gguf_rope(checkpoint, theta=THETA, interleaved=True)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=(LayerKind(rope),) * Metadata(checkpoint)("block_count")))
-
-
-def moe_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Weights are renormalised, as in all published models."""
-    get = Metadata(checkpoint)
-    first, step = get("leading_dense_block_count", 0), get("interleave_moe_layer_step", 1)
-    rope = gguf_rope(checkpoint, theta=THETA, interleaved=True)
-    sparse = [i >= first and (i + 1) % step == 0 for i in range(get("block_count"))]
-    moe = MoEConfig(
-        num_experts=get("expert_count"),
-        top_k=get("expert_used_count"),
-        hidden=get("expert_feed_forward_length"),
-        correction_bias=any(name.endswith(".exp_probs_b.bias") for name in checkpoint.tensors),
-        renormalize=True,
-        shared_hidden=get("expert_shared_feed_forward_length", 0),
-    )
-    layers = tuple(LayerKind(rope, sparse=is_sparse) for is_sparse in sparse)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, moe=moe))
-
-
 def moe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """The bias on the choice is a row of a matrix, since one model has text's and images' experts in one tensor."""
     block = "model.layers.*.mlp"
@@ -99,6 +74,21 @@ def _flat(bias: np.ndarray) -> np.ndarray:
     return bias.reshape(-1)
 
 
+def _gguf_shared_experts(file: GgufFile) -> int:
+    return file("expert_shared_feed_forward_length", 0) // file("expert_feed_forward_length")
+
+
+GGUF: Table = {"rope_theta": optional("rope.freq_base", THETA)}
+MOE_GGUF: Table = GGUF | {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "moe_num_shared_experts": _gguf_shared_experts,
+    "moe_layer_start_index": optional("leading_dense_block_count", 0),
+    "moe_layer_interval": optional("interleave_moe_layer_step", 1),
+}
+
+
 DENSE = Family(
     name="ERNIE 4.5",
     models="ERNIE-4.5-0.3B",
@@ -106,7 +96,7 @@ DENSE = Family(
     model_types=("ernie4_5",),
     from_hf=from_hf,
     gguf_architectures=("ernie4_5",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
 )
 
 MOE = Family(
@@ -117,6 +107,6 @@ MOE = Family(
     from_hf=moe_from_hf,
     hf_names=moe_hf_names,
     gguf_architectures=("ernie4_5-moe",),
-    from_gguf=moe_from_gguf,
+    gguf=MOE_GGUF,
     gguf_names=moe_gguf_names,
 )

@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, gguf_windows
+from jaxllm.models.gguf import Table, layer_types, nonzero
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows, post_norm_names
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.weights.checkpoint import Checkpoint
 
 WHAT_EXAONE_IS: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": "rms"}
 
@@ -21,11 +20,7 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig(**hf_fields(c, layers=layers, **WHAT_EXAONE_IS))
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As Hugging Face's."""
-    windowed = bool(Metadata(checkpoint)("attention.sliding_window", 0))
-    layers = _layers(gguf_rope(checkpoint), gguf_windows(checkpoint, period=4), windowed)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, **WHAT_EXAONE_IS))
+GGUF: Table = {"sliding_window": nonzero("attention.sliding_window"), "layer_types": layer_types(4)}
 
 
 def _layers(rope: RopeConfig, windows: list[int | None], windowed: bool) -> tuple[LayerKind, ...]:
@@ -40,5 +35,5 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=post_norm_names,
     gguf_architectures=("exaone4",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
 )

@@ -7,19 +7,18 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import gguf_fields, gguf_head_dim, gguf_layers, gguf_rope
+from jaxllm.models.gguf import Table
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.models.layers.ssd import NormPlace, SSDConfig
 from jaxllm.models.state_space import (
     check_activation,
     check_sizes,
-    gguf_ssd,
+    gguf_ssd_head_dim,
     gguf_ssd_names,
     hf_ssd_names,
     hf_time_step_limits,
 )
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import AnyOf, Pattern
 
 DEFAULTS: dict[str, Any] = {
@@ -98,12 +97,6 @@ def _layers(rope: RopeConfig, count: int) -> tuple[LayerKind, ...]:
     return (LayerKind(rope, mixer="attention_beside_ssd"),) * count
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """All factors are in the weights of such a file."""
-    layers, scale = _layers(gguf_rope(checkpoint), gguf_layers(checkpoint)), gguf_head_dim(checkpoint) ** -0.5
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, ssd=gguf_ssd(checkpoint), attention_scale=scale))
-
-
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     layer, mlp = "model.layers.*", "model.layers.*.feed_forward"
     return {
@@ -121,6 +114,17 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return gguf_ssd_names(config) | {"layers.*.mlp_norm.weight": norm}
 
 
+GGUF: Table = {
+    "mamba_d_ssm": "ssm.inner_size",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_d_head": gguf_ssd_head_dim,
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
+"""All factors are in the weights of such a file."""
+
+
 FAMILY = Family(
     name="Falcon-H1",
     models="Falcon-H1 (0.5B to 34B), Falcon-H1R",
@@ -128,7 +132,7 @@ FAMILY = Family(
     model_types=("falcon_h1",),
     from_hf=from_hf,
     gguf_architectures=("falcon-h1",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )

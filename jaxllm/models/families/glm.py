@@ -6,9 +6,7 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131_072}
@@ -29,13 +27,6 @@ def _fields(c: dict[str, Any]) -> dict[str, Any]:
     rope = hf_rope(c, hf_head_dim(c), partial=0.5, interleaved=True)
     layers = (LayerKind(rope),) * c["num_hidden_layers"]
     return hf_fields(c, layers=layers, qkv_bias=c.get("attention_bias", True))
-
-
-def glm4_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Only the 0414 models: files of the older architecture `chatglm` hold wrong lengths and thetas."""
-    rope = gguf_rope(checkpoint, partial=0.5, interleaved=True)
-    layers = (LayerKind(rope),) * Metadata(checkpoint)("block_count")
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, post_norms=True))
 
 
 def glm4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -61,6 +52,6 @@ GLM4 = Family(
     model_types=("glm4",),
     from_hf=glm4_from_hf,
     gguf_architectures=("glm4",),
-    from_gguf=glm4_from_gguf,
+    gguf={},
     hf_names=glm4_hf_names,
 )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families import deepseek
-from jaxllm.models.families.deepseek import SIGMOID, gguf_experts, latent_config, sigmoid_experts
+from jaxllm.models.families.deepseek import ROUTED_GGUF, SIGMOID, latent_config, sigmoid_experts
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
+from jaxllm.models.gguf import Table, only, tensor
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_mtp_names, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import shown
 from jaxllm.weights.names import NameMap, Pattern
 
 DEFAULTS = {
@@ -51,21 +48,10 @@ def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return latent_config(c, sigmoid_experts(c), interleaved=bool(c.get("rope_interleave", True)), sparse=sparse)
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Queries and keys have norms where their tensors are."""
-    get = Metadata(checkpoint)
-    if (scoring := get("expert_gating_func", SIGMOID)) != SIGMOID:
-        raise CheckpointError(f"expert_gating_func is {shown(scoring)}; accepted is {SIGMOID}, sigmoid")
-    rope, dense = gguf_rope(checkpoint, partial=0.5), get("leading_dense_block_count", 0)
-    moe = gguf_experts(get, sigmoid=True, correction_bias=f"blk.{dense}.exp_probs_b.bias" in checkpoint.tensors)
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(gguf_layers(checkpoint))),
-            moe=moe,
-            qk_norm="rms" if "blk.0.attn_q_norm.weight" in checkpoint.tensors else None,
-        )
-    )
+GGUF: Table = ROUTED_GGUF | {
+    "use_qk_norm": tensor("blk.0.attn_q_norm.weight"),
+    "scoring_func": only("expert_gating_func", SIGMOID, "sigmoid"),
+}
 
 
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -86,7 +72,7 @@ MOE = Family(
     from_hf=from_hf,
     mtp_names=mtp_names,
     gguf_architectures=("glm4moe",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     gguf_names=gguf_names,
 )
 

@@ -7,9 +7,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers
 from jaxllm.models.hf import hf_fields
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import AnyOf, Pattern, Source, transposed
 
 GELU = "gelu_new"
@@ -40,12 +38,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
             **WHAT_GPT2_IS,
         )
     )
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As Hugging Face's."""
-    eps, layers = Metadata(checkpoint)("attention.layer_norm_epsilon"), (LayerKind(None),) * gguf_layers(checkpoint)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, norm_eps=eps, hidden_act=GELU, **WHAT_GPT2_IS))
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -85,6 +77,6 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("gpt2",),
-    from_gguf=from_gguf,
+    gguf={"n_inner": "feed_forward_length"},
     gguf_names=gguf_names,
 )

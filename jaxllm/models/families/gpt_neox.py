@@ -8,9 +8,8 @@ import numpy as np
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields
+from jaxllm.models.gguf import optional
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern, Source, Transform
 
 PARTIAL = 0.25
@@ -39,13 +38,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
 def _block(parallel: bool | None) -> dict[str, Any]:
     beside = bool(parallel)
     return {"norm": "layer", "gated_mlp": False, "parallel_residual": beside, "parallel_norms": beside}
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The base of the rotation is not stored."""
-    get = Metadata(checkpoint)
-    eps, block = get("attention.layer_norm_epsilon"), _block(get("use_parallel_residual", True))
-    return DecoderConfig(**gguf_fields(checkpoint, norm_eps=eps, hidden_act="gelu", **block))
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -85,5 +77,5 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("gptneox",),
-    from_gguf=from_gguf,
+    gguf={"use_parallel_residual": optional("use_parallel_residual", True), "rotary_pct": 1.0},
 )

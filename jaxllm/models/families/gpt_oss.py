@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, gguf_windows
+from jaxllm.models.gguf import GGUF_EXPERTS, Table, layer_types, nonzero, optional, rope_scaling
 from jaxllm.models.hf import hf_fields, hf_rope, hf_rope_parameters, hf_windows
 from jaxllm.models.layers.mlp import ClampedSwiglu
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import AnyOf, Pattern, Source, halves_apart, transposed
 
 THETA = 150_000.0
@@ -40,15 +38,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     bias = c.get("attention_bias", True)
     layers = _layers(rope, hf_windows(c, period=2))
     return DecoderConfig(**hf_fields(c, layers=layers, moe=moe, qkv_bias=bias, output_bias=bias, attention_sinks=True))
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The file does not say that the bounds of YaRN's ramp are not rounded, nor what the gate is."""
-    get = Metadata(checkpoint)
-    moe = _experts(get("expert_count"), get("expert_used_count"), get("expert_feed_forward_length"), SWIGLU)
-    rope = replace(gguf_rope(checkpoint, theta=THETA), truncate=False)
-    layers = _layers(rope, gguf_windows(checkpoint, period=2))
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, moe=moe, attention_sinks=True))
 
 
 def _experts(count: int, top_k: int, hidden: int, swiglu: ClampedSwiglu) -> MoEConfig:
@@ -99,6 +88,16 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }
 
 
+GGUF: Table = GGUF_EXPERTS | {
+    "intermediate_size": "expert_feed_forward_length",
+    "sliding_window": nonzero("attention.sliding_window"),
+    "layer_types": layer_types(2),
+    "rope_theta": optional("rope.freq_base", THETA),
+    "rope_scaling": lambda file: rope_scaling(file) | {"truncate": False},
+}
+"""A file does not say that the bounds of YaRN's ramp are not rounded, nor what the gate is."""
+
+
 FAMILY = Family(
     name="gpt-oss",
     models="gpt-oss 20B, 120B",
@@ -107,6 +106,6 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("gpt-oss",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     gguf_names=gguf_names,
 )

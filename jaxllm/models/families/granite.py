@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, permuted_names
+from jaxllm.models.gguf import Table, nonzero
+from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_fields
-from jaxllm.weights.checkpoint import Checkpoint
 
 
 def hf_scales(c: dict[str, Any]) -> dict[str, float]:
@@ -21,15 +21,13 @@ def hf_scales(c: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def gguf_scales(checkpoint: Checkpoint) -> dict[str, float | None]:
-    """DecoderConfig's factors. One of 0 is none."""
-    get = Metadata(checkpoint)
-    return {
-        "embedding_scale": float(get("embedding_scale", 0) or 1),
-        "attention_scale": float(get("attention.scale", 0)) or None,
-        "residual_scale": float(get("residual_scale", 0) or 1),
-        "logit_scale": 1 / get("logit_scale"),
-    }
+GGUF: Table = {
+    "embedding_multiplier": nonzero("embedding_scale", 1.0),
+    "attention_multiplier": lambda file: file("attention.scale", 0) or file.head_dim**-0.5,
+    "residual_multiplier": nonzero("residual_scale", 1.0),
+    "logits_scaling": "logit_scale",
+}
+"""A factor of 0 is none."""
 
 
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -40,11 +38,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The keys that all have, and the factors."""
-    return DecoderConfig(**gguf_fields(checkpoint, **gguf_scales(checkpoint)))
-
-
 FAMILY = Family(
     name="Granite 3",
     models="Granite 3.0, 3.1, 3.2, 3.3",
@@ -52,6 +45,6 @@ FAMILY = Family(
     model_types=("granite",),
     from_hf=from_hf,
     gguf_architectures=("granite",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     gguf_names=permuted_names,
 )

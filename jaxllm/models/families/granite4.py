@@ -9,9 +9,11 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.families.granite import gguf_scales, hf_scales
+from jaxllm.models.families import granite
+from jaxllm.models.families.granite import hf_scales
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_hybrid_heads, gguf_rope, permuted_names
+from jaxllm.models.gguf import Table, attending_kv_heads, optional
+from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
@@ -19,12 +21,11 @@ from jaxllm.models.layers.ssd import SSDConfig
 from jaxllm.models.state_space import (
     check_activation,
     check_sizes,
-    gguf_ssd,
+    gguf_ssd_head_dim,
     gguf_ssd_names,
     hf_ssd_names,
     hf_time_step_limits,
 )
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern
 
@@ -96,31 +97,6 @@ def _layers(attend: list[bool], rope: RopeConfig | None, sparse: bool) -> tuple[
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """A layer without KV heads is a state-space layer; rotary embeddings are there unless a key says that they are not.
-
-    The key is one that llama.cpp has for another purpose.
-    """
-    get = Metadata(checkpoint)
-    attends, kv_heads = gguf_hybrid_heads(checkpoint)
-    experts = get("expert_count", 0)
-    moe = None
-    if experts:
-        moe = MoEConfig(
-            num_experts=experts,
-            top_k=get("expert_used_count"),
-            hidden=get("feed_forward_length"),
-            renormalize=True,
-            shared_hidden=get("expert_shared_feed_forward_length"),
-        )
-    rope = gguf_rope(checkpoint) if get("rope.scaling.finetuned", True) else None
-    layers = _layers(attends, rope, bool(experts))
-    bias = f"blk.{attends.index(True)}.attn_q.bias" in checkpoint.tensors
-    fields = gguf_fields(checkpoint, num_kv_heads=kv_heads, layers=layers, **gguf_scales(checkpoint))
-    dense = {} if moe is None else {"intermediate_size": moe.shared_hidden}
-    return DecoderConfig(**fields | dense | {"qkv_bias": bias, "output_bias": bias}, moe=moe, ssd=gguf_ssd(checkpoint))
-
-
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Gate and up are one tensor; experts are stacked, under the names of the checkpoints or of transformers 5."""
     layer, experts = "model.layers.*", "model.layers.*.block_sparse_moe"
@@ -142,6 +118,29 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return permuted_names(config) | gguf_ssd_names(config)
 
 
+GGUF: Table = {
+    **granite.GGUF,
+    "layer_types": lambda file: ["attention" if n else "mamba" for n in file.by_layer("attention.head_count_kv")],
+    "num_key_value_heads": attending_kv_heads,
+    "position_embedding_type": lambda file: "rope" if file("rope.scaling.finetuned", True) else "nope",
+    "num_local_experts": optional("expert_count", 0),
+    "num_experts_per_tok": optional("expert_used_count", 0),
+    "shared_intermediate_size": lambda file: file(
+        "expert_shared_feed_forward_length" if file("expert_count", 0) else "feed_forward_length"
+    ),
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_d_head": gguf_ssd_head_dim,
+    "mamba_expand": lambda file: file("ssm.inner_size") // file("embedding_length"),
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
+"""A layer without KV heads is a state-space layer.
+
+Rotary embeddings are there unless a key says that they are not, which llama.cpp has for another purpose.
+"""
+
+
 FAMILY = Family(
     name="Granite 4",
     models="Granite 4.0 (H Micro, Tiny, Small; Micro; 1B, 350M)",
@@ -150,7 +149,7 @@ FAMILY = Family(
     layer_types=LAYER_TYPES,
     from_hf=from_hf,
     gguf_architectures=("granitehybrid",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )

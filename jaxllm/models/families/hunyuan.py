@@ -11,12 +11,11 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_linear, hf_rope, hf_rope_parameters
 from jaxllm.models.hf_fields import COUNT, SIZE
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import NULL, either, many, shown
 from jaxllm.weights.names import Pattern
 
@@ -68,21 +67,6 @@ def _rope(c: dict[str, Any]) -> RopeConfig:
     return replace(rope, theta=rope.theta * alpha ** (dim / (dim - 2)))
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The base is stored stretched."""
-    return DecoderConfig(**gguf_fields(checkpoint, **WHAT_HUNYUAN_IS))
-
-
-def moe_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The base is stored stretched."""
-    get = Metadata(checkpoint)
-    size = get("expert_feed_forward_length")
-    shared = get("expert_shared_feed_forward_length", 0) or get("feed_forward_length")
-    moe = _experts(get("expert_count"), get("expert_used_count"), size, shared)
-    layers = (LayerKind(gguf_rope(checkpoint), sparse=True),) * gguf_layers(checkpoint)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, moe=moe, **WHAT_HUNYUAN_IS))
-
-
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Norms are called after what they are of."""
     attention, block = "model.layers.*.self_attn", "model.layers.*.mlp"
@@ -104,8 +88,19 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("hunyuan-dense",),
-    from_gguf=from_gguf,
+    gguf={},
 )
+
+
+def _one_gguf_shared_expert(file: GgufFile) -> int:
+    size, key = file("feed_forward_length"), "expert_shared_feed_forward_length"
+    if file(key, 0) not in (0, size):
+        raise CheckpointError(f"{key} is {file(key)}; accepted is that of a routed expert, {size}")
+    return 1
+
+
+MOE_GGUF: Table = GGUF_EXPERTS | {"moe_topk": "expert_used_count", "num_shared_expert": _one_gguf_shared_expert}
+
 
 MOE = Family(
     name="Hunyuan MoE",
@@ -121,5 +116,5 @@ MOE = Family(
     from_hf=moe_from_hf,
     hf_names=hf_names,
     gguf_architectures=("hunyuan-moe",),
-    from_gguf=moe_from_gguf,
+    gguf=MOE_GGUF,
 )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_hybrid_heads, gguf_linear, gguf_rope
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, attending_kv_heads, only, optional
+from jaxllm.models.gguf_names import gguf_linear
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.layers.conv import ConvConfig
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern, Source, without_middle_axis
 
 LAYER_TYPES = ("full_attention", "conv")
@@ -81,33 +79,6 @@ def _mlp_size(c: dict[str, Any]) -> int:
     return size if factor is None else -(-int(factor * size) // unit) * unit
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """A layer without KV heads convolves."""
-    get = Metadata(checkpoint)
-    attends, kv_heads = gguf_hybrid_heads(checkpoint)
-    moe, num_dense = None, None
-    if get("expert_count", 0):
-        if (scoring := get("expert_gating_func", SIGMOID)) != SIGMOID:
-            raise CheckpointError(f"expert_gating_func is {shown(scoring)}; accepted is {SIGMOID}, sigmoid")
-        num_dense = get("leading_dense_block_count", 0)
-        moe = MoEConfig(
-            num_experts=get("expert_count"),
-            top_k=get("expert_used_count"),
-            hidden=get("expert_feed_forward_length"),
-            scoring="sigmoid",
-            correction_bias=f"blk.{num_dense}.exp_probs_b.bias" in checkpoint.tensors,
-            renormalize=True,
-            renormalize_eps=ROUTER_EPS,
-        )
-    rope = gguf_rope(checkpoint, theta=THETA)
-    sparse = [num_dense is not None and i >= num_dense for i in range(len(attends))]
-    layers = tuple(_layer(not full, rope, is_sparse) for full, is_sparse in zip(attends, sparse, strict=True))
-    fields = gguf_fields(checkpoint, num_kv_heads=kv_heads, layers=layers, moe=moe, qk_norm="rms")
-    convolving = next((i for i, full in enumerate(attends) if not full), 0)
-    bias = f"blk.{convolving}.shortconv.in_proj.bias" in checkpoint.tensors
-    return DecoderConfig(**fields, conv=ConvConfig(get("shortconv.l_cache", 3), bias=bias))
-
-
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Everything within a layer has names of its own."""
     layer, attention, mlp = "model.layers.*", "model.layers.*.self_attn", "model.layers.*.feed_forward"
@@ -143,6 +114,28 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }
 
 
+def _gguf_layer_types(file: GgufFile) -> list[str]:
+    """A layer without KV heads convolves."""
+    return [LAYER_TYPES[heads == 0] for heads in file.by_layer("attention.head_count_kv")]
+
+
+GGUF: Table = {
+    "layer_types": _gguf_layer_types,
+    "num_key_value_heads": attending_kv_heads,
+    "conv_L_cache": optional("shortconv.l_cache", 3),
+    "block_auto_adjust_ff_dim": False,
+    "rope_theta": optional("rope.freq_base", THETA),
+}
+MOE_GGUF: Table = (
+    GGUF
+    | GGUF_EXPERTS
+    | {
+        "num_dense_layers": optional("leading_dense_block_count", 0),
+        "scoring_func": only("expert_gating_func", SIGMOID, "sigmoid"),
+    }
+)
+
+
 LFM2 = Family(
     name="LFM2",
     models="LFM2, LFM2.5",
@@ -151,7 +144,7 @@ LFM2 = Family(
     layer_types=LAYER_TYPES,
     from_hf=from_hf,
     gguf_architectures=("lfm2",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )
@@ -164,7 +157,7 @@ LFM2_MOE = Family(
     layer_types=LAYER_TYPES,
     from_hf=moe_from_hf,
     gguf_architectures=("lfm2moe",),
-    from_gguf=from_gguf,
+    gguf=MOE_GGUF,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )

@@ -6,11 +6,10 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, optional
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern, Source, transposed
 
 THETA = 500_000.0
@@ -67,36 +66,6 @@ def _experts(count: int, top_k: int, hidden: int) -> MoEConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The file does not say how large chunks are, how queries grow, nor which layers have no positions.
-
-    A window of 0 says that all layers rotate and see everything.
-    """
-    get = Metadata(checkpoint)
-    number, step = gguf_layers(checkpoint), get("interleave_moe_layer_step")
-    rope = gguf_rope(checkpoint, theta=THETA, interleaved=True)
-    chunked = get("attention.sliding_window", CHUNK) != 0
-    layers = tuple(
-        _gguf_layer(rope, chunked and (i + 1) % INTERVAL != 0, not chunked, i % step == step - 1) for i in range(number)
-    )
-    experts = get("expert_count")
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=layers,
-            max_position_embeddings=get("context_length"),
-            qk_norm=None if experts == WITHOUT_NORM else "unit",
-            query_scaling=QueryScaling(BETA, FLOOR, first=1, unrotated_only=True) if chunked else None,
-            moe=_experts(experts, get("expert_used_count"), get("expert_feed_forward_length")),
-        )
-    )
-
-
-def _gguf_layer(rope: Any, chunked: bool, all_rotate: bool, sparse: bool) -> LayerKind:
-    rotates = chunked or all_rotate
-    return LayerKind(rope if rotates else None, CHUNK if chunked else None, sparse=sparse, chunked=chunked)
-
-
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """The experts' matrices lie `[in, out]`."""
     block = "model.layers.*.feed_forward"
@@ -113,6 +82,24 @@ def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }
 
 
+def _gguf_chunked(file: GgufFile) -> bool:
+    """A window of 0 says that all layers rotate and see everything."""
+    return file("attention.sliding_window", CHUNK) != 0
+
+
+GGUF: Table = GGUF_EXPERTS | {
+    "intermediate_size_mlp": "feed_forward_length",
+    "intermediate_size": "expert_feed_forward_length",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "rope_theta": optional("rope.freq_base", THETA),
+    "no_rope_layers": lambda file: None if _gguf_chunked(file) else [1] * file.num_layers,
+    "attention_chunk_size": lambda file: CHUNK if _gguf_chunked(file) else None,
+    "attn_temperature_tuning": _gguf_chunked,
+    "use_qk_norm": lambda file: file("expert_count") != WITHOUT_NORM,
+}
+"""A file does not say how large chunks are, how queries grow, nor which layers have no positions."""
+
+
 FAMILY = Family(
     name="Llama 4",
     models="Llama 4 Scout, Maverick (text)",
@@ -123,5 +110,5 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("llama4",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
 )

@@ -6,18 +6,17 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_rows
+from jaxllm.models.gguf import ABSENT, Table
 from jaxllm.models.hf import hf_linear
 from jaxllm.models.layers.ssd import SSDConfig
 from jaxllm.models.state_space import (
     check_activation,
     check_sizes,
-    gguf_ssd,
+    gguf_ssd_head_dim,
     gguf_ssd_names,
     hf_ssd_names,
     hf_time_step_limits,
 )
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import AnyOf, Pattern
 
 CONTEXT = 2**20
@@ -47,21 +46,8 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
         norm_eps=c.get("layer_norm_epsilon", 1e-5),
         tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
         ssd=ssd,
+        max_position_embeddings=c.get("max_position_embeddings", CONTEXT),
         **WITHOUT_ATTENTION,
-    )
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The sizes of attention and MLP that such a file has are all 0, and not looked at."""
-    get = Metadata(checkpoint)
-    return DecoderConfig(
-        vocab_size=gguf_rows(checkpoint, "token_embd.weight"),
-        hidden_size=get("embedding_length"),
-        layers=_layers(get("block_count")),
-        norm_eps=get("attention.layer_norm_rms_epsilon"),
-        tie_word_embeddings="output.weight" not in checkpoint.tensors,
-        ssd=gguf_ssd(checkpoint),
-        **WITHOUT_ATTENTION | {"max_position_embeddings": get("context_length")},
     )
 
 
@@ -70,7 +56,6 @@ WITHOUT_ATTENTION: dict[str, Any] = {
     "num_heads": 0,
     "num_kv_heads": 0,
     "head_dim": 0,
-    "max_position_embeddings": CONTEXT,
 }
 
 
@@ -92,6 +77,19 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return gguf_ssd_names(config)
 
 
+GGUF: Table = {
+    **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads"), ABSENT),
+    "num_heads": "ssm.time_step_rank",
+    "head_dim": gguf_ssd_head_dim,
+    "expand": lambda file: file("ssm.inner_size") // file("embedding_length"),
+    "state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+    "conv_kernel": "ssm.conv_kernel",
+    "partial_rotary_factor": ABSENT,
+}
+"""The sizes of attention and MLP that such a file has are all 0."""
+
+
 FAMILY = Family(
     name="Mamba-2",
     models="Mamba-2, Codestral Mamba",
@@ -99,7 +97,7 @@ FAMILY = Family(
     model_types=("mamba2",),
     from_hf=from_hf,
     gguf_architectures=("mamba2",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )

@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
+from jaxllm.models.gguf import GGUF_EXPERTS, Table, optional
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
 THETA = 5_000_000.0
@@ -28,12 +27,10 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig(**hf_fields(c, layers=layers, qk_norm="rms_whole", moe=moe))
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As Hugging Face's."""
-    get = Metadata(checkpoint)
-    moe = _experts(get("expert_count"), get("expert_used_count"), get("expert_feed_forward_length"))
-    layers = (LayerKind(gguf_rope(checkpoint, theta=THETA), sparse=True),) * get("block_count")
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers, qk_norm="rms_whole", moe=moe))
+GGUF: Table = GGUF_EXPERTS | {
+    "intermediate_size": "expert_feed_forward_length",
+    "rope_theta": optional("rope.freq_base", THETA),
+}
 
 
 def _experts(count: int, top_k: int, hidden: int) -> MoEConfig:
@@ -57,5 +54,5 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("minimax-m2",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
 )

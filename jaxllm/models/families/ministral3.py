@@ -7,11 +7,11 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, permuted_names
+from jaxllm.models.gguf import GgufFile, rope_scaling
+from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 
 ROPE: dict[str, Any] = {
@@ -41,15 +41,10 @@ def query_scaling(parameters: dict[str, Any], rope: RopeConfig) -> QueryScaling 
     return QueryScaling(beta, original) if beta else None
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
+def _gguf_rope(file: GgufFile) -> dict[str, Any]:
     """The architecture is also that of Mistral Small 3, which has none of this."""
-    get = Metadata(checkpoint)
-    rope = gguf_rope(checkpoint, mscale_all_dim=get("rope.scaling.yarn_log_multiplier", 0.0))
-    beta = get("attention.temperature_scale", 0.0)
-    scaling = QueryScaling(beta, get("rope.scaling.original_context_length")) if beta else None
-    return DecoderConfig(
-        **gguf_fields(checkpoint, layers=(LayerKind(rope),) * get("block_count"), query_scaling=scaling)
-    )
+    given = rope_scaling(file, lambda multiplier: {"mscale": 1.0, "mscale_all_dim": multiplier})
+    return given | {"llama_4_scaling_beta": file("attention.temperature_scale", 0.0)}
 
 
 FAMILY = Family(
@@ -59,6 +54,6 @@ FAMILY = Family(
     model_types=("ministral3",),
     from_hf=from_hf,
     gguf_architectures=("mistral3",),
-    from_gguf=from_gguf,
+    gguf={"rope_scaling": _gguf_rope},
     gguf_names=permuted_names,
 )

@@ -9,10 +9,8 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.families import deepseek
 from jaxllm.models.families.ministral3 import query_scaling
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata
+from jaxllm.models.gguf import GgufFile, only
 from jaxllm.models.hf import hf_rope, hf_rope_parameters
-from jaxllm.models.layers.attention import QueryScaling
-from jaxllm.weights.checkpoint import Checkpoint
 
 ROPE: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
@@ -39,14 +37,13 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     return deepseek.latent_config(c, moe, interleaved=bool(c.get("rope_interleave", True)), query_scaling=scaling)
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As DeepSeek's, but for the queries: what llama.cpp leaves out of its files is what all published models have."""
-    get, config = Metadata(checkpoint), deepseek.from_gguf(checkpoint)
-    assert config.moe is not None
-    beta = get("attention.temperature_scale", ROPE["llama_4_scaling_beta"])
-    original = get("rope.scaling.original_context_length", ROPE["original_max_position_embeddings"])
-    moe = replace(config.moe, group_score="top2_sum", renormalize_eps=1e-20)
-    return replace(config, moe=moe, query_scaling=QueryScaling(beta, original) if beta else None)
+def _gguf_rope(file: GgufFile) -> dict[str, Any]:
+    """What llama.cpp leaves out of its files is what all published models have."""
+    beta, original = ROPE["llama_4_scaling_beta"], ROPE["original_max_position_embeddings"]
+    return deepseek.latent_gguf_rope(file) | {
+        "llama_4_scaling_beta": file("attention.temperature_scale", beta),
+        "original_max_position_embeddings": file("rope.scaling.original_context_length", original),
+    }
 
 
 FAMILY = Family(
@@ -57,5 +54,5 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=deepseek.hf_names,
     gguf_architectures=("mistral4",),
-    from_gguf=from_gguf,
+    gguf=deepseek.LATENT_GGUF | {"rope_scaling": _gguf_rope, "scoring_func": only("expert_gating_func", 1, "softmax")},
 )

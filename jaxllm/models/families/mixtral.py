@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
+from jaxllm.models.gguf import Table
+from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.weights.names import Pattern
@@ -30,6 +32,9 @@ def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return hf_expert_names(config, "model.layers.*.block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
+GGUF: Table = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+
+
 FAMILY = Family(
     name="Mixtral",
     models="Mixtral 8x7B, 8x22B",
@@ -37,5 +42,8 @@ FAMILY = Family(
     model_types=("mixtral",),
     from_hf=from_hf,
     gguf_architectures=("llama",),
+    gguf=GGUF,
+    gguf_names=permuted_names,
+    owns=lambda file: file("expert_count", 0) > 0,
     hf_names=hf_names,
 )

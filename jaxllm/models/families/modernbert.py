@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import ENCODER_NAMES, Metadata, gguf_fields, gguf_layers, gguf_rope
+from jaxllm.models.gguf import ABSENT, GgufFile, Table, optional
+from jaxllm.models.gguf_names import ENCODER_NAMES
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.layers.encoder import ClassifierConfig, EncoderConfig
 from jaxllm.models.tasks import GGUF_HEAD
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern
 
@@ -70,28 +69,23 @@ def _encoder(c: dict[str, Any]) -> EncoderConfig:
     return EncoderConfig(embedding_norm=True, first_norm=False, classifier=classifier)
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The window is the whole one. What a classification head is made of is not stored."""
-    if GGUF_HEAD in checkpoint.tensors:
+def _no_gguf_head(file: GgufFile) -> Any:
+    """What a classification head is made of is not stored."""
+    if file.has(GGUF_HEAD):
         raise CheckpointError(
             f"tensor {GGUF_HEAD!r} is a classification head, and GGUF files of ModernBERT do not say what it takes "
             "of a text; accepted is the model in Hugging Face's format"
         )
-    get = Metadata(checkpoint)
-    every, window = get("attention.sliding_window_pattern", 3), get("attention.sliding_window") // 2 + 1
-    everywhere, near = (gguf_rope(checkpoint, theta=160_000.0), get("rope.freq_base_swa", 10_000.0))
-    local = LayerKind(replace(everywhere, theta=float(near)), window)
-    layers = tuple(local if i % every else LayerKind(everywhere) for i in range(gguf_layers(checkpoint)))
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=layers,
-            hidden_act="gelu",
-            norm="layer_unbiased",
-            norm_eps=get("attention.layer_norm_epsilon"),
-            encoder=_encoder(DEFAULTS),
-        )
-    )
+    return ABSENT
+
+
+GGUF: Table = {
+    "classifier_pooling": _no_gguf_head,
+    "global_attn_every_n_layers": optional("attention.sliding_window_pattern", 3),
+    "local_attention": "attention.sliding_window",
+    "global_rope_theta": optional("rope.freq_base", 160_000.0),
+    "local_rope_theta": optional("rope.freq_base_swa", 10_000.0),
+}
 
 
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -126,7 +120,7 @@ FAMILY = Family(
     model_types=("modernbert",),
     from_hf=from_hf,
     gguf_architectures=("modern-bert",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     gguf_names=gguf_names,
     hf_names=hf_names,
     ignored=("head.*", "decoder.*"),

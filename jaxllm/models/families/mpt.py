@@ -6,11 +6,10 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers
+from jaxllm.models.gguf import GgufFile
 from jaxllm.models.hf import hf_fields
 from jaxllm.models.hf_fields import COUNT, FACTOR, LAYERS, LENGTH, SIZE, maybe
 from jaxllm.models.layers.alibi import USUAL_STEEPNESS
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import NULL, OBJECT, FieldKind, FieldKinds, check_fields, either, one_of, real, whole
 from jaxllm.weights.names import Pattern
 
@@ -56,7 +55,7 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     check_fields(attention, ATTENTION_FIELDS, "attn_config.")
     return DecoderConfig(
         **hf_fields(
-            c | {"intermediate_size": c["expansion_ratio"] * c["hidden_size"]},
+            {"intermediate_size": c["expansion_ratio"] * c["hidden_size"]} | c,
             layers=(LayerKind(None),) * c["num_hidden_layers"],
             norm_eps=c.get("layer_norm_epsilon", 1e-5),
             alibi=float(attention.get("alibi_bias_max", USUAL_STEEPNESS)),
@@ -67,14 +66,9 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
+def _gguf_attention(file: GgufFile) -> dict[str, Any]:
     """Files of models with learnt positions have no, or a flat, ALiBi, and are refused."""
-    get = Metadata(checkpoint)
-    clip = get("attention.clamp_kqv", 0.0) or None
-    layers, eps = (LayerKind(None),) * gguf_layers(checkpoint), get("attention.layer_norm_epsilon")
-    alibi = float(get("attention.max_alibi_bias"))
-    fields = gguf_fields(checkpoint, layers=layers, norm_eps=eps, alibi=alibi, qkv_clip=clip, **WHAT_MPT_IS)
-    return DecoderConfig(**fields)
+    return {"alibi_bias_max": file("attention.max_alibi_bias"), "clip_qkv": file("attention.clamp_kqv", None)}
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -101,5 +95,5 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("mpt",),
-    from_gguf=from_gguf,
+    gguf={"attn_config": _gguf_attention},
 )

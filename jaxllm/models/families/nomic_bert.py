@@ -6,11 +6,12 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.families.bert import gguf_token_types
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import ENCODER_NAMES, Metadata, gguf_fields, gguf_layers, gguf_rope, gguf_rows
+from jaxllm.models.gguf import optional
+from jaxllm.models.gguf_names import ENCODER_NAMES
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.layers.encoder import EncoderConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern
 
@@ -53,29 +54,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As Hugging Face's."""
-    types = "token_types.weight"
-    encoder = EncoderConfig(
-        token_types=gguf_rows(checkpoint, types) if types in checkpoint.tensors else 0,
-        embedding_norm=True,
-        sum_norms=True,
-        last_norm=False,
-    )
-    rope = gguf_rope(checkpoint, theta=1000.0)
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=(LayerKind(rope),) * gguf_layers(checkpoint),
-            norm="layer",
-            norm_eps=Metadata(checkpoint)("attention.layer_norm_epsilon"),
-            pre_norms=False,
-            post_norms=True,
-            encoder=encoder,
-        )
-    )
-
-
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Those of encoders."""
     return ENCODER_NAMES
@@ -113,7 +91,7 @@ FAMILY = Family(
     model_types=("nomic_bert",),
     from_hf=from_hf,
     gguf_architectures=("nomic-bert",),
-    from_gguf=from_gguf,
+    gguf={"type_vocab_size": gguf_token_types, "rope_theta": optional("rope.freq_base", 1000.0)},
     gguf_names=gguf_names,
     hf_names=hf_names,
     ignored=("*pooler.*", "cls.*", "lm_head.*"),

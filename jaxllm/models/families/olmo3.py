@@ -8,6 +8,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families.olmo2 import WHAT_OLMO_IS
 from jaxllm.models.family import Family
+from jaxllm.models.gguf import Table, layer_types
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows, post_norm_names
 from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.weights.fields import shown
@@ -31,6 +32,15 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig(**hf_fields(c, layers=layers, qkv_bias=bias, output_bias=bias, **WHAT_OLMO_IS, **stated))
 
 
+GGUF: Table = {
+    "sliding_window": "attention.sliding_window",
+    "layer_types": layer_types(4),
+    "rope_parameters": lambda file: {
+        "sliding_attention": {"rope_theta": file("rope.freq_base_swa", file("rope.freq_base", 10_000.0))}
+    },
+}
+
+
 FAMILY = Family(
     name="OLMo 3",
     models="OLMo 3 7B, 32B",
@@ -39,4 +49,6 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=post_norm_names,
     gguf_architectures=("olmo2",),
+    gguf=GGUF,
+    owns=lambda file: file("attention.sliding_window", 0) > 0,
 )

@@ -6,9 +6,8 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, gguf_rows
+from jaxllm.models.gguf import Table, rows
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
 WHAT_PHI_IS: dict[str, Any] = {
@@ -44,19 +43,8 @@ def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The file's `feed_forward_length` is four times the hidden size, whatever the MLP has."""
-    get = Metadata(checkpoint)
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            intermediate_size=gguf_rows(checkpoint, "blk.0.ffn_up.weight"),
-            layers=(LayerKind(gguf_rope(checkpoint, partial=0.5)),) * get("block_count"),
-            hidden_act="gelu_new",
-            norm_eps=get("attention.layer_norm_epsilon"),
-            **WHAT_PHI_IS,
-        )
-    )
+GGUF: Table = {"intermediate_size": rows("blk.0.ffn_up.weight")}
+"""A file's `feed_forward_length` is four times the hidden size, whatever the MLP has."""
 
 
 FAMILY = Family(
@@ -66,6 +54,6 @@ FAMILY = Family(
     model_types=("phi",),
     from_hf=from_hf,
     gguf_architectures=("phi2",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
 )

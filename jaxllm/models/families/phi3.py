@@ -6,9 +6,8 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
+from jaxllm.models.gguf import Table, nonzero
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
-from jaxllm.weights.checkpoint import Checkpoint
 
 ORIGINAL_LENGTH = 4096
 LONGROPE_NAMES = ("su", "yarn", "longrope")
@@ -21,17 +20,18 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
         "original_max_position_embeddings": ORIGINAL_LENGTH, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     } | c  # fmt: skip
     given = hf_rope_parameters(c)
-    if given.get("rope_type", given.get("type")) in LONGROPE_NAMES:
+    if given.get("rope_type", given.get("type")) in LONGROPE_NAMES and "long_factor" in given:
         given = given | {"rope_type": "longrope"}
     layer = LayerKind(hf_rope(c, hf_head_dim(c), parameters=given), c.get("sliding_window"))
     return DecoderConfig(**hf_fields(c, layers=(layer,) * c["num_hidden_layers"]))
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """A window of 0 is none."""
-    get = Metadata(checkpoint)
-    layer = LayerKind(gguf_rope(checkpoint), get("attention.sliding_window", 0) or None)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=(layer,) * get("block_count")))
+GGUF: Table = {
+    "sliding_window": nonzero("attention.sliding_window"),
+    "original_max_position_embeddings": lambda file: file(
+        "rope.scaling.original_context_length", file("context_length")
+    ),
+}
 
 
 FAMILY = Family(
@@ -41,5 +41,5 @@ FAMILY = Family(
     model_types=("phi3",),
     from_hf=from_hf,
     gguf_architectures=("phi3",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
 )

@@ -6,9 +6,7 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import gguf_fields
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
 
 MAX_WINDOW_LAYERS = 28
 
@@ -29,11 +27,6 @@ def windowed_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
     return tuple(LayerKind(rope, window if kind == "sliding_attention" else None) for kind in kinds)
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Windows are not stored."""
-    return DecoderConfig(**gguf_fields(checkpoint))
-
-
 FAMILY = Family(
     name="Qwen 2",
     models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
@@ -41,5 +34,5 @@ FAMILY = Family(
     model_types=("qwen2",),
     from_hf=from_hf,
     gguf_architectures=("qwen2",),
-    from_gguf=from_gguf,
+    gguf={},
 )

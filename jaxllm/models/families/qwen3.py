@@ -7,9 +7,7 @@ from typing import Any
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.families.qwen2 import windowed_layers
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import gguf_fields
 from jaxllm.models.hf import hf_fields
-from jaxllm.weights.checkpoint import Checkpoint
 
 
 def from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -19,11 +17,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig(**hf_fields(c, layers=windowed_layers(c), qk_norm="rms", qkv_bias=bias, output_bias=bias))
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Windows are not stored."""
-    return DecoderConfig(**gguf_fields(checkpoint, qk_norm="rms"))
-
-
 FAMILY = Family(
     name="Qwen 3",
     models="Qwen 3, Qwen3-Embedding, Qwen3-Reranker",
@@ -31,5 +24,5 @@ FAMILY = Family(
     model_types=("qwen3",),
     from_hf=from_hf,
     gguf_architectures=("qwen3",),
-    from_gguf=from_gguf,
+    gguf={},
 )

@@ -7,10 +7,9 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
 
@@ -62,31 +61,16 @@ def _experts(c: dict[str, Any]) -> MoEConfig:
     )
 
 
-def qwen2_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The file says neither that weights are renormalised nor that layers are dense: they are not."""
-    shared = Metadata(checkpoint)("expert_shared_feed_forward_length")
-    moe = replace(_gguf_experts(checkpoint), shared_hidden=shared, shared_gate=True)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=_gguf_layers(checkpoint), moe=moe))
+def _gguf_expert_size(file: GgufFile) -> int:
+    return file("expert_feed_forward_length", file("feed_forward_length") // max(file("expert_used_count"), 1))
 
 
-def qwen3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Weights are renormalised, as in all published models."""
-    moe = replace(_gguf_experts(checkpoint), renormalize=True)
-    return DecoderConfig(**gguf_fields(checkpoint, layers=_gguf_layers(checkpoint), qk_norm="rms", moe=moe))
-
-
-def _gguf_layers(checkpoint: Checkpoint) -> tuple[LayerKind, ...]:
-    return (LayerKind(gguf_rope(checkpoint), sparse=True),) * Metadata(checkpoint)("block_count")
-
-
-def _gguf_experts(checkpoint: Checkpoint) -> MoEConfig:
-    get = Metadata(checkpoint)
-    top_k = get("expert_used_count")
-    return MoEConfig(
-        num_experts=get("expert_count"),
-        top_k=top_k,
-        hidden=get("expert_feed_forward_length", get("feed_forward_length") // max(top_k, 1)),
-    )
+QWEN2_GGUF: Table = GGUF_EXPERTS | {
+    "moe_intermediate_size": _gguf_expert_size,
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+QWEN3_GGUF: Table = GGUF_EXPERTS | {"moe_intermediate_size": _gguf_expert_size, "norm_topk_prob": True}
+"""Weights are renormalised, as in all published models; a file does not say it."""
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -102,7 +86,7 @@ QWEN2_MOE = Family(
     from_hf=qwen2_from_hf,
     hf_names=hf_names,
     gguf_architectures=("qwen2moe",),
-    from_gguf=qwen2_from_gguf,
+    gguf=QWEN2_GGUF,
 )
 
 QWEN3_MOE = Family(
@@ -112,5 +96,5 @@ QWEN3_MOE = Family(
     model_types=("qwen3_moe",),
     from_hf=qwen3_from_hf,
     gguf_architectures=("qwen3moe",),
-    from_gguf=qwen3_from_gguf,
+    gguf=QWEN3_GGUF,
 )

@@ -6,9 +6,7 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import gguf_fields
 from jaxllm.models.hf import hf_fields
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}
@@ -26,11 +24,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Biases are there when their tensors are."""
-    return DecoderConfig(**gguf_fields(checkpoint))
-
-
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """The norm in front of the MLP is called after what it comes after."""
     return {"layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight"}
@@ -43,6 +36,6 @@ FAMILY = Family(
     model_types=("seed_oss",),
     from_hf=from_hf,
     gguf_architectures=("seed_oss",),
-    from_gguf=from_gguf,
+    gguf={},
     gguf_names=gguf_names,
 )

@@ -6,9 +6,8 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope, permuted_names
+from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
 
 NOPE_INTERVAL = 4
 
@@ -35,13 +34,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """The file does not say which layers have no positions: it is every fourth."""
-    rope, number = gguf_rope(checkpoint), Metadata(checkpoint)("block_count")
-    layers = tuple(LayerKind(rope if (i + 1) % NOPE_INTERVAL else None) for i in range(number))
-    return DecoderConfig(**gguf_fields(checkpoint, layers=layers))
-
-
 FAMILY = Family(
     name="SmolLM3",
     models="SmolLM3-3B",
@@ -49,6 +41,6 @@ FAMILY = Family(
     model_types=("smollm3",),
     from_hf=from_hf,
     gguf_architectures=("smollm3",),
-    from_gguf=from_gguf,
+    gguf={},
     gguf_names=permuted_names,
 )

@@ -6,9 +6,8 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_rope
+from jaxllm.models.gguf import Table, tensor
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern, Source
 
 
@@ -32,19 +31,11 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Attention and MLP are side by side where there is no norm in front of the MLP, whatever the metadata say."""
-    get, tensors = Metadata(checkpoint), checkpoint.tensors
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=(LayerKind(gguf_rope(checkpoint, partial=0.25)),) * get("block_count"),
-            norm="layer",
-            norm_eps=get("attention.layer_norm_epsilon"),
-            qk_norm="layer_per_head" if "blk.0.attn_q_norm.weight" in tensors else None,
-            parallel_residual="blk.0.ffn_norm.weight" not in tensors,
-        )
-    )
+GGUF: Table = {
+    "qk_layernorm": tensor("blk.0.attn_q_norm.weight"),
+    "use_parallel_residual": lambda file: not file.has("blk.0.ffn_norm.weight"),
+}
+"""Attention and MLP are side by side where there is no norm in front of the MLP, whatever the metadata say."""
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -65,6 +56,6 @@ FAMILY = Family(
     model_types=("stablelm",),
     from_hf=from_hf,
     gguf_architectures=("stablelm",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
 )

@@ -6,9 +6,7 @@ from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import Pattern
 
 GELU = "gelu_pytorch_tanh"
@@ -35,12 +33,6 @@ def from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Windows are not stored."""
-    eps = Metadata(checkpoint)("attention.layer_norm_epsilon")
-    return DecoderConfig(**gguf_fields(checkpoint, norm="layer", norm_eps=eps, gated_mlp=False, hidden_act=GELU))
-
-
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """The MLP's parts have GPT-2's names."""
     return {
@@ -57,5 +49,5 @@ FAMILY = Family(
     from_hf=from_hf,
     hf_names=hf_names,
     gguf_architectures=("starcoder2",),
-    from_gguf=from_gguf,
+    gguf={},
 )
