@@ -165,9 +165,9 @@ def _plan_of(config: str, isq: Isq | None, **settings: Any) -> EnginePlan:
 
 
 def olmo2_diff() -> str:
-    """What the package has for OLMo 2: a file of its own."""
-    name = "jaxllm/models/families/olmo2.py"
-    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    """What the package has for OLMo 2, the first of its file."""
+    name = "jaxllm/models/families/olmo.py"
+    lines = (ROOT / name).read_text(encoding="utf-8").partition("\n\n\n# OLMo 3")[0].splitlines()
     return "\n".join(["```diff", f"+++ {name}", *(f"+{line}" for line in lines), "```\n"])
 
 

@@ -87,7 +87,7 @@ def _spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     prefix = next((before for before in PREFIXES if f"{before}{JOIN}" in tensors), "")
     if tensors and f"{prefix}{JOIN}" not in tensors:  # a head of random weights has none
         raise CheckpointError(f"has no tensor {JOIN!r}; accepted is an EAGLE-3 head")
-    config = llama.from_hf(c | {"tie_word_embeddings": False})
+    config = llama.llama_from_hf(c | {"tie_word_embeddings": False})
     check_decoder(config)
     vocab = c.get("draft_vocab_size") or config.vocab_size
     eagle = Eagle3Config(
@@ -101,7 +101,7 @@ def _spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     _check_pair(c, config, eagle, model)
     layer = "layers.0" if f"{prefix}layers.0.hidden_norm.weight" in tensors else "midlayer"
     ignored = ("t2d", "*rotary_emb.inv_freq")
-    return Eagle3Spec(llama.FAMILY, config, _names(config, prefix, f"{prefix}{layer}"), ignored, eagle)
+    return Eagle3Spec(llama.LLAMA, config, _names(config, prefix, f"{prefix}{layer}"), ignored, eagle)
 
 
 def _flat(c: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _flat(c: dict[str, Any]) -> dict[str, Any]:
     for key, accepted in OTHERWISE.items():
         if stated.get(key) not in (None, accepted):
             raise CheckpointError(f"{key} is {shown(stated[key])}; accepted is {shown(accepted)}")
-    check_hf(c, llama.FAMILY.layer_types, llama.FAMILY.fields)
+    check_hf(c, llama.LLAMA.layer_types, llama.LLAMA.fields)
     if c["num_hidden_layers"] != 1:
         raise CheckpointError(f"num_hidden_layers is {shown(c['num_hidden_layers'])}; accepted is 1")
     return c

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.families import bert, deepseek, llama, mixtral
+from jaxllm.models.families import bert, deepseek, llama, mistral
 from jaxllm.models.family import Family
 from jaxllm.models.registry import FAMILIES, GGUF_FAMILIES, WRAPPERS, model_spec
 from jaxllm.quantization.stored import Stored
@@ -150,10 +150,10 @@ def _nearest(kind: str, keys: Mapping[str, Any], known: Mapping[str, Family]) ->
     if any(keys.get(name) for name in ("kv_lora_rank", "attention.kv_lora_rank")):
         return deepseek.V3
     if any(keys.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "expert_count")):
-        return mixtral.FAMILY
+        return mistral.MIXTRAL
     if keys.get("type_vocab_size") or keys.get("attention.causal") is False:
         return bert.BERT
-    return llama.FAMILY
+    return llama.LLAMA
 
 
 def _letters_alike(a: str, b: str) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from tests.reference.tiny import tiny_config
 
 FAMILY = """
-from jaxllm.models.families.llama import from_hf
+from jaxllm.models.families.llama import llama_from_hf
 from jaxllm.models.family import Family
 
 SQUIRREL = Family(
@@ -22,7 +22,7 @@ SQUIRREL = Family(
     architectures=("SquirrelForCausalLM",),
     model_types=("squirrel",),
     wrappers=("squirrel_with_eyes",),
-    from_hf=from_hf,
+    from_hf=llama_from_hf,
     gguf_architectures=("squirrel",),
     gguf={},
 )

@@ -75,8 +75,7 @@ def unified_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _from_hf(c: dict[str, Any]) -> DecoderConfig:
-    bias, size = c.get("attention_bias", False), c["hidden_size"]
-    width = c["hidden_size_per_layer_input"]
+    bias, width = c.get("attention_bias", False), c["hidden_size_per_layer_input"]
     return DecoderConfig(
         **hf_fields(
             c,
@@ -89,19 +88,13 @@ def _from_hf(c: dict[str, Any]) -> DecoderConfig:
             per_layer=PerLayerConfig(width, c.get("vocab_size_per_layer_input", 262_144)) if width else None,
             moe=_experts(c) if c.get("enable_moe_block") else None,
             layer_scale=True,
-            **_constants(size),
+            post_norms=True,
+            qk_norm="rms",
+            value_norm=True,
+            attention_scale=1.0,
+            embedding_scale=math.sqrt(c["hidden_size"]),
         )
     )
-
-
-def _constants(size: int) -> dict[str, Any]:
-    return {
-        "post_norms": True,
-        "qk_norm": "rms",
-        "value_norm": True,
-        "attention_scale": 1.0,
-        "embedding_scale": math.sqrt(size),
-    }
 
 
 def _hf_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:

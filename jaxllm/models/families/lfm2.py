@@ -62,11 +62,10 @@ def _fields(c: dict[str, Any], layers: tuple[LayerKind, ...], **differences: Any
 def _layers(c: dict[str, Any], kinds: list[str], num_dense: int | None = None) -> tuple[LayerKind, ...]:
     rope = hf_rope(c, hf_head_dim(c), theta=THETA)
     sparse = [num_dense is not None and i >= num_dense for i in range(len(kinds))]
-    return tuple(_layer(kind == "conv", rope, is_sparse) for kind, is_sparse in zip(kinds, sparse, strict=True))
-
-
-def _layer(convolves: bool, rope: Any, sparse: bool) -> LayerKind:
-    return LayerKind(None, sparse=sparse, mixer="conv") if convolves else LayerKind(rope, sparse=sparse)
+    return tuple(
+        LayerKind(None, sparse=is_sparse, mixer="conv") if kind == "conv" else LayerKind(rope, sparse=is_sparse)
+        for kind, is_sparse in zip(kinds, sparse, strict=True)
+    )
 
 
 def _mlp_size(c: dict[str, Any]) -> int:

@@ -9,6 +9,13 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families import deepseek
 from jaxllm.models.families.deepseek import sigmoid_experts
+from jaxllm.models.families.mamba import (
+    check_activation,
+    gguf_ssd_head_dim,
+    gguf_ssd_names,
+    hf_ssd_names,
+    hf_time_step_limits,
+)
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import ABSENT, GgufFile, Table, one_of_all, optional, with_experts
 from jaxllm.models.gguf_names import permuted_names
@@ -16,13 +23,6 @@ from jaxllm.models.hf import hf_fields, hf_linear
 from jaxllm.models.hf_fields import LAYERS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.ssd import SSDConfig
-from jaxllm.models.state_space import (
-    check_activation,
-    gguf_ssd_head_dim,
-    gguf_ssd_names,
-    hf_ssd_names,
-    hf_time_step_limits,
-)
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern, Source
 

@@ -63,18 +63,14 @@ def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> De
         value_dim=c["linear_value_head_dim"],
         kernel=c["linear_conv_kernel_dim"],
     )
-    layers = _layers([kind == "full_attention" for kind in kinds], sparse, rope)
+    layers = tuple(
+        LayerKind(rope, sparse=has) if kind == "full_attention" else LayerKind(None, sparse=has, mixer="delta")
+        for kind, has in zip(kinds, sparse, strict=True)
+    )
     return DecoderConfig(
         **hf_fields(
             c, layers=layers, delta=delta, moe=moe, qk_norm="rms", attention_gate=True, qkv_bias=bias, output_bias=bias
         )
-    )
-
-
-def _layers(attends: list[bool], sparse: list[bool], rope: Any) -> tuple[LayerKind, ...]:
-    return tuple(
-        LayerKind(rope, sparse=is_sparse) if full else LayerKind(None, sparse=is_sparse, mixer="delta")
-        for full, is_sparse in zip(attends, sparse, strict=True)
     )
 
 
