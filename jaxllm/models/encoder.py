@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import DecoderLayer, Late, without_padding
-from jaxllm.models.layers.embedding import VocabEmbedding
 from jaxllm.models.layers.encoder import Classifier, Projections, TokenPlaces, at_each_token, pool_texts
+from jaxllm.models.layers.linear import VocabEmbedding
 from jaxllm.models.layers.norm import norm_of_kind
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions

@@ -1,7 +1,9 @@
-"""The model families, one row each, and how a checkpoint finds its own."""
+"""How a checkpoint finds its model family, and the model its tensors."""
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.folders import in_home
 from jaxllm.models import families
-from jaxllm.models.checks import check_decoder, check_direction
-from jaxllm.models.config import DecoderConfig
+from jaxllm.models.config import DecoderConfig, check_decoder, check_direction
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
 from jaxllm.models.family import Family
@@ -24,11 +26,11 @@ from jaxllm.models.hf import hf_linear, hf_names, hf_renaming
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.layers.encoder import Projection
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.sentence_files import read_sentence_files
-from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling
+from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
 from jaxllm.weights.adapters.merged import MergedCheckpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
+from jaxllm.weights.imatrix import WeighedCheckpoint, read_imatrix
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
 from jaxllm.weights.packed_file import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
@@ -254,3 +256,45 @@ def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
     return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(
         checkpoint.read(a).expand().view(np.uint8), checkpoint.read(b).expand().view(np.uint8)
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+def with_importance(checkpoint: Checkpoint, spec: ModelSpec, imatrix: Path | None) -> Checkpoint:
+    """`checkpoint`, its tensors with their importance; as it is where there is no `imatrix`.
+
+    Raises:
+        CheckpointError: the file is not readable.
+        ConfigError: it is of another model, or the model's tensors have no names that GGUF knows.
+    """
+    if imatrix is None:
+        return checkpoint
+    given = read_imatrix(in_home(imatrix))
+    names = _gguf_names(checkpoint, spec)
+    found = {name: given[theirs] for name, theirs in names.items() if theirs in given}
+    if not found:
+        raise ConfigError(
+            f"imatrix is {str(imatrix)!r}, none of whose {len(given)} entries is a weight of {checkpoint.path}"
+        )
+    matrices = [name for name, info in checkpoint.tensors.items() if len(info.shape) > 1]
+    logger.info("imatrix: %d of %d matrices have an entry", len(found), len(matrices))
+    return WeighedCheckpoint(checkpoint, found)
+
+
+def _gguf_names(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, str]:
+    """The checkpoint's names -> GGUF's."""
+    if checkpoint.format == "gguf":
+        return {name: name for name in checkpoint.tensors}
+    if checkpoint.format != "safetensors" or not spec.family.gguf_architectures:
+        raise ConfigError(
+            f"imatrix is set, but the tensors of {checkpoint.path} have no names in GGUF; "
+            "accepted with a GGUF file, or a Hugging Face model of a family that llama.cpp has"
+        )
+    import gguf
+
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(architectures[spec.family.gguf_architectures[0]], spec.config.num_layers)
+    plain = {name: re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name) for name in checkpoint.tensors}
+    found = {name: table.get_name(known, try_suffixes=(".weight", ".bias")) for name, known in plain.items()}
+    return {name: theirs for name, theirs in found.items() if theirs is not None}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.mtp import MTPSpec, mtp_spec
+from jaxllm.models.predictor import MTPSpec, mtp_spec
 from jaxllm.models.registry import model_spec
 from jaxllm.weights import open_checkpoint
 from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint

@@ -30,8 +30,8 @@ from jaxllm.models.gguf import (
 )
 from jaxllm.models.hf import hf_fields, hf_windows
 from jaxllm.models.hf_fields import COUNT, SIZE, maybe
+from jaxllm.models.layers.mlp import PerLayerConfig
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.models.layers.per_layer import PerLayerConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.fields import FieldKind, FieldKinds, shown
 from jaxllm.weights.names import AnyOf, Pattern, Source, Transform

@@ -12,7 +12,7 @@ from jaxllm.models.family import Family
 from jaxllm.models.gguf import GgufFile, optional
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.hf_fields import COUNT, FACTOR, LAYERS, LENGTH, OFF, SIZE, maybe
-from jaxllm.models.layers.alibi import USUAL_STEEPNESS
+from jaxllm.models.layers.attention import USUAL_STEEPNESS
 from jaxllm.weights.fields import NULL, OBJECT, FieldKind, FieldKinds, check_fields, either, one_of, real, whole
 from jaxllm.weights.names import AnyOf, Pattern, Source, Transform, transposed
 
@@ -93,11 +93,14 @@ GPT2 = Family(
 # GPT-NeoX and Pythia: attention and MLP beside each other, a quarter of each head rotated (arXiv:2204.06745)
 
 
+GPT_NEOX_DEFAULTS: dict[str, Any] = {"hidden_act": "gelu", "max_position_embeddings": 2048}
+
+
 def gpt_neox_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`rotary_pct` and `rotary_emb_base` are older names of two keys."""
     bias, beside = c.get("attention_bias", True), bool(c.get("use_parallel_residual", True))
     theta, partial = c.get("rotary_emb_base") or 10_000.0, c.get("rotary_pct") or 0.25
-    c = {"hidden_act": "gelu", "max_position_embeddings": 2048} | c
+    c = GPT_NEOX_DEFAULTS | c
     layers = (LayerKind(hf_rope(c, hf_head_dim(c), theta=theta, partial=partial)),) * c["num_hidden_layers"]
     return DecoderConfig(
         **hf_fields(

@@ -22,7 +22,7 @@ from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_fields, hf_linear
 from jaxllm.models.hf_fields import LAYERS
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.models.layers.ssd import SSDConfig
+from jaxllm.models.layers.recurrent import SSDConfig
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern, Source
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers.linear import Linear
+from jaxllm.models.layers.linear import Linear, param
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.norm import LayerNorm
-from jaxllm.models.layers.params import param
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.tasks import Pooling
